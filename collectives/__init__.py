@@ -1,0 +1,37 @@
+"""Symmetric memory, device-side signals, and collectives on them."""
+
+if not __name__.startswith("weft."):
+    raise ImportError("import weft.collectives: the top-level name is not ours")
+
+from weft.collectives.collective_ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
+from weft.collectives.exchange import agree, exchange
+from weft.collectives.group import Group, resolve, spanning_group
+from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
+from weft.collectives.workspace import Workspace, close, workspace
+
+__all__ = [
+    "Group",
+    "SymmetricBuffer",
+    "Workspace",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "close",
+    "empty",
+    "exchange",
+    "reduce_scatter",
+    "resolve",
+    "spanning_group",
+    "wait_seconds",
+    "workspace",
+]

@@ -1,0 +1,235 @@
+"""Exchanges: one call on a workspace, seen from the host.
+
+    with exchange(group, nbytes, op) as ex:         rank 0                      rank 1
+        ex.local(shape, dtype).copy_(x)             write own half              write own half
+        ex.signal_all()                             generation g ------------>  (release)
+        ex.wait(peer)                               (acquire)  <--------------  generation g
+        y = ex.peer(peer, shape, dtype) @ w         read peer's half in place
+                                                    leave: wait for the others
+On the CPU, signals are words in shared memory that ranks poll. On a GPU they are small kernels in
+the current stream: the host never waits, and the block only enqueues.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from types import TracebackType
+
+import torch
+
+from weft import settings
+from weft.collectives import pad
+from weft.collectives.group import Group, GroupLike, resolve
+from weft.collectives.workspace import Workspace, workspace
+from weft.errors import MismatchError
+
+_CPU = torch.device("cpu")
+
+
+class Exchange:
+    """One call on a workspace on the CPU. Made by `exchange`."""
+
+    def __init__(self, ws: Workspace, op: str) -> None:
+        self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
+        self._ws, self._waiter = ws, ws.waiter
+        self._pending: set[int] = set()
+
+    def __enter__(self) -> Exchange:
+        ws = self._ws
+        ws.check(self.op)
+        self.generation = ws.own[pad.GENERATION] + 1
+        ws.own[pad.GENERATION] = self.generation
+        self._parity = self.generation & 1
+        self._pending.update(range(self.world_size))
+        self._pending.discard(self.rank)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.wait_all()
+
+    def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """This rank's memory of this call, `offset` bytes in."""
+        return self._ws.tensor(self.rank, self._parity, shape, dtype, offset)
+
+    def peer(
+        self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """`peer`'s memory of this call, read or written in place. Valid inside the block."""
+        return self._ws.tensor(peer, self._parity, shape, dtype, offset)
+
+    def signal(self, peer: int) -> None:
+        """Publish to `peer` all that this rank has written."""
+        self._waiter.post(peer, self.generation)
+
+    def signal_all(self) -> None:
+        """`signal` to every peer, the next in rank order first."""
+        for peer in self.peers():
+            self._waiter.post(peer, self.generation)
+
+    def wait(self, peer: int) -> None:
+        """Until `peer` has signalled: what it wrote before is visible.
+
+        Raises:
+            PeerTimeout: it did not in time, or died.
+        """
+        if peer in self._pending:
+            self._waiter.wait(peer, self.generation, self.op)
+            self._pending.discard(peer)
+
+    def wait_all(self) -> None:
+        """`wait` for every peer that was not waited for yet."""
+        for peer in sorted(self._pending):
+            self.wait(peer)
+
+    def peers(self) -> list[int]:
+        """The other ranks: rank + 1 first, so that not all ranks read from one."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+class StreamExchange(Exchange):
+    """One call on a workspace on a GPU: each step is enqueued in the current stream.
+
+    A captured graph may be replayed with any parity, so calls end with a barrier instead of
+    alternating halves.
+    """
+
+    def __init__(self, ws: Workspace, op: str) -> None:
+        self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
+        self._ws = ws
+        self._pending = set()
+        self._parity = 0
+
+    def __enter__(self) -> Exchange:
+        from weft.collectives import stream_signals
+
+        self._signals = stream_signals
+        self._ws.check(self.op)
+        stream_signals.begin(self._ws)
+        self._pending = {peer for peer in range(self.world_size) if peer != self.rank}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.wait_all()
+            self._signals.end(self._ws)
+            self._ws.launched(self.op)
+
+    def signal(self, peer: int) -> None:
+        """Publish to `peer` all that the stream has written."""
+        self._signals.post(self._ws, peer)
+
+    def signal_all(self) -> None:
+        """`signal` to every peer."""
+        for peer in self.peers():
+            self._signals.post(self._ws, peer)
+
+    def wait(self, peer: int) -> None:
+        """Hold the stream until `peer` has signalled."""
+        if peer in self._pending:
+            self._signals.wait(self._ws, peer)
+            self._pending.discard(peer)
+
+
+def exchange(
+    group: GroupLike,
+    nbytes: int,
+    op: str,
+    device: torch.device = _CPU,
+    *,
+    channel: str = "exchange",
+) -> Exchange:
+    """One call in which every rank of `group` offers `nbytes` of symmetric memory to the others.
+
+    Args:
+        nbytes: room a rank, the same on every rank.
+        op: name of the call, for errors.
+        channel: calls under way at the same time need different ones.
+
+    Every rank must signal every peer exactly once in the block; leaving it waits for the peers that
+    were not waited for.
+    """
+    ws = workspace(group, nbytes, channel=channel, device=device)
+    return Exchange(ws, op) if device.type == "cpu" else StreamExchange(ws, op)
+
+
+@lru_cache(maxsize=4096)
+def _signature(op: str) -> int:
+    return zlib.crc32(op.encode())
+
+
+def agree(group: GroupLike, op: str, value: int) -> list[int]:
+    """Every rank's `value`, in rank order, after checking that all make the same call `op`.
+
+    Host memory only, whatever the tensors' device: 3 us on top of waiting for the last rank.
+
+    Args:
+        op: what must be the same on every rank, as text: name, dtype, fixed sizes.
+
+    Raises:
+        MismatchError: on every rank, if one's `op` differs.
+    """
+    where = resolve(group)
+    if where.world_size == 1:
+        return [value]
+    ws = workspace(where, channel="agree", device=_CPU)
+    with Exchange(ws, op) as ex:
+        # Two words of the line that holds the signal itself, in turn as the halves are: one
+        # message, and no data to fetch.
+        word = 1 + 2 * ex._parity
+        mine, signature = pad.HOST_SLOTS + pad.LINE * ex.rank + word, _signature(op)
+        for words in ws.waiter.words:
+            words[mine], words[mine + 1] = value, signature
+        ex.signal_all()
+        ex.wait_all()
+        values, own = [], ws.own
+        for rank in range(ex.world_size):
+            theirs = pad.HOST_SLOTS + pad.LINE * rank + word
+            if own[theirs + 1] != signature:
+                raise MismatchError(
+                    f"rank {ex.rank} calls {op}, rank {rank} makes another call or passes other "
+                    f"shapes or dtypes. WEFT_CHECK=1 tells which."
+                )
+            values.append(own[theirs])
+    return values
+
+
+_RECORD_BYTES = 1024
+
+
+def check_call(group: Group, call: str) -> None:
+    """With WEFT_CHECK=1: compare `call` across the ranks before anything else is signalled.
+
+    Raises:
+        MismatchError: on every rank, naming the ranks that differ and what each of them calls.
+    """
+    if not settings.check_calls() or group.world_size == 1 or group.why:
+        return
+    text = call.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    shape = (_RECORD_BYTES,)
+    with exchange(group, _RECORD_BYTES, f"check of {call}", channel="check") as ex:
+        ex.local(shape, torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        ex.signal_all()
+        ex.wait_all()
+        calls = [
+            bytes(ex.peer(rank, shape, torch.uint8).tolist()).rstrip(b"\0").decode()
+            for rank in range(ex.world_size)
+        ]
+    if len(set(calls)) > 1:
+        usual = max(set(calls), key=lambda text: (calls.count(text), -calls.index(text)))
+        odd = {rank: text for rank, text in enumerate(calls) if text != usual}
+        raise MismatchError(
+            f"the ranks make different calls: {usual} on rank {calls.index(usual)}"
+            + "".join(f", but {text} on rank {rank}" for rank, text in odd.items())
+        )

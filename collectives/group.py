@@ -1,0 +1,158 @@
+"""Groups of ranks: what `group=` may be, and whether symmetric memory reaches all of one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+GroupLike = Any  # ProcessGroup | 1-D DeviceMesh | Group | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs: enough to map its memory and to see whether it is alive."""
+
+    host: str
+    pid: int
+    start_time: str
+
+    @staticmethod
+    def here() -> Process:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Two containers on one host cannot open each other's /proc entries: they are two hosts.
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[1])
+
+    def alive(self) -> bool:
+        """False once the process has ended (a zombie has ended), or its pid is another's."""
+        try:
+            state, start_time = _stat(str(self.pid))
+        except FileNotFoundError:
+            return False
+        return state not in "ZX" and start_time == self.start_time
+
+
+def _stat(pid: str) -> tuple[str, str]:
+    # The second field, the command, may hold spaces and brackets: count from its end.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks that take part in a call. Made by `resolve`, one object a process group.
+
+    Attributes:
+        pg: the process group.
+        rank, world_size: this rank's number in the group, and how many there are.
+        ranks: global rank of each, in group order.
+        processes: where each runs; empty where symmetric memory does not reach.
+        why: why symmetric memory does not reach; empty where it does.
+    """
+
+    pg: dist.ProcessGroup
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    processes: tuple[Process, ...]
+    why: str = ""
+
+    @property
+    def backend(self) -> Literal["posix", "cuda"] | None:
+        """The symmetric memory behind the group's default device; None where none reaches."""
+        if self.why:
+            return None
+        return "cuda" if torch.cuda.is_available() else "posix"
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+_groups: dict[str, Group] = {}
+
+
+def resolve(group: GroupLike = None) -> Group:
+    """The `Group` of a ProcessGroup, a 1-D DeviceMesh, or None for the world.
+
+    The first call for a process group is collective: its ranks tell each other where they run.
+
+    Raises:
+        ValueError: an n-d mesh, or a group that this rank is not in.
+        RuntimeError: None while torch.distributed is not initialised.
+    """
+    if isinstance(group, Group):
+        return group
+    pg = _process_group(group)
+    known = _groups.get(pg.group_name)
+    # Names are used again after destroy_process_group: the object decides.
+    if known is None or known.pg is not pg:
+        known = _groups[pg.group_name] = _describe(pg)
+    return known
+
+
+def _process_group(group: GroupLike) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first (torchrun "
+                "sets what it needs), or pass group="
+            )
+        return dist.group.WORLD  # type: ignore[return-value]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a group is 1-D, got a mesh of shape {tuple(group.mesh.shape)}: pass one of its "
+                f"dims, mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
+            )
+        pg: dist.ProcessGroup = group.get_group()
+        return pg
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group: only its members may make the call")
+    raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
+
+
+def _describe(pg: dist.ProcessGroup) -> Group:
+    rank, world_size = dist.get_rank(pg), dist.get_world_size(pg)
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    if world_size == 1:
+        return Group(pg, rank, world_size, ranks, (Process.here(),))
+    if (backend := dist.get_backend(pg)) not in ("gloo", "nccl", "mpi", "undefined"):
+        return Group(pg, rank, world_size, ranks, (), f"{backend} ranks share no memory")
+    processes: list[Any] = [None] * world_size
+    dist.all_gather_object(processes, Process.here(), group=pg)
+    if len({process.host for process in processes}) > 1:
+        why = "its ranks are on several hosts (or in containers that do not share processes)"
+        return Group(pg, rank, world_size, ranks, (), why)
+    return Group(pg, rank, world_size, ranks, tuple(processes))
+
+
+_spanning: dict[tuple[int, ...], Any] = {}
+
+
+def spanning_group(mesh: DeviceMesh) -> Group:
+    """One group over all ranks of an n-d mesh, in the order of `Group.ranks`.
+
+    Collective over the mesh's ranks the first time.
+    """
+    if mesh.ndim == 1:
+        return resolve(mesh)
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if ranks == tuple(range(dist.get_world_size())):
+        return resolve(None)
+    pg = _spanning.get(ranks)
+    if pg is None or _is_destroyed(pg):
+        pg = _spanning[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return resolve(pg)
+
+
+def _is_destroyed(pg: dist.ProcessGroup) -> bool:
+    return pg not in dist.distributed_c10d._world.pg_map

@@ -1,0 +1,30 @@
+"""The signal pad that lies before every rank's data: int64 words, zero when made.
+
+    word           written by        holds
+    GENERATION     this rank         number of the last call begun on this workspace
+    TICKET         this rank         programs of the running launch that have finished
+    STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out
+    HOST_SLOTS     rank s, line s    one cache line a source rank: its generation, then what it tells
+    KERNEL_SLOTS   rank s            signals of kernels
+
+Every slot has one writer. Signals only grow and are never reset: a waiter waits for
+"at least this generation", so a slot that a call leaves out does no harm.
+"""
+
+from __future__ import annotations
+
+GENERATION = 0
+TICKET = 1
+STATUS = 2
+MAX_RANKS = 64
+MAX_PROGRAMS = 256
+LINE = 8  # words in a cache line
+HOST_SLOTS = 64
+KERNEL_SLOTS = HOST_SLOTS + LINE * MAX_RANKS
+WORD_BYTES = 8
+
+
+def pad_bytes(world_size: int) -> int:
+    """Size of a pad: two phases of signals for MAX_PROGRAMS programs of every rank."""
+    words = KERNEL_SLOTS + 2 * world_size * MAX_PROGRAMS
+    return -(-words * WORD_BYTES // 4096) * 4096

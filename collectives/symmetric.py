@@ -1,0 +1,396 @@
+"""Symmetric memory: the same-sized allocation on every rank, each rank able to address all of them.
+
+    rank 0   [ pad | data ]      buffer_ptrs = address of every rank's data, as this rank sees it
+    rank 1   [ pad | data ]      signal_ptrs = address of every rank's pad
+      ...                        (addresses differ from rank to rank; the bytes are the same)
+
+Two backends, chosen by the device: `posix` (CPU ranks of one host) and `cuda` (torch's own).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft import settings
+from weft.collectives import pad
+from weft.collectives.group import Group, GroupLike, resolve
+from weft.errors import MismatchError, PeerTimeout
+
+
+class Memory(Protocol):
+    """What a backend gives: every rank's segment, pad first, as bytes that this rank can address."""
+
+    segments: list[torch.Tensor]  # uint8, one a rank
+    multicast_ptr: int
+
+
+class PosixMemory:
+    """Shared memory of the CPU ranks of one host.
+
+    Rank 0 makes an anonymous file (memfd) and the others open it through /proc. It never has a name
+    in /dev/shm, so that nothing can be left there, whenever and however ranks die, and the size of
+    /dev/shm (64 MiB in a container by default) is no limit.
+    """
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        self.multicast_ptr = 0
+        total = nbytes * group.world_size
+        fd, error = -1, ""
+        if group.rank == 0:
+            try:
+                fd = os.memfd_create("weft")
+                os.ftruncate(fd, total)
+            except OSError as failure:
+                error = str(failure)
+        owner_fd, error = _gather(group, (fd, error))[0]
+        if not error:
+            try:
+                if group.rank != 0:
+                    fd = os.open(f"/proc/{group.processes[0].pid}/fd/{owner_fd}", os.O_RDWR)
+                # Populate: a page fault costs more than copying the page, and would come later,
+                # amid a call that is timed.
+                memory = mmap.mmap(fd, total, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            except OSError as failure:
+                error = str(failure)
+        # Everybody hears of a failure anywhere; and rank 0 keeps its file open until all have it.
+        errors = _gather(group, error)
+        if fd >= 0:
+            os.close(fd)
+        if any(errors):
+            rank = next(r for r, text in enumerate(errors) if text)
+            raise RuntimeError(f"rank {rank} could not map {total} bytes: {errors[rank]}")
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        self.segments = list(everything.split(nbytes))
+
+
+class CudaMemory:
+    """torch's symmetric memory: NVLink peers, or several ranks on one GPU."""
+
+    def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        if group.world_size > torch.cuda.device_count():
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        own = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        own.zero_()
+        self._handle = symm_mem.rendezvous(own, group.pg)
+        self.multicast_ptr = int(self._handle.multicast_ptr or 0)
+        self.segments = [
+            own if r == group.rank else self._handle.get_buffer(r, (nbytes,), torch.uint8)
+            for r in range(group.world_size)
+        ]
+        torch.cuda.synchronize(device)
+        _gather(group, None)  # no rank signals before all pads are zero
+
+
+class LocalMemory:
+    """A group of one rank: plain memory."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.multicast_ptr = 0
+        self.segments = [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
+
+
+def _gather(group: Group, value: Any) -> list[Any]:
+    values: list[Any] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.pg)
+    return values
+
+
+def default_device(group: Group) -> torch.device:
+    """Where a buffer of `group` is allocated if the caller does not say."""
+    if group.backend == "cuda" and "nccl" in str(dist.get_backend(group.pg)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+_open: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
+
+
+class SymmetricBuffer:
+    """The same `shape` and `dtype` on every rank of `group`, each addressable by all.
+
+    Made by `collectives.empty`. Contents are undefined; signals are zero.
+
+    Attributes:
+        group, rank, world_size: the group, this rank's number in it, its size.
+        device: where the memory lies.
+        local: this rank's tensor, of the shape and dtype asked for.
+        buffer_ptrs: int64 tensor (world_size,) on `device`: address of each rank's data.
+        signal_ptrs: likewise, of each rank's signal pad (see `weft.collectives.pad`).
+        multicast_ptr: address that reaches all ranks at once; 0 where the hardware has none.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device
+    ) -> None:
+        shape, error = tuple(shape), ""
+        if any(size < 0 for size in shape):
+            error = f"sizes must be >= 0, got shape={shape}"
+        elif group.world_size > pad.MAX_RANKS:
+            error = f"at most {pad.MAX_RANKS} ranks share memory, got {group.world_size}"
+        elif device.type not in ("cpu", "cuda"):
+            error = f"symmetric memory is on cpu or cuda, got {device=}"
+        if group.why:
+            raise NotImplementedError(
+                f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
+                f"fused ops fall back to the process group there."
+            )
+        if group.world_size > 1:
+            _agree_on_spec(group, (shape, str(dtype), device.type), error)
+        elif error:
+            raise ValueError(error)
+
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.device = device
+        self._offset = pad.pad_bytes(group.world_size)
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = -(-(self._offset + self._nbytes) // 4096) * 4096
+        memory: Memory
+        if group.world_size == 1:
+            memory = LocalMemory(nbytes, device)
+        elif device.type == "cpu":
+            memory = PosixMemory(nbytes, group)
+        else:
+            memory = CudaMemory(nbytes, group, device)
+        self._memory: Memory | None = memory
+        self._segments = memory.segments
+        self.multicast_ptr = memory.multicast_ptr and memory.multicast_ptr + self._offset
+        addresses = torch.tensor([segment.data_ptr() for segment in self._segments])
+        self.signal_ptrs = addresses.to(device)
+        self.buffer_ptrs = (addresses + self._offset).to(device)
+        self.local = self.get_buffer(self.rank, shape, dtype)
+        self._barriers: dict[int, int] = {}
+        _open.add(self)
+
+    def get_buffer(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A contiguous tensor on `rank`'s memory, `offset` bytes into its data.
+
+        Raises:
+            ValueError: it would reach outside the buffer, or `offset` is not aligned to `dtype`.
+            RuntimeError: the buffer is closed.
+        """
+        self.check_open()
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank=}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if offset < 0 or offset % dtype.itemsize or offset + nbytes > self._nbytes:
+            raise ValueError(
+                f"a tensor of {nbytes} bytes ({tuple(shape)}, {dtype}) at {offset=} must lie inside "
+                f"the buffer's {self._nbytes} bytes and be aligned to {dtype.itemsize}"
+            )
+        start = self._offset + offset
+        flat = self._segments[rank][start : start + nbytes]
+        return flat.view(dtype).view(tuple(shape))
+
+    def words(self, rank: int) -> memoryview:
+        """The signal pad of `rank` as int64 words; CPU only.
+
+        An aligned 8-byte access through it is one machine instruction, and a poll costs 50 ns.
+        """
+        segment = self._segments[rank][: self._offset]
+        return memoryview(segment.numpy()).cast("q")
+
+    def check_open(self) -> None:
+        """Raise if `close` was called."""
+        if self._memory is None:
+            raise RuntimeError("this symmetric buffer is closed: make another one")
+
+    def barrier(self, channel: int = 0, timeout: float | None = None) -> None:
+        """Wait until every rank of the group has called this with the same `channel`.
+
+        What any rank wrote before it is visible to every rank after it. `channel` (0 to 6) tells
+        barriers apart that may be under way at once. `timeout` is in seconds; WEFT_TIMEOUT_S if
+        None. On a GPU it is ordered in the current stream, and does not stop the host.
+
+        Raises:
+            PeerTimeout: a rank did not come in time.
+        """
+        self.check_open()
+        if not 0 <= channel < pad.LINE - 1:
+            raise ValueError(f"channel must be in 0..{pad.LINE - 2}, got {channel=}")
+        if self.device.type == "cuda":
+            from weft.collectives import stream_signals
+
+            stream_signals.barrier(self, channel)
+            return
+        generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
+        waiter = Waiter(self, timeout)
+        for peer in range(self.world_size):
+            waiter.post(peer, generation, word=channel)
+        for peer in range(self.world_size):
+            waiter.wait(peer, generation, "barrier", word=channel)
+
+    def close(self) -> None:
+        """Give the memory back. Local: the other ranks keep theirs until they close it too."""
+        self._memory, self._segments = None, []
+        self.local = torch.empty(0)
+        _open.discard(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._memory is None else f"{self._nbytes} bytes on {self.device}"
+        return f"SymmetricBuffer({state}, rank {self.rank} of {self.world_size})"
+
+
+def _agree_on_spec(group: Group, spec: tuple[Any, ...], error: str) -> None:
+    specs = _gather(group, (spec, error))
+    for rank, (_, text) in enumerate(specs):
+        if text:
+            raise ValueError(text if rank == group.rank else f"on rank {rank}: {text}")
+    if others := {r: s for r, (s, _) in enumerate(specs) if s != specs[0][0]}:
+        rank, other = next(iter(others.items()))
+        raise MismatchError(
+            f"every rank must ask for the same symmetric memory: rank 0 asked for shape, dtype, "
+            f"device = {specs[0][0]}, rank {rank} for {other}"
+        )
+
+
+class Waiter:
+    """Signals between CPU ranks: posts to peers' pads, bounded waits on this rank's own.
+
+    A post is a release and a wait an acquire. On x86 every store and load already is; elsewhere
+    a fence makes it one.
+    """
+
+    SPIN_S = 100e-6  # a peer that is about to arrive: waking up would take longer
+    YIELD_S = 2e-3
+
+    def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:
+        self.rank, self.group = buffer.rank, buffer.group
+        self.words = [buffer.words(r) for r in range(buffer.world_size)]
+        self.own = self.words[buffer.rank]
+        self.timeout = timeout
+        # With more ranks than cores a spinning rank takes the time of the one it waits for.
+        crowded = buffer.world_size > (os.cpu_count() or 1)
+        self.spin_s = 0.0 if crowded else self.SPIN_S
+
+    def post(self, peer: int, value: int, word: int = 0) -> None:
+        """Tell `peer` that this rank has reached `value`."""
+        fence()
+        self.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank + word] = value
+
+    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
+        """Wait until `peer` has reached `value`.
+
+        Raises:
+            PeerTimeout: it did not come in time, its process ended, or another rank gave up on it.
+        """
+        slot = pad.HOST_SLOTS + pad.LINE * peer + word
+        if self.own[slot] < value:
+            self._wait(slot, peer, value, op)
+        fence()
+
+    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
+        global _wait_seconds
+        own, clock = self.own, time.perf_counter
+        start = clock()
+        timeout = settings.timeout_s() if self.timeout is None else self.timeout
+        next_look = start + 0.1
+        while own[slot] < value:
+            now = clock()
+            waited = now - start
+            if waited < self.spin_s:
+                continue
+            if waited < self.YIELD_S:
+                os.sched_yield()
+                continue
+            time.sleep(50e-6)
+            if now < next_look:
+                continue
+            next_look = now + 0.1
+            self.check(op)
+            if waited > timeout or not self.group.processes[peer].alive():
+                self.give_up(peer, value, op, waited)
+        _wait_seconds += clock() - start
+
+    def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
+        """Tell every rank that the group is broken, and raise."""
+        for words in self.words:
+            for i, word in reversed(list(enumerate((1, self.rank, peer, value)))):
+                words[pad.STATUS + i] = word
+        raise PeerTimeout(self.rank, peer, op, value, waited)
+
+    def check(self, op: str) -> None:
+        """Raise if a wait on this memory has timed out, here or on another rank."""
+        if self.own[pad.STATUS]:
+            _, waiter, peer, value = self.own[pad.STATUS : pad.STATUS + 4]
+            # A kernel of ours writes the same words, so this rank may be the waiter.
+            blamed = peer if peer != self.rank else waiter
+            raise PeerTimeout(self.rank, blamed, op, value, settings.timeout_s())
+
+
+_wait_seconds = 0.0
+
+
+def wait_seconds() -> float:
+    """Seconds that this process has spent waiting for peers in calls on the CPU, in all."""
+    return _wait_seconds
+
+
+if os.uname().machine in ("x86_64", "i686"):
+
+    def fence() -> None:
+        """Nothing: stores become visible in order on this machine, and loads happen in order."""
+
+else:
+    import threading
+
+    _fence_lock = threading.Lock()
+
+    def fence() -> None:
+        """Order the memory accesses before this against those after it.
+
+        What is before the first release cannot pass it, what is after the second acquire cannot
+        pass that, and a release and a later acquire keep their order.
+        """
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass
+
+
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    group: GroupLike = None,
+    *,
+    device: torch.device | str | None = None,
+) -> SymmetricBuffer:
+    """Allocate symmetric memory. Collective: every rank of `group` calls it with the same arguments.
+
+    Args:
+        shape, dtype: of each rank's tensor.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        device: "cpu" or "cuda"; by default where the group's process group communicates.
+
+    Raises:
+        MismatchError: the ranks asked for different things. Raised on every rank.
+        NotImplementedError: symmetric memory does not reach all of the group.
+
+    Example:
+        >>> buffer = collectives.empty((4,), torch.float32)
+        >>> buffer.local.fill_(buffer.rank)
+        >>> buffer.barrier()
+        >>> buffer.get_buffer(rank=1, shape=(4,), dtype=torch.float32)  # rank 1's memory, in place
+    """
+    where = resolve(group)
+    return SymmetricBuffer(
+        shape, dtype, where, torch.device(device) if device else default_device(where)
+    )
+
+
+def close_buffers() -> None:
+    """Close every buffer of this process."""
+    for buffer in list(_open):
+        buffer.close()

@@ -1,0 +1,150 @@
+"""Workspaces: symmetric memory that calls share, allocated once and grown when a call needs more.
+
+A workspace belongs to a (group, device, channel). Its data are two halves, used in turn: call
+number g (its *generation*) writes half g % 2.
+
+Why no call needs a barrier at its end:
+    1. In every call, each rank signals every other rank (also where it has nothing to say), after
+       it has done all its reads of the previous call.
+    2. No call ends on a rank before it has received that call's signals from all others.
+So when a rank begins call g + 2, everybody has begun g + 1, and is done with the half of call g.
+Calls that overlap in time, as the gather and the scatter of one backward do, use two channels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft import settings
+from weft.collectives import pad
+from weft.collectives.group import Group, GroupLike, resolve
+from weft.collectives.symmetric import (
+    SymmetricBuffer,
+    Waiter,
+    close_buffers,
+    default_device,
+)
+from weft.errors import PeerTimeout
+
+_ALIGN = 4096
+_SMALLEST_HALF = 256 << 10
+
+
+class Workspace:
+    """Symmetric memory of one (group, device, channel), and its signals.
+
+    Attributes:
+        group, rank, world_size, device: as in `SymmetricBuffer`.
+        buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
+        half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
+    """
+
+    def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.device, self.half_bytes, self.name = device, half_bytes, name
+        self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
+        self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        if device.type == "cpu":
+            self.waiter = Waiter(self.buffer)
+            self.own = self.waiter.own
+        else:
+            self._status = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+            self._pad = self._own_pad()
+        self._last_op = name
+
+    @property
+    def timeout_polls(self) -> int:
+        """How often a kernel polls a signal before it gives up."""
+        from weft.collectives import signals
+
+        return signals.polls_within(settings.timeout_s(), self.device)
+
+    def tensor(
+        self, rank: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A tensor on `rank`'s memory, in the half of `parity`. Kept, as making one takes 4 us."""
+        key = (rank, parity, shape, dtype, offset)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= 512:
+                self._views.clear()
+            view = self._views[key] = self.buffer.get_buffer(
+                rank, shape, dtype, parity * self.half_bytes + offset
+            )
+        return view
+
+    def check(self, op: str) -> None:
+        """Raise `PeerTimeout` if a wait on this workspace has timed out, on any rank.
+
+        On a GPU this looks at what the last finished `launched` brought back: it never stops the
+        host, so the error comes with a later call.
+        """
+        self.buffer.check_open()
+        if self.device.type == "cpu":
+            self.waiter.check(op)
+        elif self._status[0]:
+            _, waiter, peer, generation = self._status.tolist()
+            blamed = peer if peer != self.rank else waiter
+            raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
+
+    def launched(self, op: str) -> None:
+        """Call after launching kernels that wait on this workspace: fetches their status."""
+        if self.device.type == "cpu":
+            self.waiter.check(op)
+        else:
+            self._last_op = op
+            self._status.copy_(self._pad[pad.STATUS : pad.STATUS + 4], non_blocking=True)
+
+    def _own_pad(self) -> torch.Tensor:
+        size = pad.pad_bytes(self.world_size)
+        return self.buffer._segments[self.rank][:size].view(torch.int64)
+
+
+_workspaces: dict[tuple[Group, str, str], Workspace] = {}
+
+
+def workspace(
+    group: GroupLike = None,
+    nbytes: int = 0,
+    *,
+    channel: str = "exchange",
+    device: torch.device | str | None = None,
+) -> Workspace:
+    """The workspace of (`group`, `device`, `channel`) with room for `nbytes` a rank and call.
+
+    Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call it
+    once with the largest size ahead of a CUDA-graph capture: growing is refused there.
+
+    Raises:
+        RuntimeError: it would have to grow while a CUDA graph is captured.
+        NotImplementedError: symmetric memory does not reach all of the group.
+    """
+    where = resolve(group)
+    on = torch.device(device) if device else default_device(where)
+    key = (where, str(on), channel)
+    found = _workspaces.get(key)
+    if found is not None and found.half_bytes >= nbytes:
+        return found
+    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the workspace for {channel!r} has room for {found.half_bytes if found else 0} bytes "
+            f"and cannot grow to {nbytes} during CUDA-graph capture: run the call once before, or "
+            f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
+        )
+    half = max(_SMALLEST_HALF, found.half_bytes if found else 0)
+    while half < nbytes:
+        half *= 2
+    # The old memory lives on where somebody still reads it; nobody writes it any more.
+    _workspaces[key] = Workspace(where, on, -(-half // _ALIGN) * _ALIGN, channel)
+    return _workspaces[key]
+
+
+def close() -> None:
+    """Free all workspaces and symmetric buffers of this process.
+
+    Call it on every rank, once no call is under way; `destroy_process_group` comes after it. Later
+    calls make new workspaces. At exit it is not needed: nothing outlives the processes.
+    """
+    _workspaces.clear()
+    close_buffers()

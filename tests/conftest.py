@@ -1,0 +1,47 @@
+"""Ranks to test on: processes started once per session and reused, watched for errors and hangs."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and triton are imported anywhere: one thread a rank, kernels interpreted on CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WEFT_TIMEOUT_S", "60")
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+
+class Pools:
+    """`ranks(world_size, body, *args)`: run `body(*args)` on that many ranks."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(
+        self, world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120
+    ) -> list[Any]:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = self._pools[world_size] = RankPool(world_size)
+        return pool.run(body, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,155 @@
+"""A pool of rank processes that run one function after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(AssertionError):
+    """A body failed or hung on a rank; the message holds that rank's traceback."""
+
+
+def _poison_empty() -> None:
+    """Fill what `torch.empty` returns with NaN (or a large number), so that unwritten output shows."""
+    plain = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = plain(*args, **kwargs)
+        if type(out) is torch.Tensor and out.device.type == "cpu" and kwargs.get("out") is None:
+            with torch.no_grad():
+                if out.is_floating_point():
+                    out.fill_(float("nan"))
+                elif out.dtype in (torch.int32, torch.int64):
+                    out.fill_(-(2**30))
+        return out
+
+    torch.empty = empty  # type: ignore[assignment]
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection, trace_path: str) -> None:
+    with open(trace_path, "w") as trace:  # kept open for the life of the rank: faulthandler writes here
+        faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
+        torch.set_num_threads(1)
+        _poison_empty()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        while True:
+            try:
+                job = pipe.recv_bytes()
+            except EOFError:
+                break
+            try:
+                body, args = pickle.loads(job)
+                torch.manual_seed(0)
+                reply = (True, body(*args))
+            except BaseException as error:
+                reply = (False, (repr(error), traceback.format_exc()))
+                if not isinstance(error, Exception):
+                    pipe.send(reply)
+                    raise
+            pipe.send(reply)
+        sys.stdout.flush()
+        os._exit(0)  # no destructors: a peer may be gone already
+
+
+class RankPool:
+    """`world_size` CPU processes with torch.distributed (gloo) over them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.alive = True
+        self._dir = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, f"{self._dir.name}/store", theirs, self._trace(rank)),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def _trace(self, rank: int) -> str:
+        return f"{self._dir.name}/trace{rank}"
+
+    def start(self, body: Callable[..., Any], *args: Any) -> None:
+        """Begin `body(*args)` on every rank; `finish` collects."""
+        job = pickle.dumps((body, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+
+    def finish(self, timeout_s: float, dead: tuple[int, ...] = ()) -> dict[int, tuple[bool, Any]]:
+        """(succeeded, value or (repr, traceback)) of every rank that is not in `dead`."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting := [r for r in range(self.world_size) if r not in replies and r not in dead]:
+            ready = wait([self._pipes[r] for r in waiting], deadline - time.monotonic())
+            if not ready:
+                break
+            for rank in waiting:
+                if self._pipes[rank] in ready:
+                    try:
+                        replies[rank] = self._pipes[rank].recv()
+                    except (EOFError, ConnectionError):
+                        self.alive = False
+                        code = self._processes[rank].exitcode
+                        replies[rank] = (False, (f"rank process ended, exit code {code}", ""))
+            if not all(ok for ok, _ in replies.values()):
+                # The others may wait for the rank that failed: they get a moment, not the whole time.
+                deadline = min(deadline, time.monotonic() + 5)
+        return replies
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        self.start(body, *args)
+        replies = self.finish(timeout_s)
+        failed = {r: value for r, (ok, value) in replies.items() if not ok}
+        missing = [r for r in range(self.world_size) if r not in replies]
+        if not failed and not missing:
+            return [replies[r][1] for r in range(self.world_size)]
+        lines = [f"rank {r}: {value[0]}\n{value[1]}" for r, value in failed.items()]
+        lines += [f"rank {r} hangs at\n{self._stack(r)}" for r in missing]
+        if missing or len(failed) < self.world_size:
+            self.close()  # ranks are out of step: the next test gets new ones
+        raise RankError("\n".join(lines))
+
+    def _stack(self, rank: int) -> str:
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        with open(self._trace(rank)) as trace:
+            return trace.read()
+
+    def close(self) -> None:
+        self.alive = False
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(0.5)
+            process.kill()
+            process.join()
+        self._dir.cleanup()

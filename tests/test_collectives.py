@@ -1,0 +1,240 @@
+"""Collectives against plain torch, in float64, on 2 to 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import collectives
+from weft.collectives.collective_ops import chunk_sizes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+SHAPES = ((1,), (7,), (3, 5), (0, 4), (64, 33), (2, 3, 5))
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values of this seed; small integers where the dtype is integral."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(-5, 6, shape, generator=generator).to(dtype)
+
+
+def reduced(terms: list[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction in float64 (integers: exactly), rounded once."""
+    wide = torch.stack([t.double() if t.is_floating_point() else t for t in terms])
+    out = {
+        "sum": lambda: wide.sum(0),
+        "avg": lambda: wide.mean(0),
+        "max": lambda: wide.amax(0),
+        "min": lambda: wide.amin(0),
+        "product": lambda: wide.prod(0),
+    }[op]()
+    return out.to(terms[0].dtype)
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor, terms: int = 1) -> None:
+    """Equal up to one rounding of the result and `terms` roundings in fp32."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    if not expected.is_floating_point():
+        assert torch.equal(actual, expected)
+        return
+    relative = torch.finfo(expected.dtype).eps + 2 * terms * torch.finfo(torch.float32).eps
+    largest = 32 * relative  # sums cancel: the bound is relative to the terms, which are below 32
+    torch.testing.assert_close(actual, expected, rtol=relative, atol=largest * 1e-1)
+
+
+def engines() -> Iterator[str]:
+    for engine in ("auto", "generic"):
+        with weft.engine(engine):  # type: ignore[arg-type]
+            yield engine
+
+
+def gather_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _, dtype, shape in itertools.product(engines(), DTYPES, SHAPES):
+        for dim in range(len(shape)):
+            for uneven in (False, True):
+                sizes = [shape[dim] + (r * 2 if uneven else 0) for r in range(world_size)]
+                if uneven:
+                    sizes[-1] = 0
+                shards = [
+                    values((*shape[:dim], size, *shape[dim + 1 :]), dtype, seed)
+                    for seed, size in enumerate(sizes)
+                ]
+                for known in (None, sizes):
+                    out = collectives.all_gather(shards[rank], dim=dim, sizes=known)
+                    assert torch.equal(out, torch.cat(shards, dim))
+
+
+def reduce_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _, dtype, shape, op in itertools.product(
+        engines(), DTYPES, SHAPES, ("sum", "avg", "max", "min", "product")
+    ):
+        if op == "avg" and not dtype.is_floating_point:
+            continue
+        terms = [values(shape, dtype, seed) for seed in range(world_size)]
+        expected = reduced(terms, op)
+        out = collectives.all_reduce(terms[rank], reduce_op=op)  # type: ignore[arg-type]
+        check(out, expected, world_size)
+        for dim in range(len(shape)):
+            out = collectives.reduce_scatter(terms[rank], dim=dim, reduce_op=op)  # type: ignore[arg-type]
+            sizes = chunk_sizes(shape[dim], world_size)
+            check(out, expected.split(sizes, dim)[rank], world_size)
+
+
+def exchange_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _, dtype, row in itertools.product(engines(), DTYPES, ((), (3,), (0,))):
+        splits = [[(i * 3 + j) % 4 for j in range(world_size)] for i in range(world_size)]
+        sent = [values((sum(splits[i]), *row), dtype, i) for i in range(world_size)]
+        receives = [splits[i][rank] for i in range(world_size)]
+        out = collectives.all_to_all(sent[rank], receives, splits[rank])
+        expected = [sent[i].split(splits[i])[rank] for i in range(world_size)]
+        assert torch.equal(out, torch.cat(expected))
+        even = values((2 * world_size, *row), dtype, rank)
+        again = collectives.all_to_all(collectives.all_to_all(even))
+        assert torch.equal(again, even)
+        for src in range(world_size):
+            x = values((5, *row), dtype, rank)
+            out = collectives.broadcast(x, src)
+            assert torch.equal(out, values((5, *row), dtype, src))
+    collectives.barrier()
+
+
+def strides_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = [values((6, 8, 4), torch.float32, seed) for seed in range(world_size)]
+    views = [w.transpose(0, 2)[::2, 1:] for w in whole]
+    assert torch.equal(collectives.all_gather(views[rank], dim=1), torch.cat(views, 1))
+    check(collectives.all_reduce(views[rank]), reduced(views, "sum"), world_size)
+    assert torch.equal(collectives.broadcast(views[rank], 1), views[1])
+
+
+def windows_body(nbytes: int) -> torch.Tensor:
+    """More than a window, an odd number of elements, bitwise the same on all ranks and again."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    numel = nbytes // 4 + 3
+    terms = [values((numel,), torch.float32, seed) for seed in range(world_size)]
+    first = collectives.all_reduce(terms[rank])
+    assert torch.equal(first, collectives.all_reduce(terms[rank]))
+    check(first, reduced(terms, "sum"), world_size)
+    assert torch.equal(collectives.all_gather(terms[rank]), torch.cat(terms))
+    part = collectives.reduce_scatter(terms[rank])
+    check(part, reduced(terms, "sum").split(chunk_sizes(numel, world_size))[rank], world_size)
+    assert torch.equal(collectives.broadcast(terms[rank], world_size - 1), terms[-1])
+    assert torch.equal(
+        collectives.all_to_all(collectives.all_to_all(terms[rank][: numel // 12 * 12])),
+        terms[rank][: numel // 12 * 12],
+    )
+    return first[:1000]
+
+
+def gradient_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = chunk_sizes(7, world_size)
+    whole = values((7, 3), torch.float64, 0).requires_grad_()
+    weights = [values((7, 3), torch.float64, 10 + r) for r in range(world_size)]
+    sum(((whole * w).sum() for w in weights), torch.zeros(())).backward()
+    expected = whole.grad
+    assert expected is not None
+
+    shard = whole.detach().split(sizes)[rank].requires_grad_()
+    (collectives.all_gather(shard) * weights[rank]).sum().backward()
+    torch.testing.assert_close(shard.grad, expected.split(sizes)[rank])
+
+    x = weights[rank].clone().requires_grad_()
+    chunk = collectives.reduce_scatter(x, reduce_op="avg")
+    (chunk * whole.detach().split(sizes)[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, whole.detach() / world_size)
+
+    x = weights[rank].clone().requires_grad_()
+    (collectives.all_reduce(x) * weights[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, sum(weights, torch.zeros(7, 3, dtype=torch.float64)))
+
+    x = weights[rank].clone().requires_grad_()
+    (collectives.broadcast(x, 1) * weights[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, expected if rank == 1 else torch.zeros_like(expected))
+
+    x = values((world_size,), torch.float64, rank).requires_grad_()
+    received = collectives.all_to_all(x)
+    (received * torch.arange(world_size)).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, float(rank)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "body", [gather_body, reduce_body, exchange_body, strides_body, gradient_body]
+)
+def test_collective(ranks: Any, world_size: int, body: Callable[[], None]) -> None:
+    ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 16, 5 << 20])
+def test_windows(ranks: Any, world_size: int, nbytes: int) -> None:
+    first, *others = ranks(world_size, windows_body, nbytes)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def subgroup_body() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    x = torch.tensor([float(rank)])
+    outer, inner = mesh["outer"], mesh["inner"]
+    row, column = rank // 2, rank % 2
+    assert collectives.all_gather(x, inner).tolist() == [2.0 * row, 2.0 * row + 1]
+    assert collectives.all_gather(x, outer).tolist() == [column, column + 2.0]
+    assert collectives.all_gather(x, outer.get_group()).tolist() == [column, column + 2.0]
+    whole = collectives.spanning_group(mesh)
+    assert whole.ranks == (0, 1, 2, 3)
+    assert collectives.all_gather(x, whole).tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="a group is 1-D"):
+        collectives.all_gather(x, mesh)
+
+
+def test_subgroups_of_a_mesh(ranks: Any) -> None:
+    ranks(4, subgroup_body)
+
+
+def misuse_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(4)
+    with pytest.raises(ValueError, match="reduce_op must be one of"):
+        collectives.all_reduce(x, reduce_op="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="average needs a floating dtype"):
+        collectives.all_reduce(x.long(), reduce_op="avg")
+    with pytest.raises(ValueError, match="dim must be a dim of x"):
+        collectives.all_gather(x, dim=1)
+    with pytest.raises(ValueError, match="sizes holds the length"):
+        collectives.all_gather(x, sizes=[4] * (world_size + 1))
+    with pytest.raises(ValueError, match="do not divide into"):
+        collectives.all_to_all(torch.ones(world_size + 1))
+    with pytest.raises(weft.MismatchError, match="makes another call"):
+        collectives.all_gather(x if rank else x.double())
+    with pytest.raises(weft.MismatchError, match="rows to rank"):
+        collectives.all_to_all(torch.ones(world_size), [2] * world_size)
+    # The group is in step and usable after every one of these.
+    assert collectives.all_reduce(x).tolist() == [world_size] * 4
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_misuse_is_an_error_on_every_rank(ranks: Any, world_size: int) -> None:
+    ranks(world_size, misuse_body)
+
+
+def test_chunk_sizes_are_those_of_torch() -> None:
+    for length, world_size in itertools.product(range(20), range(1, 6)):
+        cut = [len(c) for c in torch.arange(length).chunk(world_size)] if length else []
+        assert chunk_sizes(length, world_size) == cut + [0] * (world_size - len(cut))
+        assert math.ceil(length / world_size) == chunk_sizes(length, world_size)[0]

@@ -1,0 +1,75 @@
+"""weft: Triton kernels that fuse computation with communication, behind a lean DTensor.
+
+Names are resolved on first use, so that `import weft` is quick: it does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft import collectives as collectives
+    from weft import dtensor as dtensor
+    from weft import kernels as kernels
+    from weft.collectives import close as close
+    from weft.errors import MismatchError as MismatchError
+    from weft.errors import PeerTimeout as PeerTimeout
+    from weft.errors import WeftError as WeftError
+    from weft.kernels import ColumnParallelLinear as ColumnParallelLinear
+    from weft.kernels import RowParallelLinear as RowParallelLinear
+    from weft.kernels import all_gather_matmul as all_gather_matmul
+    from weft.kernels import matmul_all_reduce as matmul_all_reduce
+    from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
+    from weft.settings import engine as engine
+    from weft.settings import explain as explain
+
+try:
+    __version__ = version("weft")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+_FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
+_HOME = {
+    "close": "weft.collectives",
+    "MismatchError": "weft.errors",
+    "PeerTimeout": "weft.errors",
+    "WeftError": "weft.errors",
+    "ColumnParallelLinear": "weft.kernels",
+    "RowParallelLinear": "weft.kernels",
+    "all_gather_matmul": "weft.kernels",
+    "matmul_all_reduce": "weft.kernels",
+    "matmul_reduce_scatter": "weft.kernels",
+    "engine": "weft.settings",
+    "explain": "weft.settings",
+}
+
+__all__ = [  # noqa: RUF022 - grouped, not sorted
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "engine",
+    "explain",
+    "close",
+    "WeftError",
+    "PeerTimeout",
+    "MismatchError",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        value: object = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _FOLDERS:
+        value = importlib.import_module(f"weft.{name}")
+    else:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_FOLDERS})

@@ -1,0 +1,34 @@
+"""The errors that weft raises beside `ValueError` (misuse) and `NotImplementedError` (unsupported)."""
+
+from __future__ import annotations
+
+
+class WeftError(RuntimeError):
+    """Base class. A `RuntimeError`, because Python swallows a `TypeError` inside operators."""
+
+
+class PeerTimeout(WeftError):
+    """A peer did not arrive in time: it died, or it never made this call.
+
+    Attributes:
+        rank: the rank (in the group) that waited.
+        peer: the rank (in the group) that it waited for.
+        op: the call that waited.
+        generation: the number of the call on this workspace.
+    """
+
+    def __init__(self, rank: int, peer: int, op: str, generation: int, timeout_s: float) -> None:
+        self.rank, self.peer, self.op, self.generation = rank, peer, op, generation
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"{op}: rank {rank} waited {timeout_s:g} s for rank {peer} (call {generation}). Rank "
+            f"{peer} died, or did not make the same call; the group cannot be used any more. "
+            f"Raise WEFT_TIMEOUT_S if it is only slow, set WEFT_CHECK=1 to compare the calls."
+        )
+
+    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[int, int, str, int, float]]:
+        return PeerTimeout, (self.rank, self.peer, self.op, self.generation, self.timeout_s)
+
+
+class MismatchError(WeftError, ValueError):
+    """The ranks of a group made calls that do not fit together. Raised on every rank."""

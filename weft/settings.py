@@ -1,0 +1,135 @@
+"""Settings: environment variables, the choice of engine, and the record of what was chosen.
+
+Environment variables, read when they are used:
+
+    WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (60)
+    WEFT_CHECK       1: compare every call's op, shapes and dtypes across ranks before it starts (0)
+    WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
+    WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+Engine = Literal["auto", "triton", "host", "generic"]
+
+_engine: ContextVar[Engine | None] = ContextVar("weft_engine", default=None)
+_trace: ContextVar[list[Decision] | None] = ContextVar("weft_trace", default=None)
+
+
+def timeout_s() -> float:
+    """Seconds that a wait lasts at most."""
+    text = os.environ.get("WEFT_TIMEOUT_S", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"WEFT_TIMEOUT_S must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def check_calls() -> bool:
+    """Whether each call is compared across ranks before it starts."""
+    return os.environ.get("WEFT_CHECK", "0") not in ("", "0")
+
+
+def cache_dir() -> Path:
+    """Where measurements of this machine are kept."""
+    return Path(os.environ.get("WEFT_CACHE_DIR", "~/.cache/weft")).expanduser()
+
+
+def _valid(name: str) -> Engine:
+    if name not in get_args(Engine):
+        raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {name!r}")
+    return cast(Engine, name)
+
+
+def current_engine() -> Engine:
+    """The engine asked for: by `weft.engine`, else by WEFT_ENGINE, else "auto"."""
+    return _engine.get() or _valid(os.environ.get("WEFT_ENGINE", "auto"))
+
+
+@contextmanager
+def engine(name: Engine) -> Iterator[None]:
+    """Force one engine for the fused ops called inside the block.
+
+    Every rank must force the same one. An engine that cannot run a call raises
+    `NotImplementedError` with the reason; only "auto" falls back.
+
+    Example:
+        >>> with weft.engine("host"):
+        ...     y = weft.all_gather_matmul(x, w)
+    """
+    token = _engine.set(_valid(name))
+    try:
+        yield
+    finally:
+        _engine.reset(token)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One call of an op: which engine ran it, and why."""
+
+    op: str
+    engine: str
+    why: str
+    shapes: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.shapes}): {self.engine}, {self.why}"
+
+
+class Explanation(tuple[Decision, ...]):
+    """What `weft.explain` saw, in order. Prints as one line a call."""
+
+    result: Any
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no op of weft ran"
+
+
+def tracing() -> bool:
+    """Whether somebody listens to `record`: callers skip the formatting otherwise."""
+    return _trace.get() is not None
+
+
+def record(op: str, engine: str, why: str, shapes: str = "") -> None:
+    """Tell `weft.explain` that `engine` runs `op`."""
+    if (trace := _trace.get()) is not None:
+        trace.append(Decision(op, engine, why, shapes))
+
+
+@contextmanager
+def explaining() -> Iterator[list[Decision]]:
+    """Collect the decisions of the calls inside the block."""
+    decisions: list[Decision] = []
+    token = _trace.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _trace.reset(token)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run `fn(*args, **kwargs)` and tell which engine ran each op of weft in it, and why.
+
+    It really runs, on every rank of the group. The value of `fn` is in `.result`.
+
+    Example:
+        >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))
+        all_gather_matmul(512x512 @ 512x1024, 2 ranks): host, 16.1 ms against 18.9 ms for generic
+    """
+    with explaining() as decisions:
+        result = fn(*args, **kwargs)
+    explanation = Explanation(decisions)
+    explanation.result = result
+    return explanation
