@@ -1,0 +1,533 @@
+"""Parallel styles: lay out a module's parameters, inputs and outputs over a 1-D mesh.
+
+A plan names sub-modules and gives each a style. A style shards the module's parameters once and
+hangs two hooks on it, so that the module's own code stays as it was:
+
+    style               parameters                        input wanted       output by default
+    ColwiseParallel     Linear: weight, bias Shard(0)     Replicate          Shard(-1)
+                        Embedding: weight Shard(1)
+    RowwiseParallel     Linear: weight Shard(1),          Shard(-1)          Replicate
+                        bias Replicate
+                        Embedding: weight Shard(0)        Replicate          Replicate
+    SequenceParallel    any: Replicate                    Shard(sequence)    Shard(sequence)
+    PrepareModule*      untouched                         as asked           as asked
+
+Names, arguments and meaning are those of `torch.distributed.tensor.parallel`. One thing is done in
+another place: where ColwiseParallel would gather a sequence shard ahead of an `nn.Linear`, the
+shard goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies. The
+other way round, RowwiseParallel redistributes its partial sums in the very hook that receives them,
+which is where `matmul_reduce_scatter` takes over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from weft.dtensor.api import DTensor, distribute_module, distribute_tensor
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]
+
+
+class ParallelStyle(ABC):
+    """How one module is made parallel. Subclass it and write `_apply` for a style of your own.
+
+    Attributes:
+        src_data_rank: the rank of the mesh whose parameters are scattered or broadcast to the
+            others; None: every rank cuts its shard from its own copy, with no communication.
+            `parallelize_module` sets it before it calls `_apply`.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make `module` parallel over `device_mesh`, in place, and return it."""
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make `module`, or the sub-modules that a plan names, parallel over a 1-D mesh.
+
+    Args:
+        module: changed in place.
+        device_mesh: 1-D; of an n-d mesh take one dim, `mesh["tp"]`. None: the mesh of the `with`
+            block around the call.
+        parallelize_plan: a style for `module` itself, or `{path: style}`. A path is a sub-module's
+            dotted name; each of its parts may hold fnmatch wildcards ("layers.*.w1"); "" is
+            `module` itself. A path that matches nothing is skipped with a warning.
+        src_data_rank: see `ParallelStyle.src_data_rank`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the mesh is not 1-D.
+        TypeError: the plan is neither a style nor a mapping.
+        NotImplementedError: a style does not know the module that it was given for.
+
+    Example:
+        >>> plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
+        >>> mlp = parallelize_module(mlp, init_device_mesh("cpu", (2,)), plan)
+    """
+    mesh = device_mesh if device_mesh is not None else _mesh_resources.get_current_mesh()
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"parallelize_module takes a 1-D mesh, got {mesh.ndim} dims ({mesh}): "
+            f"slice it first, as in mesh['tp']"
+        )
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module got no plan, and does nothing", stacklevel=2)
+        return module
+    if isinstance(parallelize_plan, ParallelStyle):
+        parallelize_plan.src_data_rank = src_data_rank
+        return parallelize_plan._apply(module, mesh)
+    if not isinstance(parallelize_plan, Mapping):
+        raise TypeError(
+            f"parallelize_plan must be a ParallelStyle or a mapping of module paths to styles, "
+            f"got {type(parallelize_plan).__name__}"
+        )
+    for path, style in parallelize_plan.items():
+        submodules = _matching(module, path)
+        if not submodules:
+            warnings.warn(
+                f"parallelize_module: no sub-module of {type(module).__name__} matches the plan's "
+                f"{path!r}, which is skipped",
+                stacklevel=2,
+            )
+        for submodule in submodules:
+            parallelize_module(submodule, mesh, style, src_data_rank=src_data_rank)
+    return module
+
+
+def _matching(module: nn.Module, path: str) -> list[nn.Module]:
+    """The sub-modules of `module` whose dotted names match `path` part by part."""
+    found = [module]
+    for part in path.split(".") if path else []:
+        found = [
+            child
+            for parent in found
+            for name, child in parent.named_children()
+            if fnmatch(name, part)
+        ]
+    return found
+
+
+def _relayout(
+    value: Any,
+    mesh: DeviceMesh,
+    given: Placement | None,
+    desired: Placement | None,
+    *,
+    what: str,
+) -> Any:
+    """`value` as a DTensor: read as `given` if it is a plain tensor, then brought to `desired`.
+
+    A DTensor keeps the layout that it has, whatever `given` says, unless `desired` is another one.
+    """
+    if isinstance(value, DTensor):
+        if value.device_mesh != mesh:
+            raise ValueError(
+                f"{what} is on the mesh {value.device_mesh}, the module on {mesh}: "
+                f"bring it there first, x.redistribute(mesh, placements)"
+            )
+        tensor = value
+    elif isinstance(value, torch.Tensor):
+        tensor = DTensor.from_local(value, mesh, (given,), run_check=False)
+    else:
+        raise ValueError(f"{what} must be a tensor or a DTensor, got {type(value).__name__}")
+    return tensor if desired in (None, given) else tensor.redistribute(placements=(desired,))
+
+
+class _WeightSharding(ParallelStyle):
+    """What ColwiseParallel and RowwiseParallel share: parameters cut by a table, and two hooks."""
+
+    # For each kind of module: the layout of its parameters, and the layout that its input needs.
+    _table: ClassVar[dict[type[nn.Module], tuple[dict[str, Placement], Placement]]]
+    # The layout of a parameter that the table does not name; None: replicated.
+    _other_params: ClassVar[Placement | None] = None
+
+    def __init__(self, given: Placement, output: Placement, use_local_output: bool) -> None:
+        self.input_layouts: tuple[Placement, ...] = (given,)
+        self.output_layouts: tuple[Placement, ...] = (output,)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for kind, (params, desired) in self._table.items():
+            if isinstance(module, kind):
+                break
+        else:
+            raise NotImplementedError(
+                f"{type(self).__name__} shards nn.Linear and nn.Embedding, got "
+                f"{type(module).__name__}: name its linears in the plan, or subclass ParallelStyle"
+            )
+        self.desired_input_layouts: tuple[Placement, ...] = (desired,)
+        src_data_rank = self.src_data_rank
+        name_of_style = type(self).__name__
+
+        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for key, param in submodule.named_parameters(recurse=False) if not name else ():
+                placement = params.get(key, self._other_params) or Replicate()
+                sharded = distribute_tensor(param, mesh, [placement], src_data_rank=src_data_rank)
+                submodule.register_parameter(
+                    key, nn.Parameter(sharded, requires_grad=param.requires_grad)
+                )
+
+        def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            if not inputs:
+                raise ValueError(
+                    f"{name_of_style} prepares the first positional argument, and "
+                    f"{type(mod).__name__} was called without one: call it as module(x)"
+                )
+            what = f"the input of a {name_of_style} {type(mod).__name__}"
+            given = self.input_layouts[0]
+            x = _relayout(inputs[0], mesh, given, None, what=what)
+            if given != desired and not self._linear_takes(mod, x):
+                x = x.redistribute(placements=(desired,))
+            return (x, *inputs[1:])
+
+        def prepare_output(mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+            outputs = outputs.redistribute(placements=self.output_layouts)
+            return outputs.to_local() if self.use_local_output else outputs
+
+        return distribute_module(module, device_mesh, partition, prepare_input, prepare_output)
+
+    def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
+        """Whether the module's own matmul brings `x` to the desired layout, better than a hook."""
+        return False
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_WeightSharding):
+    """Shard an `nn.Linear` by its output features, or an `nn.Embedding` by its embedding dim.
+
+    Args:
+        input_layouts: the layout of the module's input, read from it if it is a plain tensor.
+            Default Replicate(). A Shard of any dim but the last (the sequence, the batch) is
+            gathered by the linear itself, tile by tile.
+        output_layouts: the layout that the output is brought to. Default Shard(-1).
+        use_local_output: whether the module returns this rank's part, a plain tensor, rather than
+            a DTensor. Default True.
+    """
+
+    _table: ClassVar = {
+        nn.Linear: ({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
+        nn.Embedding: ({"weight": Shard(1)}, Replicate()),
+    }
+    _other_params: ClassVar = Shard(0)
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output
+        )
+
+    def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
+        # A subclass may do other things with its input than multiply it.
+        layout = x.placements[0]
+        return (
+            type(module).forward is nn.Linear.forward
+            and isinstance(layout, Shard)
+            and layout.dim % x.ndim != x.ndim - 1
+        )
+
+
+class RowwiseParallel(_WeightSharding):
+    """Shard an `nn.Linear` by its input features, or an `nn.Embedding` by its vocabulary.
+
+    Args:
+        input_layouts: the layout of the module's input, read from it if it is a plain tensor.
+            Default Shard(-1), what ColwiseParallel returns. For an embedding give Replicate().
+        output_layouts: the layout that the output is brought to. Default Replicate(), an
+            all-reduce; Shard(1) makes it a reduce-scatter over the sequence.
+        use_local_output: whether the module returns this rank's part, a plain tensor, rather than
+            a DTensor. Default True.
+    """
+
+    _table: ClassVar = {
+        nn.Linear: ({"weight": Shard(1), "bias": Replicate()}, Shard(-1)),
+        nn.Embedding: ({"weight": Shard(0)}, Replicate()),
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output
+        )
+
+
+class SequenceParallel(ParallelStyle):
+    """Run a module (LayerNorm, RMSNorm, Dropout) on sequence shards, its parameters replicated.
+
+    The parameters must be the same on every rank already, as they are after an initialisation with
+    ones or with one seed: nothing is communicated.
+
+    Args:
+        sequence_dim: the dim of the input that is sharded. A plain tensor is read as this rank's
+            shard of it; a DTensor of another layout is redistributed. Default 1.
+        use_local_output: whether the module returns this rank's part, a plain tensor, rather than
+            a DTensor. Default False.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sharding = self.sequence_sharding
+
+        def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for key, param in submodule.named_parameters(recurse=False):
+                replica = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+                submodule.register_parameter(
+                    key, nn.Parameter(replica, requires_grad=param.requires_grad)
+                )
+
+        def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            what = f"the input of a SequenceParallel {type(mod).__name__}"
+            x = _relayout(inputs[0] if inputs else None, mesh, sharding[0], None, what=what)
+            return (x.redistribute(placements=sharding), *inputs[1:])
+
+        def prepare_output(mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+            return outputs.to_local() if self.use_local_output else outputs
+
+        return distribute_module(module, device_mesh, replicate, prepare_input, prepare_output)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+_Layouts = Placement | tuple[Placement | None, ...] | None
+
+
+def _as_tuple(layouts: _Layouts) -> tuple[Placement | None, ...] | None:
+    return (layouts,) if isinstance(layouts, Placement) else layouts
+
+
+def _check_pair(given: Any, desired: Any, what: str) -> None:
+    if desired is None or len(given) != len(desired):
+        raise ValueError(
+            f"{what} and desired_{what} must have the same length, "
+            f"got {given} and {desired}: write None for a value to be left alone"
+        )
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Turn a module's inputs into DTensors and bring them to other layouts. Parameters stay.
+
+    Args:
+        input_layouts: the layout of each positional input, None for one to be left alone; a single
+            placement stands for a single input. None: positional inputs are left alone.
+        desired_input_layouts: the layouts that they are brought to; as long as `input_layouts`.
+        input_kwarg_layouts: the layouts of keyword inputs, by name.
+        desired_input_kwarg_layouts: the layouts that they are brought to, by name.
+        use_local_output: whether the module receives plain tensors, this rank's parts, rather than
+            DTensors. Default False.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: _Layouts = None,
+        desired_input_layouts: _Layouts = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _as_tuple(input_layouts)
+        self.desired_input_layouts = _as_tuple(desired_input_layouts)
+        self.use_local_output = use_local_output
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.input_kwarg_layouts = input_kwarg_layouts or {}
+        self.desired_input_kwarg_layouts = desired_input_kwarg_layouts or {}
+        if self.input_layouts is not None:
+            _check_pair(self.input_layouts, self.desired_input_layouts, "input_layouts")
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise ValueError(
+                f"input_kwarg_layouts and desired_input_kwarg_layouts must name the same inputs, "
+                f"got {sorted(self.input_kwarg_layouts)} and "
+                f"{sorted(self.desired_input_kwarg_layouts)}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def hook(
+            mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            owner = type(mod).__name__
+            if self.input_layouts is not None:
+                if len(args) != len(self.input_layouts):
+                    raise ValueError(
+                        f"PrepareModuleInput has {len(self.input_layouts)} input_layouts, "
+                        f"{owner} was called with {len(args)} positional inputs: give one layout "
+                        f"(or None) for each, and those passed by name in input_kwarg_layouts"
+                    )
+                pairs = zip(self.input_layouts, self.desired_input_layouts or (), strict=True)
+                args = tuple(
+                    self._prepare(arg, device_mesh, *pair, f"input {i} of {owner}")
+                    for i, (arg, pair) in enumerate(zip(args, pairs, strict=True))
+                )
+            for key in kwargs.keys() & self.input_kwarg_layouts.keys():
+                pair = (self.input_kwarg_layouts[key], self.desired_input_kwarg_layouts[key])
+                what = f"input {key!r} of {owner}"
+                kwargs[key] = self._prepare(kwargs[key], device_mesh, *pair, what)
+            return args, kwargs
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+    def _prepare(
+        self,
+        value: Any,
+        mesh: DeviceMesh,
+        given: Placement | None,
+        desired: Placement | None,
+        what: str,
+    ) -> Any:
+        if given is None:
+            return value
+        tensor = _relayout(value, mesh, given, desired, what=what)
+        return tensor.to_local() if self.use_local_output else tensor
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"desired_input_layouts={self.desired_input_layouts}, "
+            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Turn a module's outputs into DTensors and bring them to other layouts. Parameters stay.
+
+    Args:
+        output_layouts: the layout of each output, None for one to be left alone; a single
+            placement stands for a single output.
+        desired_output_layouts: the layouts that they are brought to; as long as `output_layouts`.
+        use_local_output: whether the module returns plain tensors, this rank's parts, rather than
+            DTensors. Default True.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        _check_pair(_as_tuple(output_layouts), _as_tuple(desired_output_layouts), "output_layouts")
+        self.output_layouts = _as_tuple(output_layouts) or ()
+        self.desired_output_layouts = _as_tuple(desired_output_layouts) or ()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def hook(mod: nn.Module, args: Any, outputs: Any) -> Any:
+            owner = type(mod).__name__
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            if len(values) != len(self.output_layouts):
+                raise ValueError(
+                    f"PrepareModuleOutput has {len(self.output_layouts)} output_layouts, {owner} "
+                    f"returned {len(values)} outputs: give one layout (or None) for each"
+                )
+            prepared = []
+            pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
+            for i, (value, (given, desired)) in enumerate(zip(values, pairs, strict=True)):
+                if given is not None:
+                    value = _relayout(
+                        value, device_mesh, given, desired, what=f"output {i} of {owner}"
+                    )
+                    value = value.to_local() if self.use_local_output else value
+                prepared.append(value)
+            return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+        module.register_forward_hook(hook)
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; see there for the arguments.
+
+    `use_local_input` is the former's `use_local_output`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: _Layouts = None,
+        desired_input_layouts: _Layouts = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+        )

@@ -1,0 +1,52 @@
+"""The command line: `weft COMMAND ...`. Each command brings its own options, and its own help."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+import weft
+
+# For each command: the module whose `main(argv)` runs it, and what it is for.
+_COMMANDS = {
+    "demo": ("weft.demo.cli", "train a small Llama on local ranks, beside a one-process reference"),
+    "bench": ("weft.bench.cli", "time the fused ops against what they replace"),
+    "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
+}
+
+_EPILOG = """\
+examples:
+  weft demo                         two minutes: train, compare, draw out/demo/demo.png
+  weft demo --ranks 4 --steps 50    on four ranks, and shorter
+  weft demo --engine generic        without fusion, to see what it is worth
+  weft bench                        the measured figures of the README
+  weft COMMAND --help               what a command does, and its options
+
+`python -m weft` is the same as `weft`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="weft",
+        description="Triton kernels that fuse computation with communication.",
+        epilog="commands:\n"
+        + "".join(f"  {name:<7} {purpose}\n" for name, (_, purpose) in _COMMANDS.items())
+        + "\n"
+        + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        parser.print_help()
+        return 2
+    parsed = parser.parse_args(given)
+    module, _ = _COMMANDS[parsed.command]
+    command: Callable[[list[str]], int | None] = importlib.import_module(module).main
+    return command(parsed.args) or 0

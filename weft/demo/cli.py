@@ -1,0 +1,122 @@
+"""The options of `weft demo`, and its course: reference, ranks, report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from weft.settings import Engine
+
+_DESCRIPTION = """\
+Train a small byte-level Llama on the Python standard library's own sources, twice from the same
+seed and the same batches: first in one process, as the reference, then with tensor and sequence
+parallelism on several local ranks, through weft's fused ops. The two losses must agree.
+"""
+
+_EPILOG = """\
+what it writes to the folder of --out:
+  demo.png     loss curves, their difference, and where the time of each rank went
+  report.json  every figure of it
+  explain.txt  which engine ran each fused op of one training step, and why
+  text.txt     what the trained model writes
+
+examples:
+  weft demo                                      two ranks on the CPU, or a rank a GPU
+  weft demo --steps 20 --d-model 64 --layers 2   a look at it, in seconds
+  weft demo --ranks 4 --device cpu               four ranks, on any machine
+  weft demo --engine generic                     the same without fusion, to compare tokens/s
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `weft demo`."""
+    p = argparse.ArgumentParser(
+        prog="weft demo",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def size(name: str, default: int | None, text: str) -> None:
+        shown = "" if default is None else f" ({default})"
+        p.add_argument(name, type=_positive, default=default, metavar="N", help=text + shown)
+
+    size("--ranks", None, "processes that share the model (2 on the CPU, else one a GPU)")
+    size("--steps", 150, "training steps, in each of the two runs")
+    size("--d-model", 256, "features of a byte between the layers")
+    size("--layers", 4, "blocks of attention and feed-forward")
+    size("--heads", 8, "query heads")
+    size("--kv-heads", 4, "key and value heads, each shared by heads / kv-heads query heads")
+    size("--ffn", 704, "features inside a feed-forward layer")
+    size("--seq-len", 256, "bytes in a sequence")
+    size("--batch", 8, "sequences in a step")
+    p.add_argument(
+        "--lr", type=float, default=2e-3, help="AdamW's highest learning rate (%(default)s)"
+    )
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where the ranks compute (cuda where there is one)",
+    )
+    p.add_argument(
+        "--engine",
+        choices=get_args(Engine),
+        default="auto",
+        help="how fused ops run: the Triton kernel, chunk by chunk from the host, process-group "
+        "collectives, or whichever is quickest (%(default)s); on the CPU triton is interpreted, "
+        "for tiny sizes only",
+    )
+    p.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    p.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="folder for the results (%(default)s)"
+    )
+    return p
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; the exit status is 0 if both runs ended."""
+    p = parser()
+    args = p.parse_args(argv)
+    missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        p.error(f"the demo needs {' and '.join(missing)}: pip install 'weft[bench]'")
+
+    import torch
+
+    from weft.demo.launch import RankFailure
+    from weft.demo.model import Shape
+    from weft.demo.run import run_demo
+    from weft.demo.train import Run
+
+    gpus = torch.cuda.device_count()
+    device = args.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        p.error("--device cuda: torch sees no GPU here; leave --device away to run on the CPU")
+    ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
+    shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
+    try:
+        shape.check(ranks)
+    except ValueError as error:
+        p.error(str(error))
+    run = Run(shape, args.steps, args.batch, args.lr, args.seed, device, args.engine)
+    try:
+        run_demo(run, ranks, args.out)
+    except RankFailure as failure:
+        print(f"weft demo: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("weft demo: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,190 @@
+"""Run a function on local ranks, and end all of them as soon as one fails or hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# The time that the other ranks are given to tell their side, once one has failed.
+_GRACE_S = 1.0
+
+
+class RankFailure(RuntimeError):
+    """A rank raised, died or hung. The message holds its traceback, or the stack it hung in."""
+
+
+def launch(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    threads: int = 1,
+    on_progress: Callable[[Any], None],
+    stall_s: float = 120,
+) -> list[Any]:
+    """Run `body(rank, progress, *args)` on `world_size` spawned processes.
+
+    Args:
+        body: a module-level function. What rank 0 gives to its `progress` goes to `on_progress`.
+        backend: of the process group; one rank gets none.
+        threads: that torch may use in each rank.
+        stall_s: seconds without progress after which the ranks count as hung.
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        RankFailure: a rank raised, died, or made no progress for `stall_s`.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
+        pipes: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world_size, body, args, backend, threads, theirs, folder),
+                name=f"weft-demo-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            results = _collect(processes, pipes, on_progress, stall_s, Path(folder))
+            for process in processes:
+                process.join(timeout=10)
+            return results
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(
+    processes: list[Any],
+    pipes: list[Connection],
+    on_progress: Callable[[Any], None],
+    stall_s: float,
+    folder: Path,
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + stall_s
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            hung = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankFailure(
+                f"no progress for {stall_s:g} s; this is where the ranks are:\n"
+                + _stacks(hung, processes, folder)
+            )
+        deadline = time.monotonic() + stall_s
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type] # a Connection, as all we wait for
+            kind, value = _receive(pipes[rank], processes[rank], rank, folder)
+            if kind == "progress":
+                on_progress(value)
+            elif kind == "done":
+                results[rank] = value
+            else:
+                others = [r for r in range(len(pipes)) if r != rank and r not in results]
+                raise RankFailure(value + _others(others, processes, pipes, folder))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Connection, process: Any, rank: int, folder: Path) -> tuple[str, Any]:
+    """The next message of a rank; "failed" with the reason if it died without one."""
+    try:
+        kind, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return "failed", f"rank {rank} was {how}\n{_stack_file(folder, rank).read_text()}"
+    return kind, f"rank {rank} failed:\n{value}" if kind == "failed" else value
+
+
+def _others(others: list[int], processes: list[Any], pipes: list[Connection], folder: Path) -> str:
+    """What the other ranks have to say about a failure: their own tracebacks, or their stacks."""
+    time.sleep(_GRACE_S)
+    text, silent = "", []
+    for rank in others:
+        said = ""
+        while not said and pipes[rank].poll():
+            kind, value = _receive(pipes[rank], processes[rank], rank, folder)
+            said = value if kind == "failed" else ""
+        text += f"\n{said}" if said else ""
+        silent += [] if said else [rank]
+    return text + ("\n" + _stacks(silent, processes, folder) if silent else "")
+
+
+def _stacks(ranks: list[int], processes: list[Any], folder: Path) -> str:
+    """The Python stacks of running ranks, as they stand."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(_GRACE_S)
+    return "\n".join(
+        f"rank {rank} was at:\n{_stack_file(folder, rank).read_text()}" for rank in ranks
+    )
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+    threads: int,
+    pipe: Connection,
+    folder: str,
+) -> None:
+    def send(kind: str, value: Any) -> None:
+        pipe.send_bytes(pickle.dumps((kind, value)))
+
+    def progress(value: Any) -> None:
+        if rank == 0:
+            send("progress", value)
+
+    with open(_stack_file(Path(folder), rank), "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends the ranks
+        torch.set_num_threads(threads)
+        try:
+            if world_size > 1:
+                dist.init_process_group(
+                    backend,
+                    init_method=f"file://{folder}/store",
+                    rank=rank,
+                    world_size=world_size,
+                )
+            result = body(rank, progress, *args)
+        except Exception:
+            send("failed", traceback.format_exc())
+            os._exit(1)  # no destructors: they would wait for peers that may be gone
+        send("done", result)
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGUSR1)

@@ -1,0 +1,154 @@
+"""What the two runs came to: the figures, and how the terminal and the files show them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.demo.train import Result, Run
+
+# What fp32 rounding, in another order of summation, may come to over a run of this length.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The reference, and the ranks that trained the same model from the same seed."""
+
+    run: Run
+    parameters: int
+    reference: Result
+    ranks: list[Result]
+
+    @property
+    def differences(self) -> list[float]:
+        """For every step, how far the two losses are apart."""
+        pairs = zip(self.reference.losses, self.ranks[0].losses, strict=True)
+        return [abs(ours - theirs) for ours, theirs in pairs]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the losses are nowhere further apart than fp32 rounding explains."""
+        return max(self.differences) < TOLERANCE
+
+    def step_ms(self, result: Result) -> float:
+        """The mean time of a step, the first left out (it plans, allocates and compiles)."""
+        return _mean_ms(result.step_seconds)
+
+    def wait_ms(self, result: Result) -> float:
+        """The part of a step that the process spent waiting for its peers."""
+        return _mean_ms(result.wait_seconds)
+
+    def tokens_per_second(self, result: Result) -> float:
+        return 1e3 * self.run.tokens_per_step / self.step_ms(result)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything above in plain types."""
+
+        def of(result: Result) -> dict[str, Any]:
+            return {
+                "losses": result.losses,
+                "held_out_loss": result.held_out,
+                "tokens_per_second": self.tokens_per_second(result),
+                "step_ms": self.step_ms(result),
+                "wait_ms": self.wait_ms(result),
+            }
+
+        return {
+            "run": asdict(self.run),
+            "parameters": self.parameters,
+            "largest_difference": max(self.differences),
+            "tolerance": TOLERANCE,
+            "agrees": self.agrees,
+            "reference": of(self.reference),
+            "ranks": [of(result) for result in self.ranks],
+            "engines": [
+                {"calls": calls, **asdict(decision)}
+                for decision, calls in self.ranks[0].decisions.items()
+            ],
+            "text": self.ranks[0].text,
+        }
+
+
+def _mean_ms(seconds: list[float]) -> float:
+    steady = seconds[1:] or seconds
+    return 1e3 * sum(steady) / len(steady)
+
+
+def write(comparison: Comparison, out: Path) -> None:
+    """Put report.json, explain.txt and text.txt into `out`."""
+    sharded = comparison.ranks[0]
+    decisions = "".join(f"{calls} x {what}\n" for what, calls in sharded.decisions.items())
+    (out / "report.json").write_text(json.dumps(comparison.figures(), indent=1) + "\n")
+    (out / "explain.txt").write_text(decisions or "no op of weft ran\n")
+    (out / "text.txt").write_text(sharded.text + "\n")
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the comparison."""
+    sharded = comparison.ranks[0]
+    console.print(_losses(comparison))
+    largest = max(comparison.differences)
+    verdict = (
+        Text(f"below {TOLERANCE:g}: the same training", style="bold green")
+        if comparison.agrees
+        else Text(f"above the {TOLERANCE:g} that fp32 rounding explains", style="bold red")
+    )
+    console.print(Text.assemble(f"largest difference of the losses {largest:.1e}, ", verdict, "\n"))
+    console.print(_times(comparison))
+    console.print(_engines(sharded))
+    console.print(Text("what the trained model writes:", style="bold"))
+    console.print(Text(sharded.text, style="cyan"), "\n")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        left = column in ("", "op", "engine", "why", "shapes")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _losses(comparison: Comparison) -> Table:
+    table = _table("loss", "", "first step", "last step", "held-out", "tokens/s", "ms a step")
+    rows = {
+        "reference, one process": comparison.reference,
+        f"weft, {len(comparison.ranks)} ranks": comparison.ranks[0],
+    }
+    for name, result in rows.items():
+        table.add_row(
+            name,
+            f"{result.losses[0]:.6f}",
+            f"{result.losses[-1]:.6f}",
+            f"{result.held_out:.6f}",
+            f"{comparison.tokens_per_second(result):,.0f}",
+            f"{comparison.step_ms(result):.1f}",
+        )
+    return table
+
+
+def _times(comparison: Comparison) -> Table:
+    table = _table("time of a step", "", "arithmetic", "waiting for peers", "waiting")
+    for rank, result in enumerate(comparison.ranks):
+        step, waiting = comparison.step_ms(result), comparison.wait_ms(result)
+        table.add_row(
+            f"rank {rank}",
+            f"{step - waiting:.1f} ms",
+            f"{waiting:.1f} ms",
+            f"{waiting / step:.1%}",
+        )
+    return table
+
+
+def _engines(result: Result) -> Table:
+    table = _table("engines of one training step", "calls", "op", "shapes", "engine", "why")
+    for decision, calls in result.decisions.items():
+        table.add_row(str(calls), decision.op, decision.shapes, decision.engine, decision.why)
+    return table

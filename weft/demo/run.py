@@ -1,0 +1,90 @@
+"""The course of the demo: the reference, then the ranks, then the report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from weft import settings
+from weft.demo import report
+from weft.demo.launch import launch
+from weft.demo.model import Llama
+from weft.demo.train import Result, Run, train
+
+
+def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
+    """Train both ways, one after the other so that each has the machine, and report.
+
+    Raises:
+        RankFailure: a rank raised, died or hung.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    backend = _prepare(run, ranks)
+    parameters = sum(p.numel() for p in Llama(run.shape).parameters())
+    console.print(
+        f"a Llama of {parameters / 1e6:.1f} M parameters, {run.steps} steps of "
+        f"{run.tokens_per_step} bytes of the Python standard library, on {run.device}"
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        def trained(name: str, world_size: int) -> list[Result]:
+            task = progress.add_task(f"{name:<22}", total=run.steps, loss="-")
+
+            def advance(event: tuple[int, float]) -> None:
+                progress.update(task, completed=event[0], loss=f"{event[1]:.3f}")
+
+            return launch(
+                world_size,
+                train,
+                run,
+                backend=backend,
+                threads=max(1, cores // world_size),
+                on_progress=advance,
+                stall_s=settings.timeout_s() + 60,  # a rank that waits in vain says so before
+            )
+
+        (reference,) = trained("reference, one process", 1)
+        results: list[Any] = trained(f"weft, {ranks} ranks", ranks)
+    comparison = report.Comparison(run, parameters, reference, results)
+    report.write(comparison, out)
+
+    from weft.demo import picture  # matplotlib takes a second to import
+
+    picture.draw(comparison, out / "demo.png")
+    report.show(comparison, console)
+    console.print(f"written to {out}: demo.png, report.json, explain.txt, text.txt")
+    return comparison
+
+
+def _prepare(run: Run, ranks: int) -> str:
+    """Set what the ranks read from the environment; the backend of their process group."""
+    if run.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return "gloo"
+    if ranks <= torch.cuda.device_count():
+        return "nccl"
+    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo"
