@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 
-from weft.dtensor.api import DTensor, distribute_module, distribute_tensor
+from weft.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 __all__ = [
     "ColwiseParallel",
@@ -175,14 +175,13 @@ class _WeightSharding(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for kind, (params, desired) in self._table.items():
-            if isinstance(module, kind):
-                break
-        else:
+        entry = next((e for kind, e in self._table.items() if isinstance(module, kind)), None)
+        if entry is None:
             raise NotImplementedError(
                 f"{type(self).__name__} shards nn.Linear and nn.Embedding, got "
                 f"{type(module).__name__}: name its linears in the plan, or subclass ParallelStyle"
             )
+        params, desired = entry
         self.desired_input_layouts: tuple[Placement, ...] = (desired,)
         src_data_rank = self.src_data_rank
         name_of_style = type(self).__name__
@@ -406,10 +405,11 @@ class PrepareModuleInput(ParallelStyle):
                     self._prepare(arg, device_mesh, *pair, f"input {i} of {owner}")
                     for i, (arg, pair) in enumerate(zip(args, pairs, strict=True))
                 )
-            for key in kwargs.keys() & self.input_kwarg_layouts.keys():
-                pair = (self.input_kwarg_layouts[key], self.desired_input_kwarg_layouts[key])
-                what = f"input {key!r} of {owner}"
-                kwargs[key] = self._prepare(kwargs[key], device_mesh, *pair, what)
+            for key, value in kwargs.items():
+                if (given := self.input_kwarg_layouts.get(key)) is not None:
+                    desired = self.desired_input_kwarg_layouts[key]
+                    what = f"input {key!r} of {owner}"
+                    kwargs[key] = self._prepare(value, device_mesh, given, desired, what)
             return args, kwargs
 
         module.register_forward_pre_hook(hook, with_kwargs=True)

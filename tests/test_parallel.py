@@ -335,18 +335,20 @@ def misuse() -> None:
     linear = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"1-D mesh, got 2 dims .*mesh\['tp'\]"):
         parallelize_module(linear, two_d, ColwiseParallel())
-    with pytest.raises(TypeError, match="ParallelStyle or a mapping .* got list"):
+    with pytest.raises(TypeError, match=r"ParallelStyle or a mapping .* got list"):
         parallelize_module(linear, mesh, [ColwiseParallel()])
     with pytest.warns(UserWarning, match="no plan, and does nothing"):
         parallelize_module(linear, mesh)
-    with pytest.warns(UserWarning, match=r"no sub-module of MLP matches the plan's 'layers.\*.up'"):
+    with pytest.warns(
+        UserWarning, match=r"no sub-module of MLP matches the plan's 'layers\.\*\.up'"
+    ):
         parallelize_module(MLP(), mesh, {"layers.*.up": ColwiseParallel()})
     for style in (ColwiseParallel(), RowwiseParallel()):
         with pytest.raises(
-            NotImplementedError, match="shards nn.Linear and nn.Embedding, got Conv1d"
+            NotImplementedError, match=r"shards nn\.Linear and nn\.Embedding, got Conv1d"
         ):
             parallelize_module(nn.Conv1d(2, 2, 1), mesh, style)
-    with pytest.raises(ValueError, match="input_layouts and desired_input_layouts .* same length"):
+    with pytest.raises(ValueError, match=r"input_layouts and desired_input_layouts .* same length"):
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Shard(0))
     with pytest.raises(ValueError, match=r"must name the same inputs, got \['a'\] and \['b'\]"):
         PrepareModuleInput(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from weft.demo.launch import RankFailure
+    from weft.demo.launch import RankError
     from weft.demo.model import Shape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run(shape, args.steps, args.batch, args.lr, args.seed, device, args.engine)
     try:
         run_demo(run, ranks, args.out)
-    except RankFailure as failure:
+    except RankError as failure:
         print(f"weft demo: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

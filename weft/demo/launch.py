@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 _GRACE_S = 1.0
 
 
-class RankFailure(RuntimeError):
+class RankError(RuntimeError):
     """A rank raised, died or hung. The message holds its traceback, or the stack it hung in."""
 
 
@@ -48,7 +48,7 @@ def launch(
         The results, in rank order.
 
     Raises:
-        RankFailure: a rank raised, died, or made no progress for `stall_s`.
+        RankError: a rank raised, died, or made no progress for `stall_s`.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
@@ -92,7 +92,7 @@ def _collect(
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             hung = [rank for rank in range(len(pipes)) if rank not in results]
-            raise RankFailure(
+            raise RankError(
                 f"no progress for {stall_s:g} s; this is where the ranks are:\n"
                 + _stacks(hung, processes, folder)
             )
@@ -106,7 +106,7 @@ def _collect(
                 results[rank] = value
             else:
                 others = [r for r in range(len(pipes)) if r != rank and r not in results]
-                raise RankFailure(value + _others(others, processes, pipes, folder))
+                raise RankError(value + _others(others, processes, pipes, folder))
     return [results[rank] for rank in range(len(pipes))]
 
 

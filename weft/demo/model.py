@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.dtensor import DeviceMesh, Replicate, Shard
@@ -127,7 +126,7 @@ class Attention(nn.Module):
         k = self._heads(self.wk(x))  # (B, KV, S, E)
         v = self._heads(self.wv(x))
         q, k = self._rotate(q), self._rotate(k)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         mixed: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -150,7 +149,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.ffn, shape.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
         return out
 
 

@@ -112,7 +112,12 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         left = column in ("", "op", "engine", "why", "shapes")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if left else "right",
+            overflow="fold",
+            no_wrap=column in ("", "op", "engine"),
+        )
     return table
 
 

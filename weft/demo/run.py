@@ -27,7 +27,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     """Train both ways, one after the other so that each has the machine, and report.
 
     Raises:
-        RankFailure: a rank raised, died or hung.
+        RankError: a rank raised, died or hung.
     """
     out.mkdir(parents=True, exist_ok=True)
     console = Console()

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft import collectives, settings
 from weft.demo.data import Corpus, standard_library
@@ -150,7 +149,8 @@ class _Trainer:
             logits = self._whole(self.model(self._replicated(tokens)))[0, len(seen) - 1]
             chances = torch.softmax(logits.double().cpu() / _TEMPERATURE, dim=-1)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
-        return bytes(text).decode(errors="replace")
+        shown = bytes(text).decode(errors="replace").replace("\t", "    ")
+        return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in shown)
 
     def _batch(self, step: int, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
         run = self.run
@@ -161,7 +161,7 @@ class _Trainer:
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(inputs)  # (B, S, V), on ranks sharded by V
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _replicated(self, tensor: Tensor) -> Tensor:
         if not self.sharded:
