@@ -1,0 +1,264 @@
+"""Device-side signals: how a kernel on one rank tells a kernel on another that its data are there.
+
+A signal slot (see `weft.collectives.pad`) has one writer and holds the generation of the last call
+that its writer announced. It only grows, so nothing is ever reset, and the generation lives on the
+device, so a captured CUDA graph replays correctly: each replay is a new generation.
+
+Order. `signal` is a release at system scope, `wait` an acquire at system scope: what the writer's
+program stored before its signal is visible to the waiter's program after its wait. `signal_local` and
+`wait_local` are the same between programs of one device.
+
+Why two halves are enough. Two rules hold for every kernel built on this pad:
+  1. in each call, every rank signals every peer (for empty chunks too) after it has finished reading
+     everything of its previous call on the channel: launches of one channel are ordered by a stream;
+  2. no call ends on a rank before that rank has received the signals of all peers for that call.
+When a rank starts call g + 2 it has, by 2, received everyone's signals of g + 1; those were sent, by 1,
+after everyone had finished reading call g. Hence nobody still reads the half that it now overwrites.
+
+Why nothing hangs. Every wait is bounded; a wait that fails records who waited for whom and all later
+waits of the launch give up at once. A program waits for programs of its peers with the same number or
+for programs of its own launch with a smaller number, never for a later one, so that any grid makes
+progress when its programs run in order: non-resident grids on a GPU, and the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Kernels are interpreted where there is no GPU. Triton settles this when a kernel is decorated;
+# `python -m weft.kernels.aot` opts out of it with TRITON_INTERPRET=0.
+if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+from weft.collectives import pad
+
+TIMED_OUT = 1  # the code that a failed wait leaves in STATUS
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_GENERATION = tl.constexpr(pad.GENERATION)
+_TICKET = tl.constexpr(pad.TICKET)
+_STATUS = tl.constexpr(pad.STATUS)
+_KERNEL_SLOTS = tl.constexpr(pad.KERNEL_SLOTS)
+_MAX_PROGRAMS = tl.constexpr(pad.MAX_PROGRAMS)
+_TIMED_OUT = tl.constexpr(TIMED_OUT)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_HAS_ATOMIC_LOAD = tl.constexpr(hasattr(tl, "atomic_load"))  # Triton 3.9
+
+
+def interpreter_ready() -> tuple[bool, str]:
+    """Whether kernels can run on CPU in this process, and if not, why."""
+    if INTERPRETED:
+        return True, "kernels are interpreted"
+    return False, (
+        "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python starts"
+    )
+
+
+def polls_within(seconds: float, device: torch.device) -> int:
+    """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
+
+    A poll of the interpreter sleeps 50 us and costs about 0.1 ms in all, less where a core is free; an
+    acquire load at system scope takes a GPU about 0.7 us.
+    """
+    return max(1, int(seconds * (8_000 if device.type == "cpu" else 1_400_000)))
+
+
+def _sleep(_address: int, _value: int) -> None:
+    time.sleep(50e-6)
+
+
+# What an interpreted rank does between two polls of a signal, given the signal's address and the value
+# awaited. A scheduler of virtual ranks replaces it to hand over to another rank.
+on_poll: Callable[[int, int], None] = _sleep
+
+
+def _pause(ptr: Any, value: Any, _semantic: Any = None) -> None:
+    """Let others run before the next poll. Only interpreted kernels contain it."""
+    on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value.handle.data.reshape(-1)[0]))
+
+
+# Triton's code generator refuses to look at plain functions, in branches that it drops as well.
+setattr(_pause, tl.core.TRITON_BUILTIN, True)
+
+
+@triton.jit
+def peer_ptr(table, rank, dtype: tl.constexpr):
+    """Address of `rank`'s region in `table` (int64[W]), as a pointer to `dtype`."""
+    return tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype: tl.constexpr):
+    """Address of the half of `rank`'s data region that call `generation` uses."""
+    base = tl.load(buffer_ptrs + rank) + (generation & 1) * half_bytes
+    return tl.multiple_of(base.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def slot_ptr(signal_ptrs, owner, world_size, phase: tl.constexpr, source, program):
+    """The word of `owner`'s pad in which `program` of rank `source` announces `phase`."""
+    pad = peer_ptr(signal_ptrs, owner, tl.int64)
+    return pad + _KERNEL_SLOTS + (phase * world_size + source) * _MAX_PROGRAMS + program
+
+
+@triton.jit
+def last_generation(signal_ptrs, rank):
+    """Number of the last call that `rank` has begun."""
+    return tl.load(peer_ptr(signal_ptrs, rank, tl.int64) + _GENERATION)
+
+
+@triton.jit
+def is_last_program(signal_ptrs, rank, num_programs):
+    """Called once by each program of a launch, at its end: True in the one that comes last.
+
+    What the other programs stored before is visible to the last one after.
+    """
+    ticket_ptr = peer_ptr(signal_ptrs, rank, tl.int64) + _TICKET
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if last:
+        tl.store(ticket_ptr, 0)
+    return last
+
+
+@triton.jit
+def set_generation(signal_ptrs, rank, generation):
+    """Begin call `generation`. Only the last program of a launch may: all others have read it."""
+    tl.store(peer_ptr(signal_ptrs, rank, tl.int64) + _GENERATION, generation)
+
+
+# Order of a program's own stores before its signal. One thread signals, many stored: in the PTX of
+# sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release is
+# cumulative, so that it covers what the other threads stored before the barrier. In the code for gfx942
+# the barrier is a bare s_barrier and the release is buffer_wbl2 sc0 sc1 + s_waitcnt vmcnt(0) of the
+# signalling wave.
+@triton.jit
+def signal(ptr, value):
+    """Publish all that this program has stored, to any rank: release `value`. One writer a slot."""
+    tl.debug_barrier()
+    if _HAS_ATOMIC_LOAD:
+        tl.atomic_store(ptr, value, sem="release", scope="sys")
+    else:
+        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_add(ptr, n):
+    """Publish all that this program has stored, to any rank: add `n`. Many writers a slot."""
+    tl.debug_barrier()
+    tl.atomic_add(ptr, n, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_local(ptr, value):
+    """`signal` to programs of this device only."""
+    tl.debug_barrier()
+    if _HAS_ATOMIC_LOAD:
+        tl.atomic_store(ptr, value, sem="release", scope="gpu")
+    else:
+        tl.atomic_xchg(ptr, value, sem="release", scope="gpu")
+
+
+# Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no read-modify-write.
+@triton.jit
+def _acquire(ptr, scope: tl.constexpr):
+    if _HAS_ATOMIC_LOAD:
+        return tl.atomic_load(ptr, sem="acquire", scope=scope)
+    else:
+        return tl.atomic_add(ptr, 0, sem="acquire", scope=scope)
+
+
+@triton.jit
+def _wait(ptr, value, max_polls, scope: tl.constexpr):
+    polls = tl.cast(max_polls, tl.int64)
+    seen = _acquire(ptr, scope)
+    while (seen < value) & (polls > 0):
+        if _INTERPRETED:
+            _pause(ptr, value)
+        seen = _acquire(ptr, scope)
+        polls -= 1
+    return seen >= value
+
+
+@triton.jit
+def wait(ptr, value, max_polls):
+    """Acquire `*ptr >= value` from any rank. False if it did not come within `max_polls` polls."""
+    return _wait(ptr, value, max_polls, "sys")
+
+
+@triton.jit
+def wait_local(ptr, value, max_polls):
+    """`wait` for a program of this device."""
+    return _wait(ptr, value, max_polls, "gpu")
+
+
+@triton.jit
+def patience(own_pad, max_polls):
+    """Polls that a wait is worth: none any more once a wait of this rank has failed."""
+    status = _acquire(own_pad + _STATUS, "gpu")
+    return tl.where(status == 0, tl.cast(max_polls, tl.int64), 0)
+
+
+@triton.jit
+def record_timeout(own_pad, rank, peer, generation):
+    """Leave (code, waiter, peer, generation) for the host. The first failure of a rank is kept."""
+    status = own_pad + _STATUS
+    code = tl.cast(_TIMED_OUT, tl.int64)
+    if tl.atomic_cas(status, code - code, code, sem="relaxed", scope="gpu") == 0:
+        tl.store(status + 1, rank)
+        tl.store(status + 2, peer)
+        tl.store(status + 3, generation)
+
+
+@triton.jit
+def wait_for(
+    signal_ptrs, rank, world_size, phase: tl.constexpr, peer, program, generation, max_polls
+):
+    """Wait until `program` of rank `peer` has announced `phase` of call `generation` to `rank`.
+
+    False on a time-out, which is then recorded in `rank`'s STATUS.
+    """
+    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)
+    arrived = wait(slot, generation, patience(own_pad, max_polls))
+    if not arrived:
+        record_timeout(own_pad, rank, peer, generation)
+    return arrived
+
+
+@triton.jit
+def signal_peers(signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation):
+    """Announce `phase` of call `generation` to every peer, the next rank first."""
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        signal(slot_ptr(signal_ptrs, peer, world_size, phase, rank, program), generation)
+
+
+@triton.jit
+def wait_for_peers(
+    signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation, max_polls
+):
+    """Wait until every peer has announced `phase` of call `generation`. False on a time-out."""
+    arrived = True
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        arrived &= wait_for(
+            signal_ptrs, rank, world_size, phase, peer, program, generation, max_polls
+        )
+    return arrived
+
+
+@triton.jit
+def barrier(signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation, max_polls):
+    """Wait for the same-numbered program of every peer. What each stored before, all see after."""
+    signal_peers(signal_ptrs, rank, world_size, phase, program, generation)
+    return wait_for_peers(signal_ptrs, rank, world_size, phase, program, generation, max_polls)

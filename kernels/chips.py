@@ -1,0 +1,97 @@
+"""What a chip can do, as far as kernels must know, and the tiles of a matmul that suit it.
+
+Everything here is a function of shapes, dtype and chip alone: ranks that run one call must come to the
+same tiles, so nothing is tuned by timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from weft.collectives.pad import MAX_PROGRAMS
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Attributes:
+    name: "sm_90", "gfx942", ..., or "interpreter".
+    cores: programs that run at once at one a core (SMs, CUs).
+    shared_bytes: shared memory (LDS) that one program may use.
+    descriptors: whether tensor descriptors are copied by hardware (TMA).
+    """
+
+    name: str
+    cores: int
+    shared_bytes: int
+    descriptors: bool = False
+
+    @property
+    def programs(self) -> int:
+        """The largest grid whose programs are all resident and have a signal slot."""
+        return min(self.cores, MAX_PROGRAMS)
+
+
+# The interpreter runs programs one after another: few of them, but enough to be several.
+INTERPRETER = Chip("interpreter", 3, 1 << 30)
+KNOWN = (
+    Chip("sm_80", 108, 163 << 10),
+    Chip("sm_90", 132, 227 << 10, descriptors=True),
+    Chip("sm_100", 148, 227 << 10, descriptors=True),
+    Chip("gfx942", 304, 64 << 10),
+)
+
+
+@lru_cache(maxsize=64)
+def chip_of(device: torch.device) -> Chip:
+    """The chip behind `device`. Compute capabilities of one major number count as one family."""
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+        return Chip(name, properties.multi_processor_count, 64 << 10)
+    return Chip(
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        descriptors=properties.major >= 9,
+    )
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a matmul is cut: see `weft.kernels.tiles`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+    """Tiles for an (M, N) output of one rank's share of the work.
+
+    K plays no part: it may differ from rank to rank, and the tiles must not.
+    """
+    if chip is INTERPRETER:
+        return Tiling(16 if M <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
+    if dtype == torch.float32:
+        # No tensor cores in full fp32: the multiply-adds are bound by registers, not by loads.
+        if chip.name.startswith("gfx"):
+            return Tiling(64, 64, 32, num_warps=4, num_stages=2)
+        return Tiling(64 if M > 32 else 32, 64, 32, num_warps=4, num_stages=3)
+    if M <= 64 or M * N <= 128 * 128 * chip.cores // 2:
+        # Small: more and smaller tiles, so that every core has one.
+        block_m = 16 if M <= 16 else 32 if M <= 32 else 64
+        stages = 2 if chip.name.startswith("gfx") else 4
+        return Tiling(block_m, 64, 64, num_warps=4, num_stages=stages)
+    if chip.name.startswith("gfx"):
+        return Tiling(128, 128, 64, num_warps=8, num_stages=2)
+    if chip.name.startswith("sm_8"):
+        return Tiling(128, 128, 32, num_warps=8, num_stages=4)
+    return Tiling(128, 256, 64, num_warps=8, num_stages=3)
