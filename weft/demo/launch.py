@@ -118,7 +118,7 @@ def _receive(pipe: Connection, process: Any, rank: int, folder: Path) -> tuple[s
         process.join()
         code = process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return "failed", f"rank {rank} was {how}\n{_stack_file(folder, rank).read_text()}"
+        return "failed", f"rank {rank} was {how}\n{_stack(folder, rank)}"
     return kind, f"rank {rank} failed:\n{value}" if kind == "failed" else value
 
 
@@ -142,9 +142,12 @@ def _stacks(ranks: list[int], processes: list[Any], folder: Path) -> str:
         with suppress(ProcessLookupError):
             os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(_GRACE_S)
-    return "\n".join(
-        f"rank {rank} was at:\n{_stack_file(folder, rank).read_text()}" for rank in ranks
-    )
+    return "\n".join(f"rank {rank} was at:\n{_stack(folder, rank)}" for rank in ranks)
+
+
+def _stack(folder: Path, rank: int) -> str:
+    file = _stack_file(folder, rank)
+    return file.read_text() if file.exists() else "its start, before any of its own code\n"
 
 
 def _stack_file(folder: Path, rank: int) -> Path:

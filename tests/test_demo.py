@@ -1,0 +1,207 @@
+"""The demo end to end in a tiny configuration, its command line, its launcher, the examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft import cli
+from weft.demo.data import standard_library
+from weft.demo.launch import RankError, launch
+from weft.demo.model import Llama, Shape
+from weft.demo.train import Run
+
+ROOT = Path(__file__).parent.parent
+TINY = "--steps 4 --d-model 32 --layers 2 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
+
+
+def shell(*command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "120"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_demo_end_to_end(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "weft", "demo", *TINY.split(), "--device", "cpu")
+    done = shell(*command, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for said in ("the same training", "tokens/s", "waiting for peers", "all_gather_matmul"):
+        assert said in done.stdout
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["agrees"]
+    assert report["largest_difference"] < 1e-4
+    assert len(report["ranks"]) == 2
+    for result in (report["reference"], *report["ranks"]):
+        assert len(result["losses"]) == 4
+        assert result["losses"][0] == pytest.approx(5.55, abs=0.15)  # log(256): it knows nothing
+        assert result["tokens_per_second"] > 0
+        assert 0 <= result["wait_ms"] <= result["step_ms"]
+    assert report["reference"]["held_out_loss"] == pytest.approx(
+        report["ranks"][0]["held_out_loss"], abs=1e-4
+    )
+    engines = {decision["op"]: decision["engine"] for decision in report["engines"]}
+    assert engines["all_gather_matmul"] in ("host", "generic")
+    assert engines["matmul_reduce_scatter"] in ("host", "generic")
+    assert report["text"].startswith("    def ")
+
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_gather_matmul" in (tmp_path / "explain.txt").read_text()
+    assert (tmp_path / "text.txt").read_text().rstrip("\n") == report["text"].rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--ranks 3", r"3 ranks cannot share kv_heads=4, ffn=704, .*fits 1, 2, 4 ranks"),
+        ("--ranks 8", r"8 ranks cannot share kv_heads=4 .*fits 1, 2, 4 ranks"),
+        ("--heads 6", r"a head takes d_model / heads features.*heads=6"),
+        ("--kv-heads 3", r"heads must be a multiple of kv_heads, got heads=8, kv_heads=3"),
+        ("--steps 0", r"argument --steps: must be at least 1, got 0"),
+        ("--engine fast", r"invalid choice: 'fast' \(choose from .*host"),
+    ],
+)
+def test_options_that_do_not_fit(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["demo", *options.split()])
+    assert stop.value.code == 2
+    assert re.search(said, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_missing_extras_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name)
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["demo"])
+    assert "the demo needs rich: pip install 'weft[bench]'" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["--help"], ("demo", "bench", "aot", "weft demo --ranks 4")),
+        (["demo", "--help"], ("--kv-heads", "demo.png", "examples:", "generic")),
+        (["--version"], ("weft ",)),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        for part in said:
+            assert part in text
+    assert cli.main([]) == 2
+    with pytest.raises(SystemExit):
+        cli.main(["weave"])
+    assert "invalid choice: 'weave'" in capsys.readouterr().err
+
+
+def fails_on_rank_one(rank: int, progress: Callable[[Any], None]) -> None:
+    progress("started")
+    if rank == 1:
+        raise ZeroDivisionError("of rank one")
+    time.sleep(60)
+
+
+def dies_on_rank_one(rank: int, progress: Callable[[Any], None]) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def hangs_on_rank_one(rank: int, progress: Callable[[Any], None]) -> int:
+    if rank == 1:
+        time.sleep(60)
+    return rank
+
+
+def works(rank: int, progress: Callable[[Any], None], add: int) -> tuple[int, int]:
+    progress(rank)
+    return rank + add, torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (fails_on_rank_one, r"(?s)rank 1 failed:.*ZeroDivisionError: of rank one.*rank 0 was at:"),
+        (dies_on_rank_one, r"rank 1 was killed by SIGKILL"),
+        (hangs_on_rank_one, r"(?s)no progress for 10 s.*rank 1 was at:.*in hangs_on_rank_one"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(body: Callable[..., Any], said: str) -> None:
+    started = time.monotonic()
+    stall_s = 10 if body is hangs_on_rank_one else 50
+    with pytest.raises(RankError, match=said):
+        launch(2, body, on_progress=lambda _: None, stall_s=stall_s)
+    assert time.monotonic() - started < 40
+
+
+def test_launch_returns_results_in_rank_order() -> None:
+    seen: list[Any] = []
+    assert launch(2, works, 10, threads=1, on_progress=seen.append) == [(10, 1), (11, 1)]
+    assert seen == [0]
+
+
+def test_batches_follow_from_seed_and_step_alone() -> None:
+    corpus = standard_library()
+    inputs, targets = corpus.batch(3, 2, 16, seed=5)
+    again, _ = standard_library().batch(3, 2, 16, seed=5)
+    assert torch.equal(inputs, again)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    for other in (
+        corpus.batch(4, 2, 16, seed=5),
+        corpus.batch(3, 2, 16, seed=6),
+        corpus.batch(3, 2, 16, seed=5, held_out=True),
+    ):
+        assert not torch.equal(inputs, other[0])
+    assert len(corpus.held_out) == pytest.approx(0.05 * len(corpus.train), rel=0.1)
+
+
+def test_model_is_causal_and_groups_its_heads() -> None:
+    model = Llama(Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16))
+    assert model.blocks[0].attention.wk.weight.shape == (16, 32)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    run = Run(Shape(), steps=100, batch=1, lr=1.0, seed=0)
+    rates = [run.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("script", ["tensor_parallel_mlp.py", "drop_in_linear.py"])
+def test_examples_run_on_two_ranks(script: str) -> None:
+    done = shell(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        str(ROOT / "examples" / script),
+    )
+    assert done.returncode == 0, done.stderr
+    differences = re.findall(r"difference from one process:? (\S+)", done.stdout)
+    assert differences
+    assert all(float(difference) < 1e-5 for difference in differences)
