@@ -11,12 +11,13 @@ from weft.collectives.collective_ops import (
     broadcast,
     reduce_scatter,
 )
-from weft.collectives.exchange import agree, exchange
+from weft.collectives.exchange import Exchange, agree, exchange
 from weft.collectives.group import Group, resolve, spanning_group
 from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
 from weft.collectives.workspace import Workspace, close, workspace
 
 __all__ = [
+    "Exchange",
     "Group",
     "SymmetricBuffer",
     "Workspace",

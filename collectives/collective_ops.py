@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from weft import settings
-from weft.collectives.exchange import agree, check_call, exchange
+from weft.collectives.exchange import Exchange, agree, check_call, exchange
 from weft.collectives.group import Group, GroupLike, resolve
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
@@ -48,18 +49,23 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 
-
 def all_gather(
-    x: torch.Tensor, group: GroupLike = None, *, dim: int = 0, sizes: Sequence[int] | None = None
+    x: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Concatenate every rank's `x` along `dim`.
 
     Args:
         x: this rank's shard; all sizes but that of `dim` are the same on every rank.
         sizes: length of every rank's shard along `dim`, if known; None: the ranks tell each other.
+        out: where the result goes; a new tensor if None. As for any op of torch, no gradient then.
 
     Returns:
-        A new tensor, the same on every rank. With `dim` other than 0 it may be non-contiguous.
+        The whole, the same on every rank. With `dim` other than 0 it may be non-contiguous.
         Its gradient is summed over the ranks and scattered back.
 
     Raises:
@@ -71,8 +77,13 @@ def all_gather(
     """
     where = resolve(group)
     dim = _checked_dim(x, dim)
-    out: torch.Tensor = _AllGather.apply(x, where, dim, known_sizes(x, where, dim, sizes))
-    return out
+    lengths = known_sizes(x, where, dim, sizes)
+    if out is not None:
+        _check_out(x, out, (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
+        _gather(x.movedim(dim, 0), where, lengths, out.movedim(dim, 0))
+        return out
+    result: torch.Tensor = _AllGather.apply(x, where, dim, lengths)
+    return result
 
 
 def known_sizes(
@@ -112,16 +123,22 @@ class _AllGather(torch.autograd.Function):
         return _scatter(front, ctx.group, ctx.sizes, "sum").movedim(0, ctx.dim), None, None, None
 
 
-def _gather(x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
-    x = x.contiguous()
-    out = x.new_empty((sum(sizes), *x.shape[1:]))
+def _gather(
+    x: torch.Tensor, group: Group, sizes: list[int], given: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = _result((sum(sizes), *x.shape[1:]), x, given)
+    _gather_into(out, x.contiguous(), group, sizes)
+    return _returned(out, given)
+
+
+def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int]) -> None:
     if group.world_size == 1:
-        return out.copy_(x)
+        out.copy_(x)
+        return
     parts = out.split(sizes)
     if not _use_memory("all_gather", group, x):
-        shards = [part if part.is_contiguous() else torch.empty_like(part) for part in parts]
-        dist.all_gather(shards, x, group=group.pg)
-        return out
+        _process_group_gather(parts, x, group)
+        return
     flat, mine = [part.view(-1) for part in parts], x.view(-1)
     for start, stop in _windows(max(part.numel() for part in flat), x.dtype):
         nbytes = (stop - start) * x.element_size()
@@ -134,21 +151,25 @@ def _gather(x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
                 into = flat[peer][start:stop]
                 ex.wait(peer)
                 into.copy_(ex.peer(peer, tuple(into.shape), x.dtype))
-    return out
-
 
 
 def reduce_scatter(
-    x: torch.Tensor, group: GroupLike = None, *, dim: int = 0, reduce_op: ReduceOp = "sum"
+    x: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    reduce_op: ReduceOp = "sum",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's torch.chunk along `dim` of the reduction of every rank's `x`.
 
     Args:
         x: the same shape and dtype on every rank.
         reduce_op: "sum", "avg", "max", "min" or "product".
+        out: where the result goes; a new tensor if None.
 
     Returns:
-        A new tensor; trailing ranks may get none of `dim`. Gradients, for "sum" and "avg": the
+        The chunk; trailing ranks may get none of `dim`. Gradients, for "sum" and "avg": the
         gathered (and divided) gradient of the chunks.
 
     Raises:
@@ -162,8 +183,13 @@ def reduce_scatter(
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
     check_call(where, f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}")
-    out: torch.Tensor = _ReduceScatter.apply(x, where, dim, reduce_op)
-    return out
+    if out is not None:
+        sizes = chunk_sizes(x.shape[dim], where.world_size)
+        _check_out(x, out, (*x.shape[:dim], sizes[where.rank], *x.shape[dim + 1 :]))
+        _scatter(x.movedim(dim, 0), where, sizes, reduce_op, out.movedim(dim, 0))
+        return out
+    result: torch.Tensor = _ReduceScatter.apply(x, where, dim, reduce_op)
+    return result
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -182,15 +208,29 @@ class _ReduceScatter(torch.autograd.Function):
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None
 
 
-def _scatter(x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp) -> torch.Tensor:
-    x = x.contiguous()
-    out = x.new_empty((sizes[group.rank], *x.shape[1:]))
+def _scatter(
+    x: torch.Tensor,
+    group: Group,
+    sizes: list[int],
+    op: ReduceOp,
+    given: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = _result((sizes[group.rank], *x.shape[1:]), x, given)
+    _scatter_into(out, x.contiguous(), group, sizes, op)
+    return _returned(out, given)
+
+
+def _scatter_into(
+    out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+) -> None:
     if group.world_size == 1:
-        return out.copy_(x)
+        out.copy_(x)
+        return
     if not _use_memory("reduce_scatter", group, x):
         whole = _process_group_reduce(x, group, op)
         start = offsets(sizes)[group.rank]
-        return out.copy_(whole[start : start + sizes[group.rank]])
+        out.copy_(whole[start : start + sizes[group.rank]])
+        return
     parts, result = [part.view(-1) for part in x.split(sizes)], out.view(-1)
     widest = max(part.numel() for part in parts)
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
@@ -202,25 +242,27 @@ def _scatter(x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp) -> t
                 ex.local(tuple(part.shape), x.dtype, peer * slot_bytes).copy_(part)
                 ex.signal(peer)
             into = result[start : start + window]
-            terms = _terms(
-                ex, group, tuple(into.shape), x.dtype, parts[group.rank][start : start + window],
-                group.rank * slot_bytes,
-            )  # fmt: skip
+            own = parts[group.rank][start : start + window]
+            terms = _terms(ex, group, own, group.rank * slot_bytes)
             _reduce_into(into, terms, op)
-    return out
 
 
 def all_reduce(
-    x: torch.Tensor, group: GroupLike = None, *, reduce_op: ReduceOp = "sum"
+    x: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    reduce_op: ReduceOp = "sum",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The reduction of every rank's `x`.
 
     Args:
         x: the same shape and dtype on every rank.
         reduce_op: "sum", "avg", "max", "min" or "product".
+        out: where the result goes, `x` itself allowed; a new contiguous tensor if None.
 
     Returns:
-        A new contiguous tensor, bitwise the same on every rank. Gradients, for "sum" and "avg": the
+        The reduction, bitwise the same on every rank. Gradients, for "sum" and "avg": the
         gradients of all ranks, reduced likewise.
 
     Raises:
@@ -230,8 +272,11 @@ def all_reduce(
     where = resolve(group)
     _check_reduce_op(x, reduce_op)
     check_call(where, f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
-    out: torch.Tensor = _AllReduce.apply(x, where, reduce_op)
-    return out
+    if out is not None:
+        _check_out(x, out, x.shape)
+        return _all_reduce(x, where, reduce_op, out)
+    result: torch.Tensor = _AllReduce.apply(x, where, reduce_op)
+    return result
 
 
 class _AllReduce(torch.autograd.Function):
@@ -254,13 +299,21 @@ _ONE_SHOT_RANKS = 2
 _ONE_SHOT_BYTES = 32 << 10
 
 
-def _all_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
-    x = x.contiguous()
+def _all_reduce(
+    x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = _result(x.shape, x, given)
+    _all_reduce_into(out, x.contiguous(), group, op)
+    return _returned(out, given)
+
+
+def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
     if group.world_size == 1:
-        return x.clone()
+        out.copy_(x)
+        return
     if not _use_memory("all_reduce", group, x):
-        return _process_group_reduce(x, group, op)
-    out = torch.empty_like(x)
+        out.copy_(_process_group_reduce(x, group, op))
+        return
     mine, result = x.view(-1), out.view(-1)
     for start, stop in _windows(mine.numel(), x.dtype):
         own, into = mine[start:stop], result[start:stop]
@@ -271,8 +324,9 @@ def _all_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         with exchange(group, nbytes, "all_reduce", x.device) as ex:
             ex.local(tuple(own.shape), x.dtype).copy_(own)
             ex.signal_all()
-            _reduce_into(into, _terms(ex, group, tuple(own.shape), x.dtype, own, 0), op)
-    return out
+            # `out` may be `x`: read this rank's part where it is not overwritten.
+            part = ex.local(tuple(own.shape), own.dtype)
+            _reduce_into(into, _terms(ex, group, part, 0), op)
 
 
 def _two_shot(own: torch.Tensor, into: torch.Tensor, group: Group, op: ReduceOp) -> None:
@@ -283,8 +337,9 @@ def _two_shot(own: torch.Tensor, into: torch.Tensor, group: Group, op: ReduceOp)
     with exchange(group, nbytes, "all_reduce", own.device) as ex:
         ex.local(tuple(own.shape), own.dtype).copy_(own)
         ex.signal_all()
-        part = own[start : start + size]
-        terms = _terms(ex, group, (size,), own.dtype, part, start * own.element_size())
+        offset = start * own.element_size()
+        part = ex.local((size,), own.dtype, offset)
+        terms = _terms(ex, group, part, offset)
         _reduce_into(into[start : start + size], terms, op)
     with exchange(group, nbytes, "all_reduce", own.device) as ex:
         ex.local((size,), own.dtype).copy_(into[start : start + size])
@@ -295,18 +350,17 @@ def _two_shot(own: torch.Tensor, into: torch.Tensor, group: Group, op: ReduceOp)
             part.copy_(ex.peer(peer, (sizes[peer],), own.dtype))
 
 
-def _terms(
-    ex: Any, group: Group, shape: tuple[int, ...], dtype: torch.dtype, own: torch.Tensor, offset: int
-) -> list[torch.Tensor]:
+def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:
     """Every rank's contribution in rank order: peers' in place, after waiting for them."""
     ex.wait_all()
+    shape = tuple(own.shape)
     return [
-        own if rank == group.rank else ex.peer(rank, shape, dtype, offset)
+        own if rank == group.rank else ex.peer(rank, shape, own.dtype, offset)
         for rank in range(group.world_size)
     ]
 
 
-_PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "max": torch.maximum,
@@ -317,19 +371,18 @@ _PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
 
 def _reduce_into(out: torch.Tensor, terms: list[torch.Tensor], op: ReduceOp) -> None:
     """out = terms[0] op terms[1] op ..., in this order, rounded once."""
-    pairwise = _PAIRWISE[op]
+    combine = _COMBINE[op]
     half = out.dtype in (torch.float16, torch.bfloat16)
     if half and op in ("sum", "avg", "product"):
-        acc = pairwise(terms[0].float(), terms[1])
+        acc = combine(terms[0].float(), terms[1])
     else:
-        acc = pairwise(terms[0], terms[1], out=out)
+        acc = combine(terms[0], terms[1], out=out)
     for term in terms[2:]:
-        pairwise(acc, term, out=acc)
+        combine(acc, term, out=acc)
     if op == "avg":
         acc.div_(len(terms))
     if acc is not out:
         out.copy_(acc)
-
 
 
 def all_to_all(
@@ -337,6 +390,8 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send piece j of `x` (cut along dim 0) to rank j; return the pieces received, in rank order.
 
@@ -344,9 +399,10 @@ def all_to_all(
         x: what follows dim 0 is the same shape on every rank.
         output_split_sizes: rows that come from each rank; None: equal shares.
         input_split_sizes: rows that go to each rank; None: equal shares.
+        out: where the result goes; a new tensor if None.
 
     Returns:
-        A new tensor of sum(output_split_sizes) rows. Its gradient goes the way back.
+        A tensor of sum(output_split_sizes) rows. Its gradient goes the way back.
 
     Raises:
         ValueError: splits that do not add up to the rows of `x`, or equal shares that do not divide.
@@ -356,7 +412,7 @@ def all_to_all(
     if x.ndim == 0:
         raise ValueError("all_to_all cuts dim 0: x must have at least one dim")
     world_size = where.world_size
-    splits = []
+    splits: list[list[int]] = []
     for name, given in (("input", input_split_sizes), ("output", output_split_sizes)):
         if given is None:
             if x.shape[0] % world_size:
@@ -371,8 +427,12 @@ def all_to_all(
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
     check_call(where, f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
-    out: torch.Tensor = _AllToAll.apply(x, where, splits[0], splits[1])
-    return out
+    told = input_split_sizes is not None or output_split_sizes is not None
+    if out is not None:
+        _check_out(x, out, (sum(splits[1]), *x.shape[1:]))
+        return _all_to_all(x, where, *splits, told, out)
+    result: torch.Tensor = _AllToAll.apply(x, where, *splits, told)
+    return result
 
 
 class _AllToAll(torch.autograd.Function):
@@ -380,27 +440,50 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, sends: list[int], receives: list[int]
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        sends: list[int],
+        receives: list[int],
+        told: bool,
     ) -> torch.Tensor:
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return _all_to_all(x, group, sends, receives)
+        ctx.args = group, receives, sends, told
+        return _all_to_all(x, group, sends, receives, told)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _all_to_all(grad, *ctx.args), None, None, None, None
 
 
 def _all_to_all(
-    x: torch.Tensor, group: Group, sends: list[int], receives: list[int]
+    x: torch.Tensor,
+    group: Group,
+    sends: list[int],
+    receives: list[int],
+    told: bool,
+    given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    x = x.contiguous()
-    out = x.new_empty((sum(receives), *x.shape[1:]))
+    out = _result((sum(receives), *x.shape[1:]), x, given)
+    _all_to_all_into(out, x.contiguous(), group, sends, receives, told)
+    return _returned(out, given)
+
+
+def _all_to_all_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    sends: list[int],
+    receives: list[int],
+    told: bool,
+) -> None:
     if group.world_size == 1:
-        return out.copy_(x)
+        out.copy_(x)
+        return
     if not _use_memory("all_to_all", group, x):
         dist.all_to_all_single(out, x, receives, sends, group=group.pg)
-        return out
-    table = _split_table(group, sends, receives)
+        return
+    # Equal shares are the same on every rank; told ones every rank must hear of.
+    table = _split_table(group, sends, receives) if told else [sends]
     row = math.prod(x.shape[1:])
     widest = max(max(row_sizes) for row_sizes in table) * row
     outgoing = [part.view(-1) for part in x.split(sends)]
@@ -418,7 +501,6 @@ def _all_to_all(
                 into = incoming[peer][start : start + window]
                 ex.wait(peer)
                 into.copy_(ex.peer(peer, tuple(into.shape), x.dtype, group.rank * slot_bytes))
-    return out
 
 
 def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[list[int]]:
@@ -441,14 +523,17 @@ def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[li
     return [sent for sent, _ in tables]
 
 
-def broadcast(x: torch.Tensor, src: int = 0, group: GroupLike = None) -> torch.Tensor:
+def broadcast(
+    x: torch.Tensor, src: int = 0, group: GroupLike = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The `x` of rank `src` (its number in the group).
 
     Args:
         x: the same shape and dtype on every rank; its values are read on `src` only.
+        out: where the result goes, `x` itself allowed; a new contiguous tensor if None.
 
     Returns:
-        A new contiguous tensor. The gradients of all ranks add up on `src`.
+        The values of `src`. The gradients of all ranks add up on `src`.
 
     Raises:
         ValueError: no such rank.
@@ -457,8 +542,11 @@ def broadcast(x: torch.Tensor, src: int = 0, group: GroupLike = None) -> torch.T
     if not 0 <= src < where.world_size:
         raise ValueError(f"src must be a rank of the group, 0..{where.world_size - 1}, got {src=}")
     check_call(where, f"broadcast of {list(x.shape)} {x.dtype} from rank {src}")
-    out: torch.Tensor = _Broadcast.apply(x, where, src)
-    return out
+    if out is not None:
+        _check_out(x, out, x.shape)
+        return _broadcast(x, where, src, out)
+    result: torch.Tensor = _Broadcast.apply(x, where, src)
+    return result
 
 
 class _Broadcast(torch.autograd.Function):
@@ -475,14 +563,22 @@ class _Broadcast(torch.autograd.Function):
         return total if ctx.group.rank == ctx.src else torch.zeros_like(total), None, None
 
 
-def _broadcast(x: torch.Tensor, group: Group, src: int) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    if group.world_size == 1:
-        return out
+def _broadcast(
+    x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = _result(x.shape, x, given)
+    if group.rank == src and out is not x:
+        out.copy_(x)
+    if group.world_size > 1:
+        _broadcast_into(out, group, src)
+    return _returned(out, given)
+
+
+def _broadcast_into(x: torch.Tensor, group: Group, src: int) -> None:
     if not _use_memory("broadcast", group, x):
-        dist.broadcast(out, group.ranks[src], group=group.pg)
-        return out
-    flat = out.view(-1)
+        dist.broadcast(x, group.ranks[src], group=group.pg)
+        return
+    flat = x.view(-1)
     for start, stop in _windows(flat.numel(), x.dtype):
         part = flat[start:stop]
         with exchange(group, part.numel() * x.element_size(), "broadcast", x.device) as ex:
@@ -493,7 +589,6 @@ def _broadcast(x: torch.Tensor, group: Group, src: int) -> torch.Tensor:
                 ex.signal_all()
                 ex.wait(src)
                 part.copy_(ex.peer(src, tuple(part.shape), x.dtype))
-    return out
 
 
 def barrier(group: GroupLike = None) -> None:
@@ -509,6 +604,24 @@ def barrier(group: GroupLike = None) -> None:
         with exchange(where, 0, "barrier") as ex:
             ex.signal_all()
 
+
+def _check_out(x: torch.Tensor, out: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(out.shape) != tuple(shape) or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"out must be of shape {tuple(shape)}, {x.dtype}, on {x.device}; got "
+            f"{tuple(out.shape)}, {out.dtype}, on {out.device}"
+        )
+
+
+def _result(shape: Sequence[int], x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """A contiguous tensor to write: `given`, where it is one."""
+    if given is not None and given.is_contiguous():
+        return given
+    return x.new_empty(shape)
+
+
+def _returned(out: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    return out if given is None or given is out else given.copy_(out)
 
 
 def _use_memory(op: str, group: Group, x: torch.Tensor) -> bool:
@@ -537,7 +650,23 @@ def _windows(numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         return []
     count = -(-numel // _window_elements(dtype))
     edges = [numel * i // count for i in range(count + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
+
+
+def _process_group_gather(
+    parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group
+) -> None:
+    # Gloo takes equal sizes only: shorter shards travel padded.
+    longest = max(len(part) for part in parts)
+    even = all(len(part) == longest for part in parts)
+    padded = x if even else x.new_zeros((longest, *x.shape[1:]))
+    if not even:
+        padded[: len(x)] = x
+    received = list(parts) if even else [torch.empty_like(padded) for _ in parts]
+    dist.all_gather(received, padded, group=group.pg)
+    if not even:
+        for part, shard in zip(parts, received, strict=True):
+            part.copy_(shard[: len(part)])
 
 
 def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
@@ -566,5 +695,3 @@ def _check_reduce_op(x: torch.Tensor, op: str) -> None:
 def _check_differentiable(name: str, op: str) -> None:
     if op not in ("sum", "avg"):
         raise NotImplementedError(f'{name} is differentiable for "sum" and "avg", not for {op!r}')
-
-

@@ -42,7 +42,9 @@ def _poison_empty() -> None:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection, trace_path: str) -> None:
-    with open(trace_path, "w") as trace:  # kept open for the life of the rank: faulthandler writes here
+    with open(
+        trace_path, "w"
+    ) as trace:  # kept open for the life of the rank: faulthandler writes here
         faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
         torch.set_num_threads(1)
         _poison_empty()
@@ -61,9 +63,9 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection, trace_path:
             except BaseException as error:
                 reply = (False, (repr(error), traceback.format_exc()))
                 if not isinstance(error, Exception):
-                    pipe.send(reply)
+                    pipe.send_bytes(pickle.dumps(reply))
                     raise
-            pipe.send(reply)
+            pipe.send_bytes(pickle.dumps(reply))
         sys.stdout.flush()
         os._exit(0)  # no destructors: a peer may be gone already
 
@@ -114,7 +116,7 @@ class RankPool:
             for rank in waiting:
                 if self._pipes[rank] in ready:
                     try:
-                        replies[rank] = self._pipes[rank].recv()
+                        replies[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                     except (EOFError, ConnectionError):
                         self.alive = False
                         code = self._processes[rank].exitcode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+import weft.settings
 from weft import collectives
 from weft.collectives.collective_ops import chunk_sizes
 
@@ -51,15 +52,9 @@ def check(actual: torch.Tensor, expected: torch.Tensor, terms: int = 1) -> None:
     torch.testing.assert_close(actual, expected, rtol=relative, atol=largest * 1e-1)
 
 
-def engines() -> Iterator[str]:
-    for engine in ("auto", "generic"):
-        with weft.engine(engine):  # type: ignore[arg-type]
-            yield engine
-
-
 def gather_body() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for _, dtype, shape in itertools.product(engines(), DTYPES, SHAPES):
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
         for dim in range(len(shape)):
             for uneven in (False, True):
                 sizes = [shape[dim] + (r * 2 if uneven else 0) for r in range(world_size)]
@@ -76,8 +71,8 @@ def gather_body() -> None:
 
 def reduce_body() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for _, dtype, shape, op in itertools.product(
-        engines(), DTYPES, SHAPES, ("sum", "avg", "max", "min", "product")
+    for dtype, shape, op in itertools.product(
+        DTYPES, SHAPES, ("sum", "avg", "max", "min", "product")
     ):
         if op == "avg" and not dtype.is_floating_point:
             continue
@@ -93,7 +88,7 @@ def reduce_body() -> None:
 
 def exchange_body() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for _, dtype, row in itertools.product(engines(), DTYPES, ((), (3,), (0,))):
+    for dtype, row in itertools.product(DTYPES, ((), (3,), (0,))):
         splits = [[(i * 3 + j) % 4 for j in range(world_size)] for i in range(world_size)]
         sent = [values((sum(splits[i]), *row), dtype, i) for i in range(world_size)]
         receives = [splits[i][rank] for i in range(world_size)]
@@ -117,6 +112,28 @@ def strides_body() -> None:
     assert torch.equal(collectives.all_gather(views[rank], dim=1), torch.cat(views, 1))
     check(collectives.all_reduce(views[rank]), reduced(views, "sum"), world_size)
     assert torch.equal(collectives.broadcast(views[rank], 1), views[1])
+
+
+def out_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    terms = [values((4, 6), torch.float32, seed) for seed in range(world_size)]
+    x, total = terms[rank], collectives.all_reduce(terms[rank])
+    for order in ((0, 1), (1, 0)):  # contiguous, and not
+        out = torch.empty(4 * world_size, 6).permute(order).contiguous().permute(order)
+        assert collectives.all_gather(x, out=out) is out
+        assert torch.equal(out, torch.cat(terms))
+        out = torch.empty(4, 6 * world_size).permute(order).contiguous().permute(order)
+        assert torch.equal(collectives.all_gather(x, dim=1, out=out), torch.cat(terms, 1))
+        out = torch.empty(4, 6).permute(order).contiguous().permute(order)
+        assert torch.equal(collectives.all_reduce(x, out=out), total)
+        assert torch.equal(collectives.broadcast(x, 1, out=out), terms[1])
+        part = total.split(chunk_sizes(4, world_size))[rank]
+        out = torch.empty(part.shape).permute(order).contiguous().permute(order)
+        assert torch.equal(collectives.reduce_scatter(x, out=out), part)
+    again = x.clone()
+    assert collectives.all_reduce(again, out=again) is again and torch.equal(again, total)
+    with pytest.raises(ValueError, match="out must be of shape"):
+        collectives.all_reduce(x, out=torch.empty(6, 4))
 
 
 def windows_body(nbytes: int) -> torch.Tensor:
@@ -170,12 +187,20 @@ def gradient_body() -> None:
     torch.testing.assert_close(x.grad, torch.full_like(x, float(rank)))
 
 
+def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
+    with weft.engine(engine):
+        body()
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("engine", ["auto", "generic"])
 @pytest.mark.parametrize(
-    "body", [gather_body, reduce_body, exchange_body, strides_body, gradient_body]
+    "body", [gather_body, reduce_body, exchange_body, strides_body, out_body, gradient_body]
 )
-def test_collective(ranks: Any, world_size: int, body: Callable[[], None]) -> None:
-    ranks(world_size, body)
+def test_collective(
+    ranks: Any, world_size: int, engine: str, body: Callable[[], None]
+) -> None:
+    ranks(world_size, with_engine, engine, body)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

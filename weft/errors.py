@@ -1,4 +1,4 @@
-"""The errors that weft raises beside `ValueError` (misuse) and `NotImplementedError` (unsupported)."""
+"""The errors that weft raises beside `ValueError` (misuse) and `NotImplementedError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class WeftError(RuntimeError):
     """Base class. A `RuntimeError`, because Python swallows a `TypeError` inside operators."""
 
 
-class PeerTimeout(WeftError):
+class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
     """A peer did not arrive in time: it died, or it never made this call.
 
     Attributes:

@@ -1,0 +1,181 @@
+"""What this machine can do: rates that the choice of engine is made from, measured once and kept.
+
+The first call that has to choose measures them, all ranks of its group at the same time (0.3 s), and
+rank 0 keeps the result in WEFT_CACHE_DIR. Every rank uses rank 0's numbers, so that all ranks
+choose alike. Delete the file to measure again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import settings
+from weft.collectives.exchange import exchange
+from weft.collectives.group import Group
+
+_MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
+_COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one rank while all ranks of the group work; times in us, rates in units per us.
+
+    Attributes:
+        flops: matmul rate by dtype.
+        copy: bytes per us that a rank reads from a peer's memory or its own; 0 where symmetric
+            memory does not reach.
+        sync_us: an exchange of nothing.
+        wire: bytes per us that a rank receives in the process group's all-gather.
+        wire_us: an all-gather of nothing in the process group.
+    """
+
+    flops: dict[str, float]
+    copy: float
+    sync_us: float
+    wire: float
+    wire_us: float
+
+    def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
+        """Time of an (M, K) @ (K, N) on one rank."""
+        rate = self.flops.get(str(dtype), self.flops[str(torch.float32)])
+        return 2 * M * N * K / rate
+
+    def memory_us(self, nbytes: float, syncs: int = 1) -> float:
+        """Time to move `nbytes` through symmetric memory in `syncs` exchanges."""
+        return syncs * self.sync_us + nbytes / max(self.copy, 1e-9)
+
+    def wire_time_us(self, nbytes: float, calls: int = 1) -> float:
+        """Time to receive `nbytes` in `calls` collectives of the process group."""
+        return calls * self.wire_us + nbytes / max(self.wire, 1e-9)
+
+
+_machines: dict[tuple[Group, str], Machine] = {}
+
+
+def machine(group: Group, device: torch.device) -> Machine:
+    """The rates for `group` on `device`. Collective the first time in a process."""
+    key = (group, device.type)
+    found = _machines.get(key)
+    if found is None:
+        kept: list[Any] = [_load(_path(group, device)) if group.rank == 0 else None]
+        _broadcast(group, kept)
+        if kept[0] is None:
+            kept = [asdict(_measure(group, device))]
+            _broadcast(group, kept)
+            if group.rank == 0:
+                _save(_path(group, device), kept[0])
+        found = _machines[key] = Machine(**kept[0])
+    return found
+
+
+def _broadcast(group: Group, values: list[Any]) -> None:
+    if group.world_size > 1:
+        dist.broadcast_object_list(values, src=group.ranks[0], group=group.pg)
+
+
+def _path(group: Group, device: torch.device) -> Path:
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    else:
+        with open("/proc/cpuinfo") as info:
+            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+        chip = f"{names[0] if names else platform.machine()} x{os.cpu_count()}"
+    conditions = (
+        chip,
+        torch.__version__,
+        torch.get_num_threads(),
+        group.world_size,
+        dist.get_backend(group.pg),
+        group.why,
+    )
+    digest = hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]
+    return settings.cache_dir() / f"machine-{digest}.json"
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        rates: dict[str, Any] = json.loads(path.read_text())
+        Machine(**rates)
+    except (FileNotFoundError, PermissionError, json.JSONDecodeError, TypeError):
+        return None  # absent, or of another version: measure
+    return rates
+
+
+def _save(path: Path, rates: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several groups may write at once; a reader sees one whole file or the other.
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(rates, indent=1))
+        part.replace(path)
+    except OSError:
+        return  # a read-only home: the next process measures again
+
+
+def _measure(group: Group, device: torch.device) -> Machine:
+    def timed(call: Callable[[], object], repeats: int) -> float:
+        call()
+        times = []
+        for _ in range(repeats):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append((time.perf_counter() - start) * 1e6)
+        return max(statistics.median(times), 1e-3)
+
+    size = _MATMUL_SIZE[device.type]
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        flops[str(dtype)] = 2 * size**3 / timed(lambda a=a: a @ a, 5)  # type: ignore[misc]
+    if device.type == "cuda":
+        flops[str(torch.float16)] = flops[str(torch.bfloat16)]
+
+    nbytes = _COPY_BYTES[device.type]
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    if group.world_size == 1:
+        target = torch.empty_like(source)
+        return Machine(flops, nbytes / timed(lambda: target.copy_(source), 5), 0.0, 1e9, 0.0)
+
+    copy, sync_us = 0.0, 0.0
+    if not group.why:
+        target = torch.empty_like(source)
+
+        def nothing() -> None:
+            with exchange(group, 0, "measure", device, channel="measure") as ex:
+                ex.signal_all()
+
+        def read() -> None:
+            with exchange(group, nbytes, "measure", device, channel="measure") as ex:
+                ex.signal_all()
+                peer = ex.peers()[0]
+                ex.wait(peer)
+                target.copy_(ex.peer(peer, (nbytes,), torch.uint8))
+
+        sync_us = timed(nothing, 50)
+        copy = nbytes / timed(read, 5)
+
+    def gather(part: torch.Tensor) -> None:
+        parts = [torch.empty_like(part) for _ in range(group.world_size)]
+        dist.all_gather(parts, part, group=group.pg)
+
+    wire_us = timed(lambda: gather(source[:64]), 20)
+    whole_us = timed(lambda: gather(source), 3)
+    wire = nbytes * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
+    return Machine(flops, copy, sync_us, wire, wire_us)

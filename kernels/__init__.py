@@ -1,0 +1,17 @@
+"""Matmuls fused with communication, and the layers that are made of them."""
+
+if not __name__.startswith("weft."):
+    raise ImportError("import weft.kernels: the top-level name is not ours")
+
+from weft.kernels.gathered_matmul import all_gather_matmul
+from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from weft.kernels.reduced_matmul import matmul_all_reduce
+from weft.kernels.scattered_matmul import matmul_reduce_scatter
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -1,0 +1,372 @@
+"""all_gather_matmul: cat(x over ranks) @ w, differentiable, on three engines.
+
+W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r columns of w:
+
+                 x_0 (m_0, K)                         w (K, N_r)
+    rank r       x_1 (m_1, K)   gathered, M rows   @               =   y (M, N_r)
+                 ...
+
+Forward, host engine. Every rank copies its shard into symmetric memory and signals; it multiplies
+its own shard, then each peer's in place, as that peer signals. Nothing is gathered: y is written
+chunk by chunk. Shards of few rows are gathered after all, as a small matmul wastes more than the
+copy costs.
+
+Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
+the partial sums next, so that peers' shards arrive under the first product, and peers' partial sums
+under the second. Two workspaces, as two calls are under way at once.
+
+The triton engine is in `all_gather_gemm`; its backward is also `gemm_reduce_scatter`'s kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from weft.collectives import Exchange, Group, all_gather, exchange, resolve, workspace
+from weft.collectives.collective_ops import known_sizes, offsets
+from weft.collectives.group import GroupLike
+from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
+from weft.kernels.engines import Problem, RunnableEngine, choose
+
+# Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
+# the copy takes: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
+_CHUNK_ROWS = 256
+
+
+def all_gather_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor | Sequence[torch.Tensor],
+    group: GroupLike = None,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    gather_dim: int = 0,
+    return_gathered: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> Any:
+    """torch.matmul(gathered, w) (+ bias), where gathered = cat(x over ranks, gather_dim).
+
+    Args:
+        x: (*batch, K), this rank's shard along `gather_dim`; shards may differ in length there and
+            be empty, everything else is the same on every rank. Any strides.
+        w: (K, N), this rank's own columns; or a list of them that share one gather (Q, K and V, or
+            gate and up), each with its own N.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        bias: (N,), or a list with one or None a weight.
+        gather_dim: dim along which the shards lie, any dim of x. The last one is the contraction:
+            then w holds the rows for all of K.
+        return_gathered: also return the gathered x.
+        sizes: length of every rank's shard along `gather_dim`, where known; None: the ranks tell
+            each other, which costs a few us.
+
+    Returns:
+        y (*gathered batch, N), or a list of them if `w` is one; with `return_gathered` the pair
+        (gathered, y). New tensors; with `gather_dim` > 0 they may be non-contiguous.
+
+        Gradients: of x, summed over ranks and scattered back to the shards; of w and bias, this
+        rank's own. Fused like the forward.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        MismatchError: on every rank, if the ranks' shards do not fit together.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        x = [[1.], [2.]][rank] on 2 ranks, w = [[10.]] gives [[10.], [20.]] on both.
+    """
+    where = resolve(group)
+    single = isinstance(w, torch.Tensor)
+    weights: list[torch.Tensor] = [w] if isinstance(w, torch.Tensor) else list(w)
+    biases: list[torch.Tensor | None] = (
+        [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
+    )
+    if x.ndim < 2 or not -x.ndim <= gather_dim < x.ndim:
+        raise ValueError(
+            f"x must have at least 2 dims and gather_dim be one of them, got shape "
+            f"{tuple(x.shape)}, {gather_dim=}"
+        )
+    gather_dim %= x.ndim
+    lengths = known_sizes(x, where, gather_dim, sizes, "all_gather_matmul")
+    contracted = gather_dim == x.ndim - 1
+    K = sum(lengths) if contracted else x.shape[-1]
+    check_operands(x, K, weights, biases)
+
+    front = x.movedim(gather_dim, 0)
+    batch = front.shape[1:-1]
+    per_row = batch.numel()
+    M = x.numel() // max(x.shape[-1], 1) if contracted else sum(lengths) * per_row
+    problem = Problem(
+        "all_gather_matmul",
+        M,
+        sum(each.shape[1] for each in weights),
+        K,
+        x.dtype,
+        moved_bytes=(sum(lengths) - lengths[where.rank]) * x[..., :1].numel() * x.element_size()
+        if contracted
+        else (M - lengths[where.rank] * per_row) * K * x.element_size(),
+        refusal="the gathered dim is the contraction" if contracted else "",
+    )
+    engine = choose(problem, where, x.device)
+    if engine == "generic":
+        gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
+        ys = [matmul(gathered, *pair) for pair in zip(weights, biases, strict=True)]
+    else:
+        rows = [length * per_row for length in lengths]
+        results = _AllGatherMatmul.apply(
+            front.reshape(-1, K), where, rows, engine, return_gathered, len(weights),
+            *weights, *biases,
+        )  # fmt: skip
+        whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
+        ys, gathered = whole[: len(weights)], whole[-1]
+    y = ys[0] if single else ys
+    return (gathered, y) if return_gathered else y
+
+
+def check_operands(
+    x: torch.Tensor, K: int, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise ValueError unless x (.., K) @ each weight (+ its bias) is a matmul."""
+    if not weights:
+        raise ValueError("w must be a weight or a list of at least one")
+    if len(biases) != len(weights):
+        raise ValueError(f"bias must hold one entry a weight, got {len(biases)} for {len(weights)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.ndim != 2 or weight.shape[0] != K:
+            raise ValueError(
+                f"w must be (K, N) with K = {K}, got {tuple(weight.shape)} for x "
+                f"{tuple(x.shape)}; pass an nn.Linear's weight as weight.t()"
+            )
+        for name, other in (("w", weight), ("bias", bias)):
+            if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
+                raise ValueError(
+                    f"{name} must have x's dtype and device, {x.dtype} on {x.device}, got "
+                    f"{other.dtype} on {other.device}"
+                )
+        if bias is not None and bias.shape != weight.shape[1:]:
+            raise ValueError(
+                f"bias must be (N,) with N = {weight.shape[1]}, got {tuple(bias.shape)}"
+            )
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    """x (m_r, K), weights (K, N_i) -> every y_i (M, N_i), then the gathered x if asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        rows: list[int],
+        engine: RunnableEngine,
+        keep: bool,
+        count: int,
+        *operands: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        weights = [each for each in operands[:count] if each is not None]
+        biases = list(operands[count:])
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.rows, ctx.engine, ctx.keep, ctx.count = group, rows, engine, keep, count
+        run = _host_forward if engine == "host" else _triton_forward
+        ys, gathered = run(x, weights, biases, group, rows, keep)
+        return (*ys, gathered) if gathered is not None and keep else tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        needs_w = needs[6 : 6 + ctx.count]
+        dys = [grad.contiguous() for grad in grads[: ctx.count]]
+        run = _host_backward if ctx.engine == "host" else _triton_backward
+        dgathered = grads[-1] if ctx.keep else None
+        dx, dws = run(x, weights, dys, dgathered, ctx.group, ctx.rows, needs[0], needs_w)
+        dbs = [
+            dy.sum(0) if need else None
+            for dy, need in zip(dys, needs[6 + ctx.count :], strict=True)
+        ]
+        return (dx, None, None, None, None, None, *dws, *dbs)
+
+
+def publish(ex: Exchange, x: torch.Tensor) -> None:
+    """Show this rank's x to all peers."""
+    ex.local(tuple(x.shape), x.dtype).copy_(x)
+    ex.signal_all()
+
+
+def _shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where each rank's published shard begins in the whole, and the shard: this rank's first."""
+    starts = offsets(rows)
+    yield starts[ex.rank], x
+    for peer in ex.peers():
+        ex.wait(peer)
+        yield starts[peer], ex.peer(peer, (rows[peer], x.shape[1]), x.dtype)
+
+
+def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The published shards as one new tensor (M, K)."""
+    whole = x.new_empty(sum(rows), x.shape[1])
+    for start, shard in _shards(ex, x, rows):
+        whole[start : start + len(shard)].copy_(shard)
+    return whole
+
+
+def row_chunks(
+    ex: Exchange, x: torch.Tensor, rows: list[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The published shards as (first row, rows) to multiply: in place, or gathered if they are few."""
+    if max(rows) < _CHUNK_ROWS:
+        yield 0, gather_shards(ex, x, rows)
+    else:
+        yield from _shards(ex, x, rows)
+
+
+def shard_bytes(x: torch.Tensor, rows: list[int]) -> int:
+    """Symmetric memory that a gather of x needs on every rank."""
+    return max(rows) * x.shape[1] * x.element_size()
+
+
+def _host_forward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group: Group,
+    rows: list[int],
+    keep: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    M = sum(rows)
+    ys = [x.new_empty(M, w.shape[1]) for w in weights]
+    nbytes = shard_bytes(x, rows)
+    with exchange(group, nbytes, "all_gather_matmul", x.device, channel="host gather") as ex:
+        publish(ex, x)
+        gathered = gather_shards(ex, x, rows) if keep else None
+        for start, chunk in row_chunks(ex, x, rows) if gathered is None else [(0, gathered)]:
+            for y, w, bias in zip(ys, weights, biases, strict=True):
+                mm(chunk, w, bias, out=y[start : start + len(chunk)])
+    return ys, gathered
+
+
+def _host_backward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    dgathered: torch.Tensor | None,
+    group: Group,
+    rows: list[int],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    M, K = sum(rows), x.shape[1]
+    wire = wire_dtype(x)
+    op, dx = "all_gather_matmul backward", None
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    with ExitStack() as stack:
+        if any(needs_w):
+            gather = stack.enter_context(
+                exchange(group, shard_bytes(x, rows), op, x.device, channel="host gather")
+            )
+            publish(gather, x)
+        if needs_x:
+            scatter = stack.enter_context(
+                exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
+            )
+            partial = scatter.local((M, K), wire)
+            for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
+                mm(dy, w.t(), out=partial, accumulate=i > 0)
+            if dgathered is not None:
+                partial.add_(dgathered)
+            scatter.signal_all()
+        if any(needs_w):
+            pairs = [
+                (i, WeightGrad(w), dys[i])
+                for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
+                if need
+            ]
+            for start, chunk in row_chunks(gather, x, rows):
+                for _, grad, dy in pairs:
+                    grad.add(chunk, dy[start : start + len(chunk)])
+            for i, grad, _ in pairs:
+                dws[i] = grad.result()
+        if needs_x:
+            start = offsets(rows)[group.rank]
+            dx = reduce_rows(scatter, start, rows[group.rank], K, wire, x.dtype)
+    return dx, dws
+
+
+def reduce_rows(
+    ex: Exchange,
+    start: int,
+    rows: int,
+    columns: int,
+    wire: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    average: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows start.. of the sum (or average) of every rank's published matrix (+ bias), as `dtype`.
+
+    Added in fp32 in rank order, with one rounding.
+    """
+    ex.wait_all()
+    shape, offset = (rows, columns), start * columns * wire.itemsize
+    terms = [
+        ex.local(shape, wire, offset) if r == ex.rank else ex.peer(r, shape, wire, offset)
+        for r in range(ex.world_size)
+    ]
+    half = wire in (torch.bfloat16, torch.float16)
+    first = terms[0].float() if half else terms[0]
+    total = torch.add(first, terms[1]) if len(terms) > 1 else first.clone()
+    for term in terms[2:]:
+        total.add_(term)
+    if average:
+        total.div_(ex.world_size)
+    if bias is not None:
+        total.add_(bias)
+    return total.to(dtype)
+
+
+def _triton_forward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group: Group,
+    rows: list[int],
+    keep: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    from weft.kernels import all_gather_gemm as kernel
+
+    nbytes = kernel.workspace_bytes(max(rows), x.shape[1], x.dtype)
+    ws = workspace(group, nbytes, channel="gather", device=x.device)
+    ws.check("all_gather_matmul")
+    gathered, ys = kernel.launch_all_gather_matmul(
+        x, weights, ws, rows, biases=biases, with_own=keep
+    )
+    ws.launched("all_gather_matmul")
+    return ys, gathered
+
+
+def _triton_backward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    dgathered: torch.Tensor | None,
+    group: Group,
+    rows: list[int],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    raise NotImplementedError
+
+
+def all_gather_matmul_reference(
+    xs: Sequence[torch.Tensor],
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gather_dim: int = 0,
+) -> torch.Tensor:
+    """What one rank computes, given all ranks' shards: the oracle of the tests, in any dtype."""
+    y = torch.matmul(torch.cat(list(xs), gather_dim), w)
+    return y if bias is None else y + bias

@@ -1,0 +1,177 @@
+"""matmul_all_reduce: the sum over ranks of x @ w, on every rank: the op of the decode path.
+
+W ranks; rank r holds K_r of the K columns of x, and those rows of w:
+
+    rank r       x (M, K_r)  @  w (K_r, N)  =  partial_r (M, N)      y = partial_0 + partial_1 + ...
+
+Forward, host engine. Every rank computes its partial straight into symmetric memory and signals. For
+few bytes or two ranks each adds up all of all partials (one-shot); for more, each adds up its own
+rows, shows the sum, and copies the others' (two-shot): reads fall from W to 2 partials.
+
+Rows are added in rank order by whoever adds them, so y is bitwise the same on every rank.
+
+Backward: dy is the same on every rank, as y is; dx = dy @ w^T and dw = x^T @ dy move nothing.
+
+The triton engine is in `gemm_all_reduce`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.collectives import Group, all_reduce, exchange, resolve
+from weft.collectives.collective_ops import chunk_sizes, offsets
+from weft.collectives.exchange import check_call
+from weft.collectives.group import GroupLike
+from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
+from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.gathered_matmul import check_operands, reduce_rows
+from weft.kernels.scattered_matmul import SumOp, check_sum
+
+_ONE_SHOT_BYTES = 64 << 10
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    bias: torch.Tensor | None = None,
+    reduce_op: SumOp = "sum",
+) -> torch.Tensor:
+    """The sum over ranks of torch.matmul(x, w) (+ bias), bitwise the same on every rank.
+
+    Args:
+        x: (*batch, K_r): this rank's columns. `batch` is the same on every rank. Any strides.
+        w: (K_r, N): the rows of the weight that go with them.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        bias: (N,), added once; the same on every rank.
+        reduce_op: "sum", or "avg" to divide by the number of ranks (before the bias is added).
+
+    Returns:
+        A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on
+        every rank, as it is; gradients of x and w are this rank's own, that of bias is replicated.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        x = [[1.]], w = [[10.]] on rank 0 and [[2.]], [[10.]] on rank 1 give [[30.]] on both.
+    """
+    where = resolve(group)
+    check_call(
+        where,
+        f"matmul_all_reduce({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, N = {w.shape[-1]}",
+    )
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dim")
+    check_operands(x, x.shape[-1], [w], [bias])
+    check_sum(reduce_op)
+    K, N = w.shape
+    batch = x.shape[:-1]
+    M = batch.numel()
+    moved = M * N * (where.world_size - 1) * wire_dtype(x).itemsize
+    engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), where, x.device)
+    if engine == "generic":
+        y: torch.Tensor = _ToReplicated.apply(matmul(x, w), where, reduce_op)
+        return y if bias is None else y + bias
+    flat: torch.Tensor = _MatmulAllReduce.apply(
+        x.reshape(M, K), w, bias, where, engine, reduce_op == "avg"
+    )
+    return flat.view(*batch, N)
+
+
+class _ToReplicated(torch.autograd.Function):
+    """all_reduce whose result is used as one value by all ranks: dy goes through as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, reduce_op: SumOp) -> torch.Tensor:
+        ctx.scale = 1 / group.world_size if reduce_op == "avg" else 1
+        return all_reduce(x, group, reduce_op=reduce_op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.scale, None, None
+
+
+class _MatmulAllReduce(torch.autograd.Function):
+    """x (M, K_r), w (K_r, N), bias (N,) -> y (M, N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: Group,
+        engine: RunnableEngine,
+        average: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.scale = 1 / group.world_size if average else None
+        run = _host_forward if engine == "host" else _triton_forward
+        return run(x, w, bias, group, average)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx = dw = None
+        scaled = dy if ctx.scale is None else dy * ctx.scale
+        if needs_x:
+            dx = mm(scaled, w.t())
+        if needs_w:
+            grad = WeightGrad(w)
+            grad.add(x, scaled)
+            dw = grad.result()
+        return dx, dw, dy.sum(0) if needs_b else None, None, None, None
+
+
+def _host_forward(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: Group, average: bool
+) -> torch.Tensor:
+    M, N, wire = x.shape[0], w.shape[1], wire_dtype(x)
+    op, nbytes = "matmul_all_reduce", M * N * wire.itemsize
+    rows = chunk_sizes(M, group.world_size)
+    starts = offsets(rows)
+    own = starts[group.rank]
+    one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
+    with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
+        mm(x, w, out=ex.local((M, N), wire))
+        ex.signal_all()
+        if one_shot:
+            return reduce_rows(ex, 0, M, N, wire, x.dtype, average=average, bias=bias)
+        part = reduce_rows(ex, own, rows[group.rank], N, wire, x.dtype, average=average, bias=bias)
+    y = x.new_empty(M, N)
+    with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
+        ex.local(tuple(part.shape), x.dtype).copy_(part)
+        ex.signal_all()
+        y[own : own + len(part)] = part
+        for peer in ex.peers():
+            ex.wait(peer)
+            into = y[starts[peer] : starts[peer] + rows[peer]]
+            into.copy_(ex.peer(peer, tuple(into.shape), x.dtype))
+    return y
+
+
+def _triton_forward(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: Group, average: bool
+) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def matmul_all_reduce_reference(
+    xs: list[torch.Tensor],
+    ws: list[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    reduce_op: SumOp = "sum",
+) -> torch.Tensor:
+    """What every rank gets, given all ranks' operands: the oracle of the tests, in any dtype."""
+    y = torch.stack([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+    if reduce_op == "avg":
+        y = y / len(xs)
+    return y if bias is None else y + bias

@@ -1,0 +1,247 @@
+"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w, on three engines.
+
+W ranks; rank r holds K_r of the K columns of x, and those rows of w:
+
+    rank r       x (M, K_r)  @  w (K_r, N)  =  partial_r (M, N)
+
+                 partial_0   partial_1          y_0  = (partial_0 + partial_1)[rows of rank 0]
+                                                y_1  = (partial_0 + partial_1)[rows of rank 1]
+
+Forward, host engine. Every rank computes all of its partial straight into symmetric memory and
+signals; it then adds up its own rows of all partials, in place on the peers and in rank order. One
+large matmul, no copy: what is moved is moved by the sum.
+
+Backward: with dy = the gathered gradient, dx = dy @ w^T and dw = x^T @ dy: both consume one gather,
+as in the forward of `gathered_matmul`.
+
+The triton engine is in `gemm_reduce_scatter`; its backward is `all_gather_gemm`'s kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolve
+from weft.collectives.collective_ops import chunk_sizes, offsets
+from weft.collectives.exchange import check_call
+from weft.collectives.group import GroupLike
+from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
+from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.gathered_matmul import (
+    check_operands,
+    publish,
+    reduce_rows,
+    row_chunks,
+    shard_bytes,
+)
+
+SumOp = Literal["sum", "avg"]
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    bias: torch.Tensor | None = None,
+    scatter_dim: int = 0,
+    reduce_op: SumOp = "sum",
+) -> torch.Tensor:
+    """This rank's torch.chunk along `scatter_dim` of the sum over ranks of torch.matmul(x, w).
+
+    Args:
+        x: (*batch, K_r): this rank's columns. `batch` is the same on every rank. Any strides.
+        w: (K_r, N): the rows of the weight that go with them.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        bias: (N,), added once; the same on every rank.
+        scatter_dim: dim of the result (*batch, N) that is cut; trailing ranks may get none of it.
+        reduce_op: "sum", or "avg" to divide by the number of ranks (before the bias is added).
+
+    Returns:
+        A new tensor, added up in fp32 in rank order; with `scatter_dim` > 0 it may be
+        non-contiguous. Gradients: of x and w this rank's own; of bias the sum over all rows, the
+        same on every rank. Fused like the forward.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        x = [[1.], [2.]] and w = [[10.]] on both of 2 ranks give [[20.]] on rank 0, [[40.]] on 1.
+    """
+    where = resolve(group)
+    check_call(where, f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
+               f"N = {w.shape[-1]}, along dim {scatter_dim}")  # fmt: skip
+    check_operands(x, x.shape[-1], [w], [bias])
+    check_sum(reduce_op)
+    if x.ndim < 2 or not -x.ndim <= scatter_dim < x.ndim:
+        raise ValueError(
+            f"x must have at least 2 dims and scatter_dim be a dim of the result, got shape "
+            f"{tuple(x.shape)}, {scatter_dim=}"
+        )
+    scatter_dim %= x.ndim
+    columns = scatter_dim == x.ndim - 1
+    K, N = w.shape
+    M = x[..., 0].numel() if K else x.shape[:-1].numel()
+    world_size = where.world_size
+    moved = M * N // world_size * (world_size - 1) * wire_dtype(x).itemsize
+    problem = Problem(
+        "matmul_reduce_scatter", M, N, K, x.dtype, moved,
+        refusal="the scattered dim is that of the columns" if columns else "",
+    )  # fmt: skip
+    engine = choose(problem, where, x.device)
+    if engine == "generic":
+        y = reduce_scatter(matmul(x, w), where, dim=scatter_dim, reduce_op=reduce_op)
+        if bias is None:
+            return y
+        bias = Replicated.apply(bias, where)
+        if columns:
+            bias = bias.split(chunk_sizes(N, world_size))[where.rank]
+        return y + bias
+    front = x.movedim(scatter_dim, 0)
+    batch, sizes = front.shape[1:-1], chunk_sizes(front.shape[0], world_size)
+    rows = [size * batch.numel() for size in sizes]
+    flat: torch.Tensor = _MatmulReduceScatter.apply(
+        front.reshape(M, K), w, bias, where, rows, engine, reduce_op == "avg"
+    )
+    return flat.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
+
+
+def check_sum(reduce_op: str) -> None:
+    """Raise ValueError unless `reduce_op` is one that a matmul can be fused with."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f'reduce_op must be "sum" or "avg", got {reduce_op!r}')
+
+
+class Replicated(torch.autograd.Function):
+    """A value that is the same on every rank and used by each for its own part: dy is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    """x (M, K_r), w (K_r, N), bias (N,) -> y (rows of this rank, N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: Group,
+        rows: list[int],
+        engine: RunnableEngine,
+        average: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.group, ctx.rows, ctx.engine, ctx.average = group, rows, engine, average
+        run = _host_forward if engine == "host" else _triton_forward
+        return run(x, w, bias, group, rows, average)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        run = _host_backward if ctx.engine == "host" else _triton_backward
+        dx, dw, db = run(
+            x, w, dy.contiguous(), ctx.group, ctx.rows, ctx.average, ctx.needs_input_grad[:3]
+        )
+        return dx, dw, db, None, None, None, None
+
+
+def _host_forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    rows: list[int],
+    average: bool,
+) -> torch.Tensor:
+    M, N, wire = x.shape[0], w.shape[1], wire_dtype(x)
+    op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
+    with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
+        mm(x, w, out=ex.local((M, N), wire))
+        ex.signal_all()
+        start = offsets(rows)[group.rank]
+        return reduce_rows(
+            ex, start, rows[group.rank], N, wire, x.dtype, average=average, bias=bias
+        )
+
+
+def _host_backward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    group: Group,
+    rows: list[int],
+    average: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    needs_x, needs_w, needs_b = needs
+    dx = torch.empty_like(x) if needs_x else None
+    grad = WeightGrad(w) if needs_w else None
+    db = torch.zeros(w.shape[1], dtype=torch.float32, device=w.device) if needs_b else None
+    # The bias is added after the division, all else before it.
+    own = dy / group.world_size if average and (needs_x or needs_w) else dy
+    nbytes, scale = shard_bytes(dy, rows), group.world_size if average else 1
+    op = "matmul_reduce_scatter backward"
+    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+        publish(ex, own)
+        for start, chunk in row_chunks(ex, own, rows):
+            stop = start + len(chunk)
+            if dx is not None:
+                mm(chunk, w.t(), out=dx[start:stop])
+            if grad is not None:
+                grad.add(x[start:stop], chunk)
+            if db is not None:
+                db += chunk.sum(0, dtype=torch.float32) * scale
+    return dx, grad and grad.result(), db if db is None else db.to(w.dtype)
+
+
+def _triton_forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    rows: list[int],
+    average: bool,
+) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def _triton_backward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    group: Group,
+    rows: list[int],
+    average: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    raise NotImplementedError
+
+
+def matmul_reduce_scatter_reference(
+    xs: list[torch.Tensor],
+    ws: list[torch.Tensor],
+    rank: int,
+    bias: torch.Tensor | None = None,
+    scatter_dim: int = 0,
+    reduce_op: SumOp = "sum",
+) -> torch.Tensor:
+    """What `rank` gets, given all ranks' operands: the oracle of the tests, in any dtype."""
+    y = torch.stack([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+    if reduce_op == "avg":
+        y = y / len(xs)
+    if bias is not None:
+        y = y + bias
+    return y.split(chunk_sizes(y.shape[scatter_dim], len(xs)), scatter_dim)[rank]
