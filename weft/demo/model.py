@@ -1,13 +1,15 @@
 """A byte-level Llama, and the plan that makes it tensor and sequence parallel.
 
-The model knows nothing of ranks: every size that sharding changes is read off the tensor at hand.
+    B  sequences in a batch     H   query heads             E  features of a head = D / H
+    S  bytes in a sequence      KV  key and value heads     F  features of the feed-forward layer
+    D  features of a byte       G   heads a group = H / KV  V  values of a byte = 256
 
-    B  sequences in a batch      H   query heads          E  features of a head = D / H
-    S  bytes in a sequence       KV  key and value heads  F  features of the feed-forward layer
-    D  features of a byte        V   values of a byte = 256
-
-On W ranks, each holds H/W query heads, KV/W key and value heads, F/W features and V/W rows of the
-embedding and of the head; between those layers it holds S/W bytes of every sequence.
+The unit of sharding is a group: one key and value head, the G query heads that it serves, and its
+F / KV features of the feed-forward layer. Projections that share an input are one matrix, whose
+rows are ordered by group: a rank's contiguous rows are whole groups, and one gather of the input
+serves them all. Nothing else in the model knows of ranks; how many groups there are is read off the
+tensor at hand. On W ranks, each holds KV / W groups, V / W rows of the embedding and of the head,
+and between the layers S / W bytes of every sequence.
 """
 
 from __future__ import annotations
@@ -52,18 +54,17 @@ class Shape:
                 f"every key/value head serves the same number of query heads: heads must be a "
                 f"multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}"
             )
-        sizes = {"kv_heads": self.kv_heads, "ffn": self.ffn, "seq_len": self.seq_len}
-        uneven = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
-        if uneven or VOCAB % ranks:
-            fits = [
-                w
-                for w in range(1, self.kv_heads + 1)
-                if not any(size % w for size in (*sizes.values(), VOCAB))
-            ]
+        if self.ffn % self.kv_heads:
             raise ValueError(
-                f"{ranks} ranks cannot share {', '.join(uneven) or f'{VOCAB} byte values'} evenly: "
-                f"this model fits {', '.join(map(str, fits))} ranks. Use one of them, or sizes "
-                f"that are multiples of {ranks}"
+                f"every group takes the same part of the feed-forward layer: ffn must be a "
+                f"multiple of kv_heads, got ffn={self.ffn}, kv_heads={self.kv_heads}"
+            )
+        if self.kv_heads % ranks:
+            fits = [str(w) for w in range(1, self.kv_heads + 1) if self.kv_heads % w == 0]
+            raise ValueError(
+                f"each rank takes whole groups of heads: {ranks} ranks cannot share "
+                f"kv_heads={self.kv_heads}, but {', '.join(fits)} can; for {ranks} ranks choose "
+                f"kv_heads, heads and ffn that are multiples of {ranks}"
             )
 
 
@@ -107,57 +108,53 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; H / KV query heads share each key and value head."""
+    """Causal attention; the G query heads of a group share its key and value head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.d_model // shape.heads
-        kv_dim = shape.kv_heads * self.head_dim
-        self.wq = nn.Linear(shape.d_model, shape.d_model, bias=False)
-        self.wk = nn.Linear(shape.d_model, kv_dim, bias=False)
-        self.wv = nn.Linear(shape.d_model, kv_dim, bias=False)
+        self.group = shape.heads // shape.kv_heads
+        qkv_dim = (shape.heads + 2 * shape.kv_heads) * self.head_dim
+        self.wqkv = nn.Linear(shape.d_model, qkv_dim, bias=False)
         self.wo = nn.Linear(shape.d_model, shape.d_model, bias=False)
-        cos, sin = rotary_tables(shape.seq_len, self.head_dim)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("turns", turns(shape.seq_len, self.head_dim), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
-        q = self._heads(self.wq(x))  # (B, H, S, E)
-        k = self._heads(self.wk(x))  # (B, KV, S, E)
-        v = self._heads(self.wv(x))
-        q, k = self._rotate(q), self._rotate(k)
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))  # (B, S, KV, G+2, E)
+        q, k, v = qkv.split((self.group, 1, 1), dim=3)
+        q, k = rotate(q, self.turns), rotate(k, self.turns)
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # (B, H or KV, S, E)
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         mixed: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return mixed
 
-    def _heads(self, x: Tensor) -> Tensor:  # (B, S, heads * E) -> (B, heads, S, E)
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _rotate(self, x: Tensor) -> Tensor:  # (B, heads, S, E)
-        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]  # (S, E / 2)
-        left, right = x.chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other."""
+    """SwiGLU: one half of each group's features gates the other."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.d_model, shape.ffn, bias=False)
-        self.w3 = nn.Linear(shape.d_model, shape.ffn, bias=False)
+        self.share = shape.ffn // shape.kv_heads
+        self.w13 = nn.Linear(shape.d_model, 2 * shape.ffn, bias=False)
         self.w2 = nn.Linear(shape.ffn, shape.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
-        out: Tensor = self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.w13(x).unflatten(-1, (-1, 2, self.share)).unbind(-2)  # (B, S, KV, F / KV)
+        out: Tensor = self.w2((nn.functional.silu(gate) * up).flatten(2))
         return out
 
 
-def rotary_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle of each position and pair of features, (S, E / 2) each."""
+def turns(seq_len: int, head_dim: int) -> Tensor:
+    """The rotation of each position and pair of features, as complex numbers (S, 1, 1, E / 2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.outer(torch.arange(seq_len).float(), frequency)
-    return angle.cos(), angle.sin()
+    return torch.polar(torch.ones_like(angle), angle)[:, None, None]
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:  # (B, S, KV, heads, E)
+    """Turn each pair of features by an angle that grows with the position."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> None:
@@ -173,9 +170,9 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> None:
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
         ),
         "blocks.*.*_norm": SequenceParallel(),
-        "blocks.*.attention.w[qkv]": from_stream,
+        "blocks.*.attention.wqkv": from_stream,
         "blocks.*.attention.wo": to_stream,
-        "blocks.*.ffn.w[13]": from_stream,
+        "blocks.*.ffn.w13": from_stream,
         "blocks.*.ffn.w2": to_stream,
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
