@@ -92,7 +92,7 @@ def config_for(
     return Config(tiling, chip.programs, copy_programs, 32, 8, 1024)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _publish_kernel(
     x_ptr,  # (rows, columns)
     buffer_ptrs,
@@ -207,7 +207,7 @@ def _wait_for_chunks(
     return arrived
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "max_polls"])
 def _ag_gemm_kernel(
     out_ptrs,  # one (M, N_i) a weight
     gathered_ptr,  # (M, K)
@@ -333,7 +333,7 @@ def _ag_gemm_kernel(
             before += tiles_m * tiles_n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "max_polls"])
 def _ag_gemm_contract_kernel(
     out_ptr,  # (M, N)
     gathered_ptr,  # (M, K), or (K, M) if TRANSPOSED

@@ -127,7 +127,7 @@ def accumulate_described(
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
 ):
-    """`accumulate` through tensor descriptors, which pad with zeros outside the tensor."""
+    """`accumulate` through tensor descriptors, which read zeros outside the tensor."""
     for k in range(0, cdiv(K, BLOCK_K)):
         start_k = k * BLOCK_K
         if A_TRANSPOSED:
@@ -140,6 +140,21 @@ def accumulate_described(
             b = b_desc.load([start_k, start_n])
         acc = dot(a, b, acc)
     return acc
+
+
+@triton.jit
+def block_offsets(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets inside a tile that is kept on its own: its rows one after another, no padding."""
+    return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit
+def sum_of_slots(slots_ptr, slot_stride, offs, COUNT: tl.constexpr):
+    """Sum over COUNT slots, `slot_stride` elements apart, of the elements at `offs`: in that order."""
+    total = tl.load(slots_ptr + offs)
+    for slot in tl.static_range(1, COUNT):
+        total += tl.load(slots_ptr + slot * slot_stride + offs)
+    return total
 
 
 @triton.jit
@@ -187,6 +202,8 @@ def copy_block(
         for start_n in range(0, columns, BLOCK_N):
             offs_n = start_n + tl.arange(0, BLOCK_N)
             inside = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
-            in_ptrs = in_ptr + offs_m[:, None] * stride_im + offs_n[None, :].to(tl.int64) * stride_in
+            in_ptrs = (
+                in_ptr + offs_m[:, None] * stride_im + offs_n[None, :].to(tl.int64) * stride_in
+            )
             out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]
             tl.store(out_ptrs, tl.load(in_ptrs, mask=inside), mask=inside)

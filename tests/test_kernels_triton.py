@@ -102,7 +102,38 @@ def gather_contraction(count: int, seed: int) -> None:
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=lambda m: f"{index}: {m}")
 
 
+def reduce_scatter(count: int, seed: int) -> None:
+    from dataclasses import replace
+
+    from weft.collectives import workspace
+    from weft.kernels import gemm_reduce_scatter as op
+    from weft.kernels.chips import INTERPRETER
+
+    ws = workspace(None, 1 << 18, channel="test")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    for index, (M, N, K), dtype, layouts in cases(count, seed):
+        terms = 1 + index % 2
+        depths = [[(K + r * i) % 70 for i in range(terms)] for r in range(W)]  # 0 among them
+        if index % 4 < 2:
+            depths = [[K] * terms] * W
+        xs = [[matrix(M, k, dtype, 10 * r + i, layouts[0]) for i, k in enumerate(ks)] for r, ks in enumerate(depths)]
+        weights = [[matrix(k, N, dtype, 500 + 10 * r + i, layouts[1]) for i, k in enumerate(ks)] for r, ks in enumerate(depths)]
+        bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
+        scale = 1.0 if index % 5 else 1 / W
+        config = op.config_for(M, N, dtype, W, INTERPRETER)
+        config = replace(config, descriptors=index % 2 == 0)
+        y = op.launch_matmul_reduce_scatter(xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config)
+        ws.check("reduce_scatter")
+        want = sum(x.double() @ w.double() for a, b in zip(xs, weights, strict=True) for x, w in zip(a, b, strict=True))
+        want = want * scale + (0 if bias is None else bias.double())
+        want = want.split(chunk_sizes(M, W))[rank]
+        torch.testing.assert_close(
+            y.double(), want, **tolerance(dtype, W * terms * 70), msg=lambda m: f"{index}: {m}"
+        )
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("body", [gather_rows, gather_contraction], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [gather_rows, gather_contraction, reduce_scatter], ids=lambda body: body.__name__)
 def test_against_float64(ranks, body, world_size):
     ranks(world_size, body, 12, world_size)

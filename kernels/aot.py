@@ -1,0 +1,280 @@
+"""Compile every kernel for named chips with no GPU, and tell what each needs.
+
+    python -m weft.kernels.aot --arch sm_90 gfx942 --json
+
+The launchers themselves are run, on tensors without memory: what would be launched is caught and given
+to Triton's compiler, so that the arguments, their alignment and the configuration are the real ones.
+Kernels must be plain `JITFunction`s, hence a process of its own with TRITON_INTERPRET=0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weft.collectives import signals
+from weft.kernels import all_gather_gemm
+from weft.kernels.chips import KNOWN, Chip
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+}
+_TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_MATRIX = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma", "FFMA", "v_fma", "v_pk_fma", "v_fmac", "v_dot")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel needs on one chip. `spills`: bytes, or spilled registers on AMD."""
+
+    case: str
+    kernel: str
+    arch: str
+    dtype: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    matrix_instruction: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was caught instead of made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class _Catcher:
+    def __init__(self, kernel: Any, caught: list[Launch]) -> None:
+        self._kernel, self._caught = kernel, caught
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = self._kernel.arg_names
+            options = {k: v for k, v in kwargs.items() if k not in names}
+            named = {k: v for k, v in kwargs.items() if k in names}
+            arguments = dict(zip(names, args, strict=False)) | named
+            if missing := set(names) - set(arguments):
+                raise TypeError(f"{self._kernel.__name__} misses {sorted(missing)}")
+            self._caught.append(Launch(self._kernel, grid, arguments, options))
+
+        return launch
+
+
+@contextmanager
+def catching(module: ModuleType) -> Iterator[list[Launch]]:
+    """Collect the launches of the kernels of `module` instead of making them."""
+    kernels = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+    }
+    caught: list[Launch] = []
+    try:
+        for name, kernel in kernels.items():
+            setattr(module, name, _Catcher(kernel, caught))
+        yield caught
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def source(launch: Launch) -> ASTSource:
+    """What Triton's own launcher would compile, its specialisation of arguments included."""
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def describe(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(describe(v, (*path, i), specialize) for i, v in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return _TYPES[value.dtype]
+        if value is None or (specialize and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, float):
+            return "fp32"
+        if specialize and value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    signature: dict[str, Any] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            constants[(i,)] = value
+            signature[parameter.name] = "constexpr"
+        else:
+            signature[parameter.name] = describe(value, (i,), not parameter.do_not_specialize)
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _tool(name: str, *args: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(path), *args], check=True, capture_output=True, text=True).stdout
+
+
+def _found(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) -> Report:
+    """Compile one caught launch for `chip`."""
+    compiled = triton.compile(source(launch), target=_TARGETS[chip.name], options=launch.options)
+    if "cubin" in compiled.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage = _tool("cuobjdump", "-res-usage", file.name)
+            text = _tool("cuobjdump", "-sass", file.name)
+        registers = _found(r"REG:(\d+)", usage)
+        spills = _found(r"STACK:(\d+)", usage) + _found(r"LOCAL:(\d+)", usage)
+    else:
+        text = cast(str, compiled.asm["amdgcn"])
+        registers = _found(r"\.vgpr_count:\s+(\d+)", text)
+        spills = _found(r"\.vgpr_spill_count:\s+(\d+)", text)
+        spills += _found(r"\.private_segment_fixed_size:\s+(\d+)", text)
+    matrix = next((name for name in _MATRIX if re.search(rf"\b{name}", text)), "")
+    return Report(
+        case=case,
+        kernel=launch.kernel.__name__,
+        arch=chip.name,
+        dtype=str(dtype).removeprefix("torch."),
+        registers=registers,
+        spills=spills,
+        shared_bytes=compiled.metadata.shared,
+        matrix_instruction=matrix,
+    )
+
+
+def _workspace(world_size: int) -> Any:
+    table = torch.empty(world_size, dtype=torch.int64, device="meta")
+    return SimpleNamespace(
+        rank=0,
+        world_size=world_size,
+        device=table.device,
+        buffer_ptrs=table,
+        signal_ptrs=table,
+        half_bytes=1 << 32,
+        timeout_polls=1 << 27,
+    )
+
+
+def _all_gather_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    op, W, K = all_gather_gemm, 8, 4096
+
+    def empty(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    for tokens, widths, name in (
+        (8192, (3584,), "wide"),
+        (8192, (1024, 128, 128), "qkv"),
+        (128, (1792,), "small"),
+    ):
+        config = op.config_for(tokens, sum(widths), dtype, W, chip)
+        # nn.Linear holds (N, K): its transpose is contiguous along K.
+        weights = [empty(n, K).T for n in widths]
+        with catching(op) as caught:
+            op.launch_all_gather_matmul(
+                empty(tokens // W, K), weights, _workspace(W), [tokens // W] * W, config=config
+            )
+        yield from ((name, launch) for launch in caught)
+    for transposed in (False, True):
+        M, N, k = (K, 3584, 1024) if transposed else (8192, 3584, 512)
+        config = op.config_for(M, N, dtype, W, chip, contract=True)
+        x, w = empty(k, M) if transposed else empty(M, k), empty(k * W, N)
+        with catching(op) as caught:
+            op.launch_all_gather_contract(
+                x, w, _workspace(W), [k] * W, transposed=transposed, config=config
+            )
+        yield "weight gradient" if transposed else "columns", caught[-1]
+
+
+def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """(case, launch) of every kernel, in the configurations that the heuristics choose."""
+    yield from _all_gather_launches(chip, dtype)
+
+
+def compile_all(
+    archs: Sequence[str] = tuple(_TARGETS), dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+) -> list[Report]:
+    """Compile all kernels for `archs` in this process.
+
+    Raises:
+        RuntimeError: kernels are interpreted in this process.
+        ValueError: an arch is not known.
+    """
+    if signals.INTERPRETED:
+        raise RuntimeError("kernels are interpreted here: run `python -m weft.kernels.aot`")
+    chips = {chip.name: chip for chip in KNOWN}
+    if unknown := [arch for arch in archs if arch not in chips]:
+        raise ValueError(f"arch must be among {', '.join(chips)}, got {', '.join(unknown)}")
+    return [
+        compile_launch(case, launch, chips[arch], dtype)
+        for arch in archs
+        for dtype in dtypes
+        for case, launch in launches(chips[arch], dtype)
+    ]
+
+
+def table(reports: Sequence[Report]) -> str:
+    """The reports as text, one line each."""
+    head = f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} {'shared':>7}  matrix"
+    lines = [
+        f"{r.arch:8} {r.dtype:9} {r.kernel:28} {r.case:16} {r.registers:4d} {r.spills:6d} "
+        f"{r.shared_bytes:7d}  {r.matrix_instruction}"
+        for r in reports
+    ]
+    return "\n".join([head, *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 1 if a kernel spills."""
+    parser = argparse.ArgumentParser(
+        prog="weft aot", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--arch", nargs="+", default=list(_TARGETS), metavar="ARCH")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"]
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    options = parser.parse_args(arguments)
+    if signals.INTERPRETED:
+        command = [sys.executable, "-m", "weft.kernels.aot", *(arguments or sys.argv[1:])]
+        return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
+    reports = compile_all(options.arch, [getattr(torch, name) for name in options.dtype])
+    print(json.dumps([asdict(r) for r in reports]) if options.json else table(reports))
+    return int(any(r.spills for r in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
