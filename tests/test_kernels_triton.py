@@ -133,7 +133,39 @@ def reduce_scatter(count: int, seed: int) -> None:
         )
 
 
+def all_reduce(count: int, seed: int) -> None:
+    from dataclasses import replace
+
+    import torch.distributed as dist
+
+    from weft.collectives import workspace
+    from weft.kernels import gemm_all_reduce as op
+    from weft.kernels.chips import INTERPRETER
+
+    ws = workspace(None, 1 << 18, channel="test")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    for index, (M, N, K), dtype, layouts in cases(count, seed):
+        depths = [K if index % 4 < 2 else (K + r) % 70 for r in range(W)]
+        xs = [matrix(M, k, dtype, r, layouts[0]) for r, k in enumerate(depths)]
+        weights = [matrix(k, N, dtype, 500 + r, layouts[1]) for r, k in enumerate(depths)]
+        bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
+        scale = 1.0 if index % 5 else 1 / W
+        config = op.config_for(M, N, dtype, W, INTERPRETER)
+        config = replace(config, descriptors=index % 2 == 0, two_shot=index % 3 != 2)
+        y = op.launch_matmul_all_reduce(xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config)
+        ws.check("all_reduce")
+        want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
+        want = want * scale + (0 if bias is None else bias.double())
+        torch.testing.assert_close(
+            y.double(), want, **tolerance(dtype, W * 70), msg=lambda m: f"{index}: {m}"
+        )
+        first = y.float().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, y.float()), f"{index}: rank {rank} differs from rank 0"
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("body", [gather_rows, gather_contraction, reduce_scatter], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [gather_rows, gather_contraction, reduce_scatter, all_reduce], ids=lambda body: body.__name__)
 def test_against_float64(ranks, body, world_size):
     ranks(world_size, body, 12, world_size)
