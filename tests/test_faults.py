@@ -1,0 +1,134 @@
+"""Ranks that die or stay away: an error with names within the time-out, never a hang, no litter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+import weft
+from weft import collectives
+
+
+@pytest.fixture
+def pool() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks of this test's own, as it breaks them."""
+    made: list[RankPool] = []
+
+    def make(world_size: int) -> RankPool:
+        made.append(RankPool(world_size))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def call(op: str) -> None:
+    x, w = torch.ones(8, 8), torch.ones(8, 8)
+    {
+        "all_reduce": lambda: collectives.all_reduce(x),
+        "barrier": lambda: collectives.barrier(),
+        "all_gather_matmul": lambda: weft.all_gather_matmul(x, w),
+        "matmul_reduce_scatter": lambda: weft.matmul_reduce_scatter(x, w),
+    }[op]()
+
+
+def doomed_body(op: str, engine: weft.settings.Engine, victim: int, timeout_s: float) -> Any:
+    """Call `op` until the victim is gone; what the others got, and how long it took."""
+    os.environ["WEFT_TIMEOUT_S"] = str(timeout_s)
+    rank = dist.get_rank()
+    with weft.engine(engine):
+        call(op)
+        collectives.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            for _ in range(3):
+                call(op)
+        except weft.PeerTimeout as error:
+            return time.monotonic() - start, error.rank, error.peer, error.op, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("op", "engine"),
+    [
+        ("all_reduce", "auto"),
+        ("barrier", "auto"),
+        ("all_gather_matmul", "host"),
+        ("matmul_reduce_scatter", "host"),
+        ("all_gather_matmul", "triton"),
+        ("matmul_reduce_scatter", "triton"),
+    ],
+)
+def test_a_killed_rank_is_an_error_on_every_other(pool: Any, op: str, engine: str) -> None:
+    before, victim, timeout_s = shared_memory_files(), 1, 10
+    three = pool(3)
+    three.start(doomed_body, op, engine, victim, timeout_s)
+    replies = three.finish(timeout_s=60, dead=(victim,))
+    assert sorted(replies) == [0, 2]
+    for rank, (succeeded, value) in replies.items():
+        assert succeeded, value
+        assert value is not None, f"rank {rank} did not notice"
+        seconds, waiter, peer, name, text = value
+        assert seconds < timeout_s + 2
+        assert waiter == rank and peer == victim
+        assert op in name and "died, or did not make the same call" in text
+    three.close()
+    assert shared_memory_files() <= before
+
+
+def absent_body(timeout_s: float) -> Any:
+    os.environ["WEFT_TIMEOUT_S"] = str(timeout_s)
+    rank = dist.get_rank()
+    x = torch.ones(4)
+    collectives.all_reduce(x)
+    if rank == 2:
+        time.sleep(3 * timeout_s)  # alive, but elsewhere
+    start = time.monotonic()
+    with pytest.raises(weft.PeerTimeout) as caught:
+        collectives.all_reduce(x)
+    first = time.monotonic() - start
+    start = time.monotonic()
+    with pytest.raises(weft.PeerTimeout):  # the group stays broken, and says so at once
+        collectives.all_reduce(x)
+    return first, time.monotonic() - start, caught.value.peer
+
+
+def test_a_rank_that_stays_away_times_out(pool: Any) -> None:
+    results = pool(3).run(absent_body, 1.0, timeout_s=60)
+    for rank, (first, second, peer) in enumerate(results):
+        assert first < 3 and second < 0.5
+        if rank != 2:
+            assert first > 0.5 and peer == 2
+
+
+def busy_body() -> None:
+    x = torch.ones(1 << 16)
+    while True:
+        collectives.all_reduce(x)
+
+
+def test_nothing_stays_when_all_are_killed(pool: Any) -> None:
+    before = shared_memory_files()
+    two = pool(2)
+    two.start(busy_body)
+    time.sleep(1.0)
+    for pid in two.pids:
+        os.kill(pid, signal.SIGKILL)
+    two.close()
+    assert shared_memory_files() <= before

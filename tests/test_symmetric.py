@@ -1,0 +1,155 @@
+"""Symmetric buffers, workspaces and exchanges: layout, order, misuse."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import collectives
+from weft.collectives import pad
+from weft.collectives.exchange import agree, exchange
+from weft.collectives.workspace import workspace
+
+
+def buffer_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    buffer = collectives.empty((3, 4), torch.int32)
+    assert (buffer.rank, buffer.world_size, buffer.multicast_ptr) == (rank, world_size, 0)
+    assert buffer.local.shape == (3, 4) and buffer.local.dtype == torch.int32
+    buffer.local.fill_(rank)
+    buffer.barrier()
+    for peer in range(world_size):
+        view = buffer.get_buffer(peer, (12,), torch.int32)
+        assert view.tolist() == [peer] * 12
+        assert view.data_ptr() == buffer.buffer_ptrs[peer]
+        assert buffer.signal_ptrs[peer] + pad.pad_bytes(world_size) == buffer.buffer_ptrs[peer]
+    buffer.barrier(channel=3)
+    # Writes into a peer's memory arrive, at an offset and as another dtype.
+    right = (rank + 1) % world_size
+    buffer.get_buffer(right, (1,), torch.float32, offset=8).fill_(rank + 0.5)
+    buffer.barrier()
+    left = (rank - 1) % world_size
+    assert buffer.local.view(torch.float32)[0, 2] == left + 0.5
+    for offset, shape in ((-4, (1,)), (48, (1,)), (0, (13,))):
+        with pytest.raises(ValueError, match="must lie inside"):
+            buffer.get_buffer(0, shape, torch.int32, offset)
+    with pytest.raises(ValueError, match="be aligned to"):
+        buffer.get_buffer(0, (1,), torch.int32, 2)
+    with pytest.raises(ValueError, match="rank must be in"):
+        buffer.get_buffer(world_size, (1,), torch.int32)
+    buffer.barrier()
+    buffer.close()
+    for use in (buffer.barrier, lambda: buffer.get_buffer(0, (1,), torch.int32)):
+        with pytest.raises(RuntimeError, match="is closed"):
+            use()
+
+
+def misuse_body() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(weft.MismatchError, match=r"rank 1 for \(\(5,\)"):
+        collectives.empty((4 + (rank == 1),))
+    with pytest.raises(weft.MismatchError, match="same symmetric memory"):
+        collectives.empty((4,), torch.float32 if rank else torch.float64)
+    with pytest.raises(ValueError, match="sizes must be >= 0"):
+        collectives.empty((-1,) if rank == 1 else (1,))
+    with pytest.raises(ValueError, match="cpu or cuda"):
+        collectives.empty((1,), device="meta")
+    assert collectives.empty((0,)).local.numel() == 0
+
+
+def run_ahead_body(slow: int) -> None:
+    """A fast rank calls on while a slow one still reads: it must never see later data."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for call in range(12):
+        with exchange(None, 1 << 16, "test") as ex:
+            ex.local((1 << 13,), torch.int64).fill_(100 * call + rank)
+            ex.signal_all()
+            for peer in ex.peers():
+                ex.wait(peer)
+                if rank == slow:
+                    time.sleep(0.002)
+                assert (ex.peer(peer, (1 << 13,), torch.int64) == 100 * call + peer).all()
+    assert agree(None, "test", rank) == list(range(world_size))
+
+
+def growth_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    first = workspace(None, 1000, channel="growth")
+    assert workspace(None, 1000, channel="growth") is first
+    assert workspace(None, 1000, channel="other") is not first
+    grown = workspace(None, first.half_bytes + 1, channel="growth")
+    assert grown.half_bytes == 2 * first.half_bytes
+    with exchange(None, grown.half_bytes, "test", channel="growth") as ex:
+        mine = ex.local((grown.half_bytes,), torch.uint8)
+        mine[-1] = rank
+        ex.signal_all()
+        ex.wait_all()
+        ends = [int(ex.peer(r, tuple(mine.shape), torch.uint8)[-1]) for r in range(world_size)]
+        assert ends == list(range(world_size))
+    weft.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        grown.check("test")
+    assert collectives.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
+
+
+def check_body() -> None:
+    rank = dist.get_rank()
+    os.environ["WEFT_CHECK"] = "1"
+    try:
+        x = torch.ones(4, 6)
+        collectives.all_reduce(x)
+        with pytest.raises(weft.MismatchError, match=r"but all_reduce\(sum\) of \[3, 6\].* rank 1"):
+            collectives.all_reduce(x if rank != 1 else x[:3])
+        with pytest.raises(weft.MismatchError, match="but reduce_scatter.* on rank 2"):
+            if rank == 2:
+                collectives.reduce_scatter(x)
+            else:
+                collectives.all_reduce(x)
+        with pytest.raises(weft.MismatchError, match=r"but matmul_all_reduce.*float64.* rank 0"):
+            y = x.double() if rank == 0 else x
+            weft.matmul_all_reduce(y, y.t())
+        weft.matmul_all_reduce(x, x.t())
+    finally:
+        del os.environ["WEFT_CHECK"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffer(ranks: Any, world_size: int) -> None:
+    ranks(world_size, buffer_body)
+
+
+def test_bad_requests_are_errors_on_every_rank(ranks: Any) -> None:
+    ranks(3, misuse_body)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_fast_rank_never_overwrites_what_a_slow_one_reads(ranks: Any, slow: int) -> None:
+    ranks(3, run_ahead_body, slow)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_workspaces_grow_and_close(ranks: Any, world_size: int) -> None:
+    ranks(world_size, growth_body)
+
+
+def test_weft_check_names_the_rank_that_differs(ranks: Any) -> None:
+    ranks(3, check_body)
+
+
+def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="WEFT_TIMEOUT_S must be a number"):
+        weft.settings.timeout_s()
+    with pytest.raises(ValueError, match="engine must be one of"), weft.engine("fast"):  # type: ignore[arg-type]
+        pass
+
+
+def test_no_process_group_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        collectives.all_reduce(torch.ones(1))
