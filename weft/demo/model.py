@@ -104,11 +104,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
         x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
 
 
 class Attention(nn.Module):
     """Causal attention; the G query heads of a group share its key and value head."""
+
+    turns: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ def turns(seq_len: int, head_dim: int) -> Tensor:
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:  # (B, S, KV, heads, E)
     """Turn each pair of features by an angle that grows with the position."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -11,12 +12,14 @@ matplotlib.use("agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import MaxNLocator
 
 from weft.demo.report import TOLERANCE, Comparison
 
-_PAPER, _INK, _FAINT = "#faf8f3", "#22223b", "#9a95a5"
+_PAPER, _INK, _FAINT, _GRID = "#fbf9f4", "#22223b", "#a29bac", "#ece7dc"
 _REFERENCE, _WEFT, _WAITING = "#f2a65a", "#3d348b", "#e63946"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.facecolor": _PAPER,
     "axes.facecolor": _PAPER,
     "axes.edgecolor": _FAINT,
@@ -24,40 +27,46 @@ _STYLE = {
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "axes.titlecolor": _INK,
+    "axes.titlepad": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#e6e1d6",
+    "grid.color": _GRID,
     "text.color": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "legend.frameon": False,
     "font.size": 10,
 }
+_FLOOR = 1e-9  # equal losses have no place on a logarithmic axis
+_TEXT_COLUMNS, _TEXT_LINES = 62, 16
 
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the picture as a PNG."""
+    shape, ranks = comparison.run.shape, len(comparison.ranks)
     with plt.rc_context(_STYLE):
-        figure = plt.figure(figsize=(13, 7.5), layout="constrained")
-        left, right = figure.add_gridspec(1, 2, width_ratios=(1.5, 1), wspace=0.06)
-        losses, differences = left.subgridspec(2, 1, height_ratios=(3, 1)).subplots(sharex=True)
-        time, text = right.subgridspec(2, 1, height_ratios=(1, 1)).subplots()
-        shape = comparison.run.shape
+        figure, axes = plt.subplot_mosaic(
+            [["losses", "time"], ["losses", "text"], ["differences", "text"]],
+            figsize=(14, 8),
+            width_ratios=(1.35, 1),
+            height_ratios=(2, 1.6, 1.4),
+            layout="constrained",
+        )
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr] # it is set above
         figure.suptitle(
-            f"weft demo: a Llama of {comparison.parameters / 1e6:.1f} M parameters "
-            f"({shape.layers} layers of {shape.d_model}), tensor + sequence parallel on "
-            f"{len(comparison.ranks)} {comparison.run.device.upper()} ranks",
+            f"weft demo   {comparison.parameters / 1e6:.1f} M parameter Llama, {shape.layers} "
+            f"layers of {shape.d_model}, tensor + sequence parallel on {ranks} "
+            f"{comparison.run.device.upper()} ranks",
             fontsize=14,
             fontweight="bold",
-            x=0.01,
+            x=0.012,
             ha="left",
         )
-        _draw_losses(losses, comparison)
-        _draw_differences(differences, comparison)
-        _draw_time(time, comparison)
-        _draw_text(text, comparison)
+        _draw_losses(axes["losses"], comparison)
+        _draw_differences(axes["differences"], comparison)
+        _draw_time(axes["time"], comparison)
+        _draw_text(axes["text"], comparison)
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
@@ -65,41 +74,43 @@ def draw(comparison: Comparison, path: Path) -> None:
 def _draw_losses(axes: Axes, comparison: Comparison) -> None:
     reference, sharded = comparison.reference, comparison.ranks[0]
     steps = range(1, len(reference.losses) + 1)
-    axes.plot(steps, reference.losses, color=_REFERENCE, lw=5, alpha=0.75, solid_capstyle="round")
-    axes.plot(steps, sharded.losses, color=_WEFT, lw=1.4)
-    axes.plot(steps[-1], reference.held_out, "D", color=_REFERENCE, ms=11)
-    axes.plot(steps[-1], sharded.held_out, "D", color=_WEFT, ms=5)
+    axes.plot(steps, sharded.losses, ".", color=_WEFT, ms=3, alpha=0.3)
+    axes.plot(steps, _smooth(reference.losses), color=_REFERENCE, lw=6, solid_capstyle="round")
+    axes.plot(steps, _smooth(sharded.losses), color=_WEFT, lw=1.5)
+    axes.plot(steps[-1], reference.held_out, "D", color=_REFERENCE, ms=12, clip_on=False)
+    axes.plot(steps[-1], sharded.held_out, "D", color=_WEFT, ms=5, clip_on=False)
     for name, result, color, y in (
-        ("one process", reference, _REFERENCE, 0.93),
-        (f"weft, {len(comparison.ranks)} ranks", sharded, _WEFT, 0.86),
+        ("one process", reference, _REFERENCE, 0.92),
+        (f"weft, {len(comparison.ranks)} ranks", sharded, _WEFT, 0.85),
     ):
-        rate = comparison.tokens_per_second(result)
+        text = f"{name}: loss {result.losses[-1]:.4f}, held-out {result.held_out:.4f}"
         axes.text(
-            0.98,
-            y,
-            f"{name}:  loss {result.losses[-1]:.4f},  held-out {result.held_out:.4f},  "
-            f"{rate:,.0f} tokens/s",
-            color=color,
-            transform=axes.transAxes,
-            ha="right",
-            fontweight="bold",
+            0.98, y, text, color=color, fontweight="bold", ha="right", transform=axes.transAxes
         )
-    axes.set(title="Loss, nats a byte (diamonds: text that was held out)")
+    axes.set(title="Loss in nats a byte (dots: each step, diamonds: held-out text)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """The mean of each loss and those shortly before it: batches differ in how hard they are."""
+    span = max(1, len(losses) // 25)
+    windows = (losses[max(0, i - span + 1) : i + 1] for i in range(len(losses)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def _draw_differences(axes: Axes, comparison: Comparison) -> None:
     differences = comparison.differences
     steps = range(1, len(differences) + 1)
-    floor = 1e-9  # equal losses have no place on a logarithmic axis
-    axes.fill_between(steps, floor, [max(floor, d) for d in differences], color=_WEFT, alpha=0.8)
+    axes.fill_between(steps, _FLOOR, [max(_FLOOR, d) for d in differences], color=_WEFT, alpha=0.8)
     axes.axhline(TOLERANCE, color=_WAITING, lw=1.2, ls="--")
-    axes.text(1, TOLERANCE * 1.5, f"{TOLERANCE:g}", color=_WAITING, fontsize=9)
+    axes.text(1, TOLERANCE * 1.5, "what fp32 allows", color=_WAITING, fontsize=9)
     axes.set(
         yscale="log",
-        ylim=(floor, max(1e-2, 3 * max(differences))),
+        ylim=(_FLOOR, max(1e-2, 3 * max(differences))),
         xlabel="step",
         title=f"Difference of the two losses: at most {max(differences):.1e}",
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_time(axes: Axes, comparison: Comparison) -> None:
@@ -108,13 +119,15 @@ def _draw_time(axes: Axes, comparison: Comparison) -> None:
     longest = max(comparison.step_ms(result) for _, result, _ in rows)
     for y, (_, result, color) in enumerate(rows):
         step, waiting = comparison.step_ms(result), comparison.wait_ms(result)
-        axes.barh(y, step - waiting, color=color, height=0.62)
-        axes.barh(y, waiting, left=step - waiting, color=_WAITING, height=0.62)
-        share = f"{step:.0f} ms" + (f", {waiting / step:.0%} waiting" if y else "")
-        axes.text(step + 0.02 * longest, y, share, va="center", fontsize=9)
+        axes.barh(y, step - waiting, color=color, height=0.6)
+        axes.barh(y, waiting, left=step - waiting, color=_WAITING, height=0.6)
+        note = f"{waiting / step:.1%} waiting" if y else ""
+        if y < 2:  # ranks go in step: one figure stands for all
+            note = f"{comparison.tokens_per_second(result):,.0f} tokens/s\n{note}".strip()
+        axes.text(step + 0.02 * longest, y, note, va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set(title="Time of a step: arithmetic, and waiting for peers (red)", xlabel="ms")
-    axes.set_xlim(0, 1.32 * longest)
+    axes.set_xlim(0, 1.3 * longest)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
 
@@ -123,12 +136,13 @@ def _draw_text(axes: Axes, comparison: Comparison) -> None:
     lines = [
         wrapped
         for line in comparison.ranks[0].text.splitlines()
-        for wrapped in textwrap.wrap(line, 58, drop_whitespace=False) or [""]
+        for wrapped in textwrap.wrap(line, _TEXT_COLUMNS, drop_whitespace=False) or [""]
     ]
-    axes.set(title="What the model writes", xticks=[], yticks=[])
-    axes.grid(visible=False)
+    axes.set(title="What the model writes", xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-    printable = "\n".join(lines[:14]).replace("$", r"\$")  # a $ would start a formula
+    card = FancyBboxPatch((0.012, 0.012), 0.976, 0.976, "round,pad=0,rounding_size=0.02", fc=_INK)
+    axes.add_patch(card)
+    shown = "\n".join(lines[:_TEXT_LINES]).replace("$", r"\$")  # a $ would start a formula
     axes.text(
-        0.0, 0.97, printable, family="monospace", fontsize=9, va="top", transform=axes.transAxes
+        0.04, 0.94, shown, color=_PAPER, family="monospace", fontsize=8.5, va="top", linespacing=1.4
     )

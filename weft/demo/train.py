@@ -35,7 +35,7 @@ class Run:
     seed: int
     device: str = "cpu"
     engine: settings.Engine = "auto"
-    text_bytes: int = 160
+    text_bytes: int = 320
 
     @property
     def tokens_per_step(self) -> int:
@@ -121,7 +121,7 @@ class _Trainer:
             group["lr"] = self.run.learning_rate(step)
         inputs, targets = self._batch(step)
         loss = self._loss(inputs, targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
