@@ -1,0 +1,40 @@
+# Everything here sets up what it needs: only Python >= 3.10 must be there.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test test-all lint format bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+# The stamp is older than the files that decide what is installed only if one of them changed.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
+	$(BIN)/weft demo
+
+test: .venv/.installed  ## the tests, under 15 minutes on two cores
+	$(BIN)/python -m pytest -q -m 'not sweep and not gpu'
+
+test-all: .venv/.installed  ## the tests and the long sweeps over random shapes
+	$(BIN)/python -m pytest -q -m 'not gpu'
+
+lint: .venv/.installed  ## ruff, ruff format, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p weft
+	$(BIN)/mypy tests
+
+format: .venv/.installed  ## rewrite the sources as ruff formats them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed  ## time weft beside its bounds and its peers
+	$(BIN)/weft bench mlp --out bench/results/mlp.json
+	$(BIN)/weft bench collectives --out bench/results/collectives.json
+
+clean:  ## remove what the other targets made
+	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

@@ -1,0 +1,87 @@
+"""How the house is built: imports run downwards, names stay ours, `import weft` is quick."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
+# What each may import of ours; the face and the tests may import everything.
+GROUND = {"weft.errors", "weft.settings"}
+BELOW = {
+    "collectives": set(),
+    "kernels": {"collectives"},
+    "dtensor": {"collectives", "kernels"},
+    "sim": {"collectives", "kernels", "dtensor"},
+    "bench": {"collectives", "kernels", "dtensor"},
+}
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules of ours that a file imports, `from weft import x` as weft.x."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            names = [f"weft.{a.name}" for a in node.names] if module == "weft" else [module]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "weft")
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if (ROOT / f / "__init__.py").exists()])
+def test_imports_run_downwards(folder: str) -> None:
+    allowed = BELOW[folder] | {folder}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for name, line in imports(path):
+            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+            if folder == "bench":  # it times what users call
+                assert name != "weft.sim", where
+                continue
+            below = name in GROUND or (name.split(".") + [""])[1] in allowed
+            assert below, f"{where}, but {folder} may import {sorted(allowed | GROUND)} only"
+
+
+def test_the_ground_imports_nothing_of_ours() -> None:
+    for name in ("errors", "settings"):
+        assert not list(imports(ROOT / "weft" / f"{name}.py"))
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if (ROOT / f / "__init__.py").exists()])
+def test_folders_cannot_be_imported_as_top_level(folder: str) -> None:
+    # PyPI's `kernels` is another library: ours must not shadow it silently.
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode != 0 and f"import weft.{folder}" in run.stderr
+
+
+def test_import_weft_does_not_import_torch() -> None:
+    code = "import sys, weft; assert 'torch' not in sys.modules; weft.all_gather_matmul"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    import weft
+
+    for name in weft.__all__:
+        assert getattr(weft, name).__doc__, name
+        assert name in dir(weft)
+    for folder in ("collectives", "kernels", "dtensor"):
+        module = getattr(weft, folder)
+        for name in module.__all__:
+            assert hasattr(module, name), f"weft.{folder}.{name}"
+
+
+def test_no_folder_is_nested() -> None:
+    # setuptools follows the links of weft/, but finds no package below them unless it is listed.
+    for folder in FOLDERS:
+        assert not list((ROOT / folder).glob("*/__init__.py"))
