@@ -26,7 +26,6 @@ lint: .venv/.installed  ## ruff, ruff format, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p weft
-	$(BIN)/mypy tests
 
 format: .venv/.installed  ## rewrite the sources as ruff formats them
 	$(BIN)/ruff check --fix .

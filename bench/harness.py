@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from weft import collectives
 
@@ -100,7 +100,7 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> Any:
     """Run the module-level `body(*args)` on `world_size` CPU ranks; the value of rank 0."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         store, results = f"{folder}/store", f"{folder}/results"
-        mp.spawn(_rank_main, (world_size, store, results, body, args), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_rank_main, (world_size, store, results, body, args), nprocs=world_size)
         return torch.load(results, weights_only=False)
 
 

@@ -60,7 +60,7 @@ def _step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
     x.grad = None
     y: torch.Tensor = model(x)
-    y.backward(dy)  # type: ignore[no-untyped-call]
+    y.backward(dy)
     return y
 
 
@@ -73,17 +73,16 @@ def variants(tokens: int, hidden: int, ffn: int) -> dict[str, Callable[[], torch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
-    whole = MLP(nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False))
-    for parameter in whole.parameters():
-        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     x_whole = torch.randn(tokens, hidden, generator=generator)
     dy_whole = torch.randn(tokens, hidden, generator=generator)
     x = x_whole.chunk(world_size)[rank].clone().requires_grad_()
     dy = dy_whole.chunk(world_size)[rank].clone()
 
-    ours = MLP(
-        ColumnParallelLinear.from_linear(whole.up), RowParallelLinear.from_linear(whole.down)
-    )
+    up, down = nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+    for linear in (up, down):
+        nn.init.normal_(linear.weight, std=linear.in_features**-0.5, generator=generator)
+    whole = MLP(up, down)
+    ours = MLP(ColumnParallelLinear.from_linear(up), RowParallelLinear.from_linear(down))
     share = ffn // world_size
     alone = MLP(nn.Linear(hidden, share, bias=False), nn.Linear(share, hidden, bias=False))
     models = {

@@ -412,6 +412,7 @@ def all_to_all(
     if x.ndim == 0:
         raise ValueError("all_to_all cuts dim 0: x must have at least one dim")
     world_size = where.world_size
+    told = input_split_sizes is not None or output_split_sizes is not None
     splits: list[list[int]] = []
     for name, given in (("input", input_split_sizes), ("output", output_split_sizes)):
         if given is None:
@@ -427,11 +428,11 @@ def all_to_all(
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
     check_call(where, f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
-    told = input_split_sizes is not None or output_split_sizes is not None
+    sends, receives = splits
     if out is not None:
-        _check_out(x, out, (sum(splits[1]), *x.shape[1:]))
-        return _all_to_all(x, where, *splits, told, out)
-    result: torch.Tensor = _AllToAll.apply(x, where, *splits, told)
+        _check_out(x, out, (sum(receives), *x.shape[1:]))
+        return _all_to_all(x, where, sends, receives, told, out)
+    result: torch.Tensor = _AllToAll.apply(x, where, sends, receives, told)
     return result
 
 

@@ -82,7 +82,8 @@ class _ParallelLinear(nn.Module):
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if name not in self._cut:
             return whole
-        return whole.split(self._sizes(name), self._cut[name])[self.group.rank]
+        parts: tuple[torch.Tensor, ...] = whole.split(self._sizes(name), self._cut[name])
+        return parts[self.group.rank]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

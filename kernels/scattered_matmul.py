@@ -204,7 +204,8 @@ def _host_backward(
                 grad.add(x[start:stop], chunk)
             if db is not None:
                 db += chunk.sum(0, dtype=torch.float32) * scale
-    return dx, grad and grad.result(), db if db is None else db.to(w.dtype)
+    dw = None if grad is None else grad.result()
+    return dx, dw, None if db is None else db.to(w.dtype)
 
 
 def _triton_forward(
@@ -244,4 +245,5 @@ def matmul_reduce_scatter_reference(
         y = y / len(xs)
     if bias is not None:
         y = y + bias
-    return y.split(chunk_sizes(y.shape[scatter_dim], len(xs)), scatter_dim)[rank]
+    parts: tuple[torch.Tensor, ...] = y.split(chunk_sizes(y.shape[scatter_dim], len(xs)), scatter_dim)
+    return parts[rank]
