@@ -27,9 +27,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.collectives import signals
-from weft.kernels import all_gather_gemm
+from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import KNOWN, Chip
 
 _TYPES = {
@@ -114,6 +115,8 @@ def source(launch: Launch) -> ASTSource:
     def describe(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
         if isinstance(value, tuple):
             return tuple(describe(v, (*path, i), specialize) for i, v in enumerate(value))
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return _TYPES[value.dtype]
@@ -176,52 +179,85 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
     )
 
 
-def _workspace(world_size: int) -> Any:
-    table = torch.empty(world_size, dtype=torch.int64, device="meta")
+def _workspace() -> Any:
+    table = torch.empty(_W, dtype=torch.int64, device="meta")
     return SimpleNamespace(
         rank=0,
-        world_size=world_size,
+        world_size=_W,
         device=table.device,
         buffer_ptrs=table,
         signal_ptrs=table,
-        half_bytes=1 << 32,
+        half_bytes=1 << 36,
         timeout_polls=1 << 27,
     )
 
 
-def _all_gather_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    op, W, K = all_gather_gemm, 8, 4096
+# Widths of a 70B Llama on 8 ranks; `tokens` decides between the tiles for prefill and for decode.
+_W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
 
-    def empty(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device="meta")
 
-    for tokens, widths, name in (
-        (8192, (3584,), "wide"),
-        (8192, (1024, 128, 128), "qkv"),
-        (128, (1792,), "small"),
+def _all_gather_launches(
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+) -> Iterator[tuple[str, Launch]]:
+    op = all_gather_gemm
+    for case, tokens, widths in (
+        ("up", 8192, (_FFN,)),
+        ("qkv", 8192, _QKV),
+        ("up, 128 tokens", 128, (_FFN,)),
     ):
-        config = op.config_for(tokens, sum(widths), dtype, W, chip)
         # nn.Linear holds (N, K): its transpose is contiguous along K.
-        weights = [empty(n, K).T for n in widths]
+        weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
+        config = op.config_for(tokens, sum(widths), dtype, _W, chip)
         with catching(op) as caught:
             op.launch_all_gather_matmul(
-                empty(tokens // W, K), weights, _workspace(W), [tokens // W] * W, config=config
+                empty(share, _HIDDEN), weights, _workspace(), [share] * _W, config=config
             )
-        yield from ((name, launch) for launch in caught)
-    for transposed in (False, True):
-        M, N, k = (K, 3584, 1024) if transposed else (8192, 3584, 512)
-        config = op.config_for(M, N, dtype, W, chip, contract=True)
-        x, w = empty(k, M) if transposed else empty(M, k), empty(k * W, N)
+        # One publish kernel serves all.
+        yield from ((case, launch) for launch in caught[0 if case == "up" else 1 :])
+    for case, x, transposed in (
+        ("columns", empty(8192, _HIDDEN // _W), False),
+        ("weight gradient", empty(8192 // _W, _HIDDEN), True),
+    ):
+        config = op.config_for(8192, _FFN, dtype, _W, chip, contract=True)
         with catching(op) as caught:
             op.launch_all_gather_contract(
-                x, w, _workspace(W), [k] * W, transposed=transposed, config=config
+                x, empty(8192, _FFN), _workspace(), [1024] * _W, transposed=transposed, config=config
             )
-        yield "weight gradient" if transposed else "columns", caught[-1]
+        yield case, caught[-1]
+
+
+def _reduce_launches(
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+) -> Iterator[tuple[str, Launch]]:
+    for case, tokens, depths in (
+        ("down", 8192, (_FFN,)),
+        ("d(qkv)", 8192, _QKV),
+        ("down, 128 tokens", 128, (_FFN,)),
+    ):
+        scatter = gemm_reduce_scatter.config_for(tokens, _HIDDEN, dtype, _W, chip)
+        xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
+        with catching(gemm_reduce_scatter) as caught:
+            gemm_reduce_scatter.launch_matmul_reduce_scatter(
+                xs, weights, _workspace(), config=scatter
+            )
+        yield case, caught[0]
+    for case, tokens in (("two shots", 8192), ("one shot", 16)):
+        reduce = gemm_all_reduce.config_for(tokens, _HIDDEN, dtype, _W, chip)
+        with catching(gemm_all_reduce) as caught:
+            gemm_all_reduce.launch_matmul_all_reduce(
+                empty(tokens, _FFN), empty(_HIDDEN, _FFN).T, _workspace(), config=reduce
+            )
+        yield case, caught[0]
 
 
 def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """(case, launch) of every kernel, in the configurations that the heuristics choose."""
-    yield from _all_gather_launches(chip, dtype)
+
+    def empty(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    yield from _all_gather_launches(chip, dtype, empty)
+    yield from _reduce_launches(chip, dtype, empty)
 
 
 def compile_all(

@@ -94,4 +94,4 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
     if chip.name.startswith("sm_8"):
         return Tiling(128, 128, 32, num_warps=8, num_stages=4)
-    return Tiling(128, 256, 64, num_warps=8, num_stages=3)
+    return Tiling(128, 256, 64, num_warps=8, num_stages=4)

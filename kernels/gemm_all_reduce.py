@@ -209,11 +209,10 @@ def _gemm_one_shot_kernel(
             BLOCK_K,
         )
         offs = rank * slot_stride + tl.cast(tile, tl.int64) * BLOCK
-        offs = offs + tiles.block_offsets(BLOCK_M, BLOCK_N)
         for step in range(1, WORLD_SIZE + 1):
             peer = (rank + step) % WORLD_SIZE
             slots = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, tl.float32)
-            tl.store(slots + offs, acc)
+            tiles.store_block(slots + offs, acc)
     signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
     # The own slot too was stored by other threads than the ones that read it next.
     tl.debug_barrier()
@@ -302,8 +301,7 @@ def _gemm_two_shot_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-            offs = tiles.block_offsets(BLOCK_M, BLOCK_N)
-            tl.store(slot + tl.cast(j, tl.int64) * BLOCK + offs, acc)
+            tiles.store_block(slot + tl.cast(j, tl.int64) * BLOCK, acc)
         if owner != rank:
             signals.signal(
                 signals.slot_ptr(signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
@@ -388,12 +386,12 @@ def launch_matmul_all_reduce(
             f"ask for workspace_bytes(M, N, dtype, world_size, config)"
         )
     out = x.new_empty(M, N)
-    operands = described([x], [w], tiling, config.descriptors)
+    operands = described(x, w, tiling, config.descriptors)
     kernel = _gemm_two_shot_kernel if config.two_shot else _gemm_one_shot_kernel
     kernel[(config.programs,)](
         out,
-        operands.xs[0],
-        operands.ws[0],
+        operands.x,
+        operands.w,
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,
@@ -410,8 +408,8 @@ def launch_matmul_all_reduce(
         ws.rank,
         WORLD_SIZE=W,
         DESCRIBED=operands.described,
-        X_TRANSPOSED=operands.x_transposed[0],
-        W_TRANSPOSED=operands.w_transposed[0],
+        X_TRANSPOSED=operands.x_transposed,
+        W_TRANSPOSED=operands.w_transposed,
         EVEN_K=K % tiling.block_k == 0,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,

@@ -94,8 +94,8 @@ def workspace_bytes(M: int, N: int, world_size: int, config: Config) -> int:
 @triton.jit(do_not_specialize=["rank", "max_polls"])
 def _gemm_rs_kernel(
     out_ptr,  # (rows of the own chunk, N)
-    xs,  # a term each: pointer or descriptor of (M, K_i)
-    ws,  # pointer or descriptor of (K_i, N)
+    xs,  # (M, K_i) a term; if DESCRIBED, the one term's descriptor
+    ws,  # (K_i, N), likewise
     bias_ptr,  # (N,) or None
     buffer_ptrs,
     signal_ptrs,
@@ -147,20 +147,20 @@ def _gemm_rs_kernel(
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             if start_m < rows:
                 acc = tiles.zeros(BLOCK_M, BLOCK_N)
-                for i in tl.static_range(TERMS):
-                    if DESCRIBED:
-                        acc = tiles.accumulate_described(
-                            acc,
-                            xs[i],
-                            ws[i],
-                            begin + start_m,
-                            start_n,
-                            Ks[i],
-                            BLOCK_K,
-                            X_TRANSPOSED[i],
-                            W_TRANSPOSED[i],
-                        )
-                    else:
+                if DESCRIBED:
+                    acc = tiles.accumulate_described(
+                        acc,
+                        xs,
+                        ws,
+                        begin + start_m,
+                        start_n,
+                        Ks[0],
+                        BLOCK_K,
+                        X_TRANSPOSED,
+                        W_TRANSPOSED,
+                    )
+                else:
+                    for i in tl.static_range(TERMS):
                         acc = tiles.accumulate(
                             acc,
                             xs[i],
@@ -175,8 +175,7 @@ def _gemm_rs_kernel(
                             BLOCK_K,
                             EVEN_K,
                         )
-                offs = tiles.block_offsets(BLOCK_M, BLOCK_N)
-                tl.store(slot + tl.cast(tile, tl.int64) * BLOCK + offs, acc)
+                tiles.store_block(slot + tl.cast(tile, tl.int64) * BLOCK, acc)
         if owner != rank:
             signals.signal(
                 signals.slot_ptr(signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
@@ -237,11 +236,12 @@ def launch_matmul_reduce_scatter(
             f"ask for workspace_bytes(M, N, world_size, config)"
         )
     out = x.new_empty(max(0, min(chunk, M - ws.rank * chunk)), N)
-    operands = described(xs, weights, tiling, config.descriptors)
+    # Triton's launcher takes no descriptors in a tuple, and the number of terms varies.
+    operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1)
     _gemm_rs_kernel[(config.programs,)](
         out,
-        operands.xs,
-        operands.ws,
+        operands.x if operands.described else tuple(xs),
+        operands.w if operands.described else tuple(weights),
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,

@@ -149,6 +149,33 @@ def block_offsets(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def halves(values):
+    """The left and the right half of the columns.
+
+    Stores go by halves of wide tiles: the addresses and masks of a whole one, 128 x 256, do not fit
+    beside it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    return tl.split(values.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def store_block(block_ptr, acc):
+    """Keep a tile on its own, as `block_offsets` says."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if COLUMNS > 128:
+        left, right = halves(acc)
+        rows = tl.arange(0, ROWS)[:, None] * COLUMNS
+        columns = tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(block_ptr + rows + columns, left)
+        tl.store(block_ptr + rows + columns + COLUMNS // 2, right)
+    else:
+        tl.store(block_ptr + block_offsets(ROWS, COLUMNS), acc)
+
+
+@triton.jit
 def sum_of_slots(slots_ptr, slot_stride, offs, COUNT: tl.constexpr):
     """Sum over COUNT slots, `slot_stride` elements apart, of the elements at `offs`: in that order."""
     total = tl.load(slots_ptr + offs)
@@ -158,9 +185,18 @@ def sum_of_slots(slots_ptr, slot_stride, offs, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _store_inside(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
+    offs_m = start_m + tl.arange(0, values.shape[0]).to(tl.int64)
+    offs_n = start_n + tl.arange(0, values.shape[1]).to(tl.int64)
+    out_ptrs = out_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n
+    inside = (offs_m[:, None] < M) & (offs_n[None, :] < N)
+    tl.store(out_ptrs, rounded(values, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store(
     out_ptr,
-    acc,  # (BLOCK_M, BLOCK_N) fp32
+    values,  # (rows, columns) fp32
     start_m,
     start_n,
     M,
@@ -168,12 +204,14 @@ def store(
     stride_m,
     stride_n,
 ):
-    """out[start_m:, start_n:] = acc, as far as it lies inside (M, N), rounded once."""
-    offs_m = start_m + tl.arange(0, acc.shape[0]).to(tl.int64)
-    offs_n = start_n + tl.arange(0, acc.shape[1]).to(tl.int64)
-    out_ptrs = out_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n
-    inside = (offs_m[:, None] < M) & (offs_n[None, :] < N)
-    tl.store(out_ptrs, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
+    """out[start_m:, start_n:] = values, as far as it lies inside (M, N), rounded once."""
+    if values.shape[1] > 128:
+        left, right = halves(values)
+        _store_inside(out_ptr, left, start_m, start_n, M, N, stride_m, stride_n)
+        start_n += values.shape[1] // 2
+        _store_inside(out_ptr, right, start_m, start_n, M, N, stride_m, stride_n)
+    else:
+        _store_inside(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n)
 
 
 @triton.jit
