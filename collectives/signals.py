@@ -66,10 +66,10 @@ def interpreter_ready() -> tuple[bool, str]:
 def polls_within(seconds: float, device: torch.device) -> int:
     """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
 
-    A poll of the interpreter sleeps 50 us and costs about 0.1 ms in all, less where a core is free; an
+    A poll of the interpreter sleeps 50 us and costs 0.1 to 0.3 ms in all, as cores are free; an
     acquire load at system scope takes a GPU about 0.7 us.
     """
-    return max(1, int(seconds * (8_000 if device.type == "cpu" else 1_400_000)))
+    return max(1, int(seconds * (5_000 if device.type == "cpu" else 1_400_000)))
 
 
 def _sleep(_address: int, _value: int) -> None:
