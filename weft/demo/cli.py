@@ -46,13 +46,13 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument(name, type=_positive, default=default, metavar="N", help=text + shown)
 
     size("--ranks", None, "processes that share the model (2 on the CPU, else one a GPU)")
-    size("--steps", 150, "training steps, in each of the two runs")
+    size("--steps", 320, "training steps, in each of the two runs")
     size("--d-model", 256, "features of a byte between the layers")
     size("--layers", 4, "blocks of attention and feed-forward")
     size("--heads", 8, "query heads")
     size("--kv-heads", 4, "key and value heads, each shared by heads / kv-heads query heads")
     size("--ffn", 704, "features inside a feed-forward layer")
-    size("--seq-len", 256, "bytes in a sequence")
+    size("--seq-len", 128, "bytes in a sequence")
     size("--batch", 8, "sequences in a step")
     p.add_argument(
         "--lr", type=float, default=2e-3, help="AdamW's highest learning rate (%(default)s)"

@@ -14,7 +14,6 @@ and between the layers S / W bytes of every sequence.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,7 @@ class Shape:
     heads: int = 8
     kv_heads: int = 4
     ffn: int = 704
-    seq_len: int = 256
+    seq_len: int = 128
 
     def check(self, ranks: int) -> None:
         """Raise `ValueError`, with the sizes that fit, if the model cannot be cut for `ranks`."""
@@ -77,12 +76,14 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
         self.head = nn.Linear(shape.d_model, VOCAB, bias=False)
-        # The residual stream sums 2 * layers outputs: scaled down, its variance starts near one's.
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
+            if name == "embedding.weight":
+                nn.init.normal_(weight)
+            elif weight.ndim == 2:
+                # Each layer keeps the variance of its input, all that the stream sums add up to it.
                 into_stream = name.endswith(("wo.weight", "w2.weight"))
-                scale = 0.02 / math.sqrt(2 * shape.layers) if into_stream else 0.02
-                nn.init.normal_(weight, std=scale)
+                terms = 2 * shape.layers if into_stream else 1
+                nn.init.normal_(weight, std=(weight.shape[1] * terms) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, V)
         x = self.embedding(tokens)  # (B, S, D)
