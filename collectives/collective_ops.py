@@ -159,17 +159,20 @@ def reduce_scatter(
     *,
     dim: int = 0,
     reduce_op: ReduceOp = "sum",
+    sizes: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's torch.chunk along `dim` of the reduction of every rank's `x`.
+    """This rank's chunk along `dim` of the reduction of every rank's `x`.
 
     Args:
         x: the same shape and dtype on every rank.
         reduce_op: "sum", "avg", "max", "min" or "product".
+        sizes: length of every rank's chunk; None: those of torch.chunk, so that trailing ranks may
+            get none.
         out: where the result goes; a new tensor if None.
 
     Returns:
-        The chunk; trailing ranks may get none of `dim`. Gradients, for "sum" and "avg": the
+        The chunk. Gradients, for "sum" and "avg": the
         gathered (and divided) gradient of the chunks.
 
     Raises:
@@ -183,12 +186,17 @@ def reduce_scatter(
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
     check_call(where, f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}")
+    lengths = chunk_sizes(x.shape[dim], where.world_size) if sizes is None else list(sizes)
+    if len(lengths) != where.world_size or min(lengths) < 0 or sum(lengths) != x.shape[dim]:
+        raise ValueError(
+            f"sizes must be {where.world_size} lengths that add up to the {x.shape[dim]} of dim "
+            f"{dim}, got {lengths}"
+        )
     if out is not None:
-        sizes = chunk_sizes(x.shape[dim], where.world_size)
-        _check_out(x, out, (*x.shape[:dim], sizes[where.rank], *x.shape[dim + 1 :]))
-        _scatter(x.movedim(dim, 0), where, sizes, reduce_op, out.movedim(dim, 0))
+        _check_out(x, out, (*x.shape[:dim], lengths[where.rank], *x.shape[dim + 1 :]))
+        _scatter(x.movedim(dim, 0), where, lengths, reduce_op, out.movedim(dim, 0))
         return out
-    result: torch.Tensor = _ReduceScatter.apply(x, where, dim, reduce_op)
+    result: torch.Tensor = _ReduceScatter.apply(x, where, dim, reduce_op, lengths)
     return result
 
 
@@ -196,16 +204,17 @@ class _ReduceScatter(torch.autograd.Function):
     """Backward: all_gather of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, op: ReduceOp) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.op = group, dim, op
-        ctx.sizes = chunk_sizes(x.shape[dim], group.world_size)
-        return _scatter(x.movedim(dim, 0), group, ctx.sizes, op).movedim(0, dim)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, dim: int, op: ReduceOp, sizes: list[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.op, ctx.sizes = group, dim, op, sizes
+        return _scatter(x.movedim(dim, 0), group, sizes, op).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         _check_differentiable("reduce_scatter", ctx.op)
         out = _gather(grad.movedim(ctx.dim, 0), ctx.group, ctx.sizes).movedim(0, ctx.dim)
-        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None
+        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
 def _scatter(

@@ -221,7 +221,12 @@ def _all_gather_launches(
         config = op.config_for(8192, _FFN, dtype, _W, chip, contract=True)
         with catching(op) as caught:
             op.launch_all_gather_contract(
-                x, empty(8192, _FFN), _workspace(), [1024] * _W, transposed=transposed, config=config
+                x,
+                empty(8192, _FFN),
+                _workspace(),
+                [1024] * _W,
+                transposed=transposed,
+                config=config,
             )
         yield case, caught[-1]
 
@@ -234,11 +239,12 @@ def _reduce_launches(
         ("d(qkv)", 8192, _QKV),
         ("down, 128 tokens", 128, (_FFN,)),
     ):
-        scatter = gemm_reduce_scatter.config_for(tokens, _HIDDEN, dtype, _W, chip)
+        sizes = [tokens // _W] * _W
+        scatter = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
         xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
         with catching(gemm_reduce_scatter) as caught:
             gemm_reduce_scatter.launch_matmul_reduce_scatter(
-                xs, weights, _workspace(), config=scatter
+                xs, weights, _workspace(), sizes, config=scatter
             )
         yield case, caught[0]
     for case, tokens in (("two shots", 8192), ("one shot", 16)):

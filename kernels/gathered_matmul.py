@@ -26,7 +26,16 @@ from typing import Any
 
 import torch
 
-from weft.collectives import Exchange, Group, all_gather, exchange, resolve, workspace
+from weft.collectives import (
+    Exchange,
+    Group,
+    Workspace,
+    all_gather,
+    exchange,
+    reduce_scatter,
+    resolve,
+    workspace,
+)
 from weft.collectives.collective_ops import known_sizes, offsets
 from weft.collectives.group import GroupLike
 from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
@@ -338,14 +347,22 @@ def _triton_forward(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     from weft.kernels import all_gather_gemm as kernel
 
-    nbytes = kernel.workspace_bytes(max(rows), x.shape[1], x.dtype)
-    ws = workspace(group, nbytes, channel="gather", device=x.device)
-    ws.check("all_gather_matmul")
+    ws = gather_workspace(x, group, rows, "all_gather_matmul")
     gathered, ys = kernel.launch_all_gather_matmul(
         x, weights, ws, rows, biases=biases, with_own=keep
     )
     ws.launched("all_gather_matmul")
     return ys, gathered
+
+
+def gather_workspace(x: torch.Tensor, group: Group, rows: list[int], op: str) -> Workspace:
+    """The workspace through which the kernels of `all_gather_gemm` gather x (rows[rank], K)."""
+    from weft.kernels import all_gather_gemm as kernel
+
+    nbytes = kernel.workspace_bytes(max(rows), x.shape[1], x.dtype)
+    ws = workspace(group, nbytes, channel="gather", device=x.device)
+    ws.check(op)
+    return ws
 
 
 def _triton_backward(
@@ -358,7 +375,33 @@ def _triton_backward(
     needs_x: bool,
     needs_w: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    raise NotImplementedError
+    from weft.kernels import all_gather_gemm, gemm_reduce_scatter
+
+    op, dx = "all_gather_matmul backward", None
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    if needs_x:
+        ws = gemm_reduce_scatter.workspace_for(x.dtype, x.shape[1], group, rows, x.device)
+        ws.check(op)
+        dx = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            dys, [w.t() for w in weights], ws, rows
+        )
+        ws.launched(op)
+        if dgathered is not None:
+            dx += reduce_scatter(dgathered, group, sizes=rows)
+    gathered = None
+    for i, (w, dy, need) in enumerate(zip(weights, dys, needs_w, strict=True)):
+        if not need:
+            continue
+        dws[i] = dw = torch.empty_like(w)  # in w's own layout
+        if gathered is None:
+            ws = gather_workspace(x, group, rows, op)
+            gathered, _ = all_gather_gemm.launch_all_gather_contract(
+                x, dy, ws, rows, transposed=True, out=dw, with_own=sum(needs_w) > 1
+            )
+            ws.launched(op)
+        else:
+            mm(gathered.t(), dy, out=dw)
+    return dx, dws
 
 
 def all_gather_matmul_reference(

@@ -37,19 +37,15 @@ program signals every peer after this rank's last call has ended, and waits for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import signals
+from weft.collectives import Group, Workspace, signals, workspace
 from weft.kernels import tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 # One shot receives (W - 1) x as many bytes as the partial sum has; two shots receive about 1.5 x, but
 # pay a second exchange of signals. At 450 GB/s and 5 us a step the two meet at about 1 MiB for W = 8.
@@ -99,6 +95,14 @@ def workspace_bytes(M: int, N: int, dtype: torch.dtype, world_size: int, config:
     if config.two_shot:
         return tile * (world_size * -(-count // world_size) * 4 + count * dtype.itemsize)
     return tile * world_size * count * 4
+
+
+def workspace_for(x: torch.Tensor, w: torch.Tensor, group: Group) -> Workspace:
+    """The group's workspace, with room for the sum of x (M, K) @ w (K, N)."""
+    M, N, W = x.shape[0], w.shape[1], group.world_size
+    config = config_for(M, N, x.dtype, W, chip_of(x.device))
+    nbytes = workspace_bytes(M, N, x.dtype, W, config)
+    return workspace(group, nbytes, channel="scatter", device=x.device)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """matmul_reduce_scatter: each rank's chunk of the sum over ranks of x @ w, in one launch.
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its own
-affair. Rows are cut as by torch.chunk: `chunk` = ceil(M / W) rows a rank, fewer or none for the last
-ones. bf16, fp16 or fp32 in and out; partial sums, their transport and their sum are fp32, one rounding.
+affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size and be
+empty. bf16, fp16 or fp32 in and out; partial sums, their transport and their sum are fp32, one rounding.
 
     y_d (rows of chunk d, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r[chunk d] @ w_r + bias
 
@@ -39,19 +39,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import signals
+from weft.collectives import Group, Workspace, signals, workspace
 from weft.kernels import tiles
 from weft.kernels.chips import Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,8 @@ class Config:
     descriptors: bool
 
 
-def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
-    """The launch for a sum of (M, N) matrices. K plays no part, as ranks may differ in it."""
-    chunk = -(-M // world_size)
+def config_for(chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
+    """The launch for chunks of at most (chunk, N). K plays no part, as ranks may differ in it."""
     tiling = tiling_for(chip, chunk, N, dtype)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(
@@ -84,11 +80,20 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
     )
 
 
-def workspace_bytes(M: int, N: int, world_size: int, config: Config) -> int:
+def workspace_bytes(chunk: int, N: int, world_size: int, config: Config) -> int:
     """Symmetric memory that the call needs on each rank."""
-    tiling, chunk = config.tiling, -(-M // world_size)
+    tiling = config.tiling
     count = -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return world_size * count * tiling.block_m * tiling.block_n * 4
+
+
+def workspace_for(
+    dtype: torch.dtype, N: int, group: Group, sizes: Sequence[int], device: torch.device
+) -> Workspace:
+    """The group's workspace, with room for chunks of `sizes` rows and N columns."""
+    chunk, W = max(sizes), group.world_size
+    config = config_for(chunk, N, dtype, W, chip_of(device))
+    return workspace(group, workspace_bytes(chunk, N, W, config), channel="scatter", device=device)
 
 
 @triton.jit(do_not_specialize=["rank", "max_polls"])
@@ -99,7 +104,7 @@ def _gemm_rs_kernel(
     bias_ptr,  # (N,) or None
     buffer_ptrs,
     signal_ptrs,
-    M,
+    offsets,
     N,
     Ks,
     chunk,
@@ -125,7 +130,7 @@ def _gemm_rs_kernel(
 ) -> None:
     """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias. Grid: the same on all ranks.
 
-    Example: 2 ranks, M=5 (chunk 3), one column tile, BLOCK_M=2: 2 tiles a chunk, numbers 0 1 | 2 3. Of
+    Example: 2 ranks, offsets (0, 3, 5), one column tile, BLOCK_M=2: 2 tiles a chunk, numbers 0 1 | 2 3. Of
     3 programs, program 0 makes tile 0 (rows 0, 1) and tile 3 (rows 5.., nothing), on both ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -137,8 +142,8 @@ def _gemm_rs_kernel(
     slot_stride = tl.cast(count, tl.int64) * BLOCK
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
-        begin = tl.minimum(owner * chunk, M)
-        rows = tl.minimum(chunk, M - begin)
+        begin = tiles.element(offsets, owner, WORLD_SIZE)
+        rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
         slot = signals.half_ptr(buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
         first = (program + programs - owner * count % programs) % programs
@@ -182,10 +187,9 @@ def _gemm_rs_kernel(
             )
     # Own tiles too were stored by other threads than the ones that read them next.
     tl.debug_barrier()
-    if signals.wait_for_peers(
-        signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls
-    ):
-        rows = tl.minimum(chunk, M - tl.minimum(rank * chunk, M))
+    if signals.wait_for_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls):
+        rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
+        rows -= tiles.element(offsets, rank, WORLD_SIZE)
         slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, tl.float32)
         first = (program + programs - rank * count % programs) % programs
         for tile in range(first, count, programs):
@@ -208,6 +212,7 @@ def launch_matmul_reduce_scatter(
     xs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     ws: Workspace,
+    sizes: Sequence[int],
     *,
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
@@ -218,24 +223,25 @@ def launch_matmul_reduce_scatter(
     Args:
         xs: (M, K_i), any strides, one dtype.
         weights: (K_i, N), any strides, dtype of x. K_i may differ from rank to rank.
-        ws: room for `workspace_bytes(M, N, W, config)`.
+        ws: room for `workspace_bytes(max(sizes), N, W, config)`.
+        sizes: rows of every rank's chunk, the same list on all ranks.
         bias: (N,), added once, after the scale.
         scale: 1 / W makes an average.
         config: the same on all ranks; default `config_for`.
 
     Returns:
-        (rows of torch.chunk's chunk `rank` of M, N), contiguous, dtype of x.
+        (sizes[rank], N), contiguous, dtype of x.
     """
     x, W = xs[0], ws.world_size
-    M, N = x.shape[0], weights[0].shape[1]
-    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
-    tiling, chunk = config.tiling, -(-M // W)
-    if (needed := workspace_bytes(M, N, W, config)) > ws.half_bytes:
+    chunk, N = max(sizes), weights[0].shape[1]
+    config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
+    tiling = config.tiling
+    if (needed := workspace_bytes(chunk, N, W, config)) > ws.half_bytes:
         raise ValueError(
             f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
-            f"ask for workspace_bytes(M, N, world_size, config)"
+            f"ask for workspace_bytes(max(sizes), N, world_size, config)"
         )
-    out = x.new_empty(max(0, min(chunk, M - ws.rank * chunk)), N)
+    out = x.new_empty(sizes[ws.rank], N)
     # Triton's launcher takes no descriptors in a tuple, and the number of terms varies.
     operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1)
     _gemm_rs_kernel[(config.programs,)](
@@ -245,7 +251,7 @@ def launch_matmul_reduce_scatter(
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,
-        M,
+        (0, *accumulate(sizes)),
         N,
         tuple(x.shape[1] for x in xs),
         chunk,

@@ -161,7 +161,14 @@ def _host_forward(
 def _triton_forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: Group, average: bool
 ) -> torch.Tensor:
-    raise NotImplementedError
+    from weft.kernels import gemm_all_reduce as kernel
+
+    ws = kernel.workspace_for(x, w, group)
+    ws.check("matmul_all_reduce")
+    scale = 1 / group.world_size if average else 1.0
+    y = kernel.launch_matmul_all_reduce(x, w, ws, bias=bias, scale=scale)
+    ws.launched("matmul_all_reduce")
+    return y
 
 
 def matmul_all_reduce_reference(

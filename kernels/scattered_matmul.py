@@ -31,6 +31,7 @@ from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.gathered_matmul import (
     check_operands,
+    gather_workspace,
     publish,
     reduce_rows,
     row_chunks,
@@ -216,7 +217,14 @@ def _triton_forward(
     rows: list[int],
     average: bool,
 ) -> torch.Tensor:
-    raise NotImplementedError
+    from weft.kernels import gemm_reduce_scatter as kernel
+
+    ws = kernel.workspace_for(x.dtype, w.shape[1], group, rows, x.device)
+    ws.check("matmul_reduce_scatter")
+    scale = 1 / group.world_size if average else 1.0
+    y = kernel.launch_matmul_reduce_scatter([x], [w], ws, rows, bias=bias, scale=scale)
+    ws.launched("matmul_reduce_scatter")
+    return y
 
 
 def _triton_backward(
@@ -228,7 +236,28 @@ def _triton_backward(
     average: bool,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    raise NotImplementedError
+    from weft.kernels import all_gather_gemm as kernel
+
+    needs_x, needs_w, needs_b = needs
+    op = "matmul_reduce_scatter backward"
+    dx = dw = db = None
+    own = dy / group.world_size if average else dy
+    ws = gather_workspace(own, group, rows, op)
+    whole = needs_w or needs_b
+    if needs_x or needs_b:
+        gathered, (dx,) = kernel.launch_all_gather_matmul(own, [w.t()], ws, rows, with_own=whole)
+        if needs_w:
+            dw = torch.empty_like(w)
+            mm(x.t(), gathered, out=dw)
+    else:
+        # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
+        dw = torch.empty_like(w)
+        kernel.launch_all_gather_contract(own, x, ws, rows, transposed=True, out=dw.t())
+    ws.launched(op)
+    if needs_b:
+        db = gathered.sum(0, dtype=torch.float32)
+        db = (db * group.world_size if average else db).to(w.dtype)
+    return dx if needs_x else None, dw, db
 
 
 def matmul_reduce_scatter_reference(

@@ -84,6 +84,9 @@ def reduce_body() -> None:
             out = collectives.reduce_scatter(terms[rank], dim=dim, reduce_op=op)  # type: ignore[arg-type]
             sizes = chunk_sizes(shape[dim], world_size)
             check(out, expected.split(sizes, dim)[rank], world_size)
+        lengths = [shape[0], *[0] * (world_size - 1)]
+        out = collectives.reduce_scatter(terms[rank], reduce_op=op, sizes=lengths)  # type: ignore[arg-type]
+        check(out, expected.split(lengths)[rank], world_size)
 
 
 def exchange_body() -> None:

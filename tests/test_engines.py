@@ -1,0 +1,97 @@
+"""The choice of engine: forced, explained, by cost, and the fallback where none fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.collectives import cost, resolve
+from weft.kernels import engines
+
+
+def forced_body() -> list[str]:
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    lines = []
+    for engine in ("host", "generic", "triton"):
+        with weft.engine(engine):  # type: ignore[arg-type]
+            for op in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
+                explanation = weft.explain(op, x, w)
+                assert (explanation[0].op, explanation[0].engine) == (op.__name__, engine)
+                assert explanation[0].why == "asked for"
+                assert isinstance(explanation.result, torch.Tensor)
+                lines.append(str(explanation))
+    with (
+        weft.engine("host"),
+        pytest.raises(NotImplementedError, match="gathered dim is the contraction"),
+    ):
+        weft.all_gather_matmul(x, torch.ones(8 * dist.get_world_size(), 2), gather_dim=1)
+    with weft.engine("triton"), pytest.raises(NotImplementedError, match="not torch.float64"):
+        weft.matmul_all_reduce(x.double(), w.double())
+    return lines
+
+
+def test_forced_engines_run_and_are_told(ranks: Any) -> None:
+    lines = ranks(2, forced_body)[0]
+    assert lines[0].startswith("all_gather_matmul(8x8 @ 8x8, 2 ranks): host, asked for")
+
+
+def automatic_body(folder: str) -> tuple[str, list[str]]:
+    os.environ["WEFT_CACHE_DIR"] = folder
+    cost._machines.clear()
+    try:
+        x, w = torch.ones(64, 32), torch.ones(32, 16)
+        decision = weft.explain(lambda: weft.matmul_all_reduce(x, w))[0]
+        columns = weft.explain(
+            lambda: weft.all_gather_matmul(x, torch.ones(64, 4), gather_dim=1)
+        )
+        assert columns[0].engine == "generic" and "contraction" in columns[0].why
+        rates = cost.machine(resolve(), torch.device("cpu"))
+        assert rates.copy > 0 and rates.sync_us > 0 and rates.flops["torch.float32"] > 0
+        # Kept: a new process would read the same numbers.
+        cost._machines.clear()
+        assert cost.machine(resolve(), torch.device("cpu")) == rates
+        return str(decision), sorted(os.listdir(folder))
+    finally:
+        del os.environ["WEFT_CACHE_DIR"]
+
+
+def test_auto_chooses_alike_on_every_rank_and_keeps_what_it_measured(
+    ranks: Any, tmp_path: Path
+) -> None:
+    results = ranks(2, automatic_body, str(tmp_path))
+    assert results[0] == results[1]
+    decision, files = results[0]
+    assert " us against " in decision
+    assert len(files) == 1 and files[0].startswith("machine-")
+
+
+class Rates:
+    """A machine made up: 1 flop and 1 byte per us and no latency, but for what a case sets."""
+
+    def __init__(self, **rates: float) -> None:
+        self.machine = cost.Machine(
+            {"torch.float32": 1e6}, **{"copy": 1e3, "sync_us": 5, "wire": 1e2, "wire_us": 100} | rates
+        )
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [
+        ({}, "host"),
+        ({"sync_us": 1e4}, "generic"),  # waking up costs more than it saves
+        ({"copy": 1.0}, "generic"),  # memory slower than the wire
+    ],
+)
+def test_the_cost_model_picks_the_quicker_engine(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], best: str
+) -> None:
+    monkeypatch.setattr(cost, "machine", lambda *_: Rates(**rates).machine)
+    problem = engines.Problem("op", 64, 64, 64, torch.float32, moved_bytes=1 << 16)
+    times = engines.predict(problem, None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert min(times, key=lambda name: times[name]) == best

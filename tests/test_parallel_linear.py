@@ -1,0 +1,106 @@
+"""ColumnParallelLinear and RowParallelLinear against the nn.Linear that they replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from weft.collectives.collective_ops import chunk_sizes
+
+
+def pair(hidden: int, ffn: int, bias: bool) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(hidden, ffn, bias), nn.GELU(), nn.Linear(ffn, hidden, bias))
+
+
+def parallel(whole: nn.Sequential, sequence_dim: int | None) -> nn.Sequential:
+    up, down = whole[0], whole[2]
+    assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+    return nn.Sequential(
+        weft.ColumnParallelLinear.from_linear(up, sequence_dim=sequence_dim),
+        nn.GELU(),
+        weft.RowParallelLinear.from_linear(down, sequence_dim=sequence_dim),
+    )
+
+
+def train_body(
+    shape: tuple[int, ...], ffn: int, bias: bool, sequence_dim: int | None
+) -> dict[str, torch.Tensor]:
+    """Three SGD steps beside one process; outputs, input gradients and weights stay equal."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = pair(shape[-1], ffn, bias).double()
+    model = parallel(whole, sequence_dim)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x_whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        dy_whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if sequence_dim is None:
+            x, dy = x_whole.clone(), dy_whole
+        else:
+            sizes = chunk_sizes(shape[sequence_dim], world_size)
+            x = x_whole.split(sizes, sequence_dim)[rank].clone()
+            dy = dy_whole.split(sizes, sequence_dim)[rank]
+        x_whole.requires_grad_()
+        x.requires_grad_()
+        y_whole, y = whole(x_whole), model(x)
+        y_whole.backward(dy_whole)
+        y.backward(dy)
+        assert x_whole.grad is not None
+        expected = [y_whole.detach(), x_whole.grad]
+        if sequence_dim is not None:
+            expected = [e.split(sizes, sequence_dim)[rank] for e in expected]
+        torch.testing.assert_close(y, expected[0])
+        torch.testing.assert_close(x.grad, expected[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    # A one-process model takes the state, and the ranks take a one-process model's.
+    pair(shape[-1], ffn, bias).double().load_state_dict(state)
+    again = parallel(pair(shape[-1], ffn, bias).double(), sequence_dim)
+    again.load_state_dict(whole.state_dict())
+    for mine, other in zip(again.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    return state
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "sequence_dim"),
+    [((7, 12), 0), ((2, 5, 12), 1), ((4, 2, 8), 0), ((2, 5, 12), None), ((1, 3), 0)],
+)
+def test_training_equals_one_process(
+    ranks: Any, world_size: int, bias: bool, shape: tuple[int, ...], sequence_dim: int | None
+) -> None:
+    ranks(world_size, train_body, shape, 10, bias, sequence_dim)
+
+
+def constructor_body() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    whole = nn.Linear(6, 9)
+    torch.manual_seed(3)
+    module = weft.ColumnParallelLinear(6, 9)
+    sizes = chunk_sizes(9, dist.get_world_size())
+    assert torch.equal(module.weight, whole.weight.split(sizes)[rank])
+    assert "sequence_dim=0" in repr(module) and f"rank {rank} of" in repr(module)
+    torch.manual_seed(3)
+    row = weft.RowParallelLinear(6, 9, bias=False, dtype=torch.bfloat16)
+    assert row.bias is None and row.weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(9)})
+    with pytest.raises(ValueError, match=r"w must be \(K, N\) with K = 5"):
+        module(torch.ones(2, 5))
+
+
+def test_constructor_draws_what_nn_linear_draws(ranks: Any) -> None:
+    ranks(2, constructor_body)
