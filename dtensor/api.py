@@ -1,0 +1,306 @@
+"""Making DTensors: `distribute_tensor`, `distribute_module`, and the factories."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import _mesh_resources
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.layout import Layout, contiguous_stride, layout_of, normalize, show
+from weft.dtensor.random import seeded
+from weft.dtensor.redistribute import move
+from weft.dtensor.tensor import DTensor, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _OneRank:
+    """Stands for a mesh of one rank: where the data of `distribute_tensor` come from."""
+
+    ndim = 1
+    shape = (1,)
+
+    def __init__(self, rank: int) -> None:
+        self.mesh = torch.tensor([rank])
+
+
+def _mesh_and_placements(
+    device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None, ndim: int
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    return mesh, normalize(placements, ndim, mesh.ndim)
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Spread a tensor over a mesh. Every rank passes one; the first rank's values are taken.
+
+    Args:
+        tensor: the whole tensor, a leaf of autograd. Nothing is communicated for a meta tensor.
+        device_mesh: default: the mesh of the enclosing `with mesh:`.
+        placements: one per mesh dim; default: `Replicate` on all.
+        src_data_rank: coordinate, along every mesh dim, of the rank whose values are taken. None:
+            each rank cuts its own tensor, and nothing is communicated.
+
+    Returns:
+        A leaf that requires gradients if `tensor` does.
+
+    Raises:
+        RuntimeError: `tensor` is not a leaf.
+        ValueError: a number of placements that is not the mesh's, or a DTensor placed otherwise.
+    """
+    mesh, wanted = _mesh_and_placements(device_mesh, placements, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise ValueError(
+                f"Cannot distribute a DTensor with device mesh {tensor.device_mesh} to a different "
+                f"device mesh {mesh}: use redistribute(mesh, placements)"
+            )
+        if tensor.placements != wanted:
+            raise ValueError(
+                f"Cannot distribute a DTensor with placements {show(tensor.placements)} to a "
+                f"different placements {show(wanted)}: use redistribute(placements=...)"
+            )
+        return tensor
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "`distribute_tensor` should be used to distribute leaf tensors, but got a non-leaf "
+            "tensor: use DTensor.from_local, or detach() it"
+        )
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    layout = layout_of(mesh, wanted, shape, stride, tensor.dtype)
+    whole = tensor.detach()
+    if whole.device.type != mesh.device_type and not whole.is_meta:
+        whole = whole.to(mesh.device_type)
+    if layout.index is None:
+        local = whole.new_empty(0)
+    elif whole.is_meta:
+        local = whole.new_empty(layout.local_shape)
+    else:
+        local = move(whole, _source(layout, src_data_rank), layout)
+    return wrap(local, layout).requires_grad_(tensor.requires_grad)
+
+
+def _source(layout: Layout, src_data_rank: int | None) -> Layout:
+    if src_data_rank is None:
+        return layout.replicated() if not layout.is_replicated else _copied(layout)
+    index = layout.place.index_of.get((src_data_rank,) * layout.mesh.ndim)
+    if index is None:
+        raise ValueError(
+            f"src_data_rank must be a coordinate of every mesh dim, got {src_data_rank} for a mesh "
+            f"of shape {layout.place.sizes}"
+        )
+    one = cast(Any, _OneRank(layout.place.ranks[index]))
+    return Layout(one, (Replicate(),), layout.shape, layout.stride, layout.dtype)
+
+
+def _copied(layout: Layout) -> Layout:
+    """The same layout, as another object: moving to it makes a copy."""
+    return Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
+
+
+PartitionFn = Callable[[str, nn.Module, Any], None]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: PartitionFn | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors, in place.
+
+    Args:
+        partition_fn: called as (name, submodule, mesh) for every submodule; what it leaves as plain
+            tensors is replicated.
+        input_fn: called as (module, inputs, mesh) before forward, returns the new inputs.
+        output_fn: called as (module, outputs, mesh) after forward, returns the new outputs.
+
+    Raises:
+        RuntimeError: the module was distributed already.
+    """
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            "distribute_module should only be called once on a module, but it has already been "
+            "called on this module!"
+        )
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+    for submodule in module.modules():
+        _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        before = _with_module("input_fn", input_fn, 3)
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
+    if output_fn is not None:
+        after = _with_module("output_fn", output_fn, 3)
+        module.register_forward_hook(lambda mod, _, outputs: after(mod, outputs, mesh))
+    module._distribute_module_applied = True  # type: ignore[assignment]
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and not isinstance(param, DTensor):
+            spread = distribute_tensor(param.detach(), mesh)
+            module.register_parameter(name, nn.Parameter(spread, param.requires_grad))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh)
+
+
+def _with_module(name: str, function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`function`, also where it is of the old form without the module."""
+    n_args = len(inspect.signature(function).parameters)
+    if n_args == count:
+        return function
+    if n_args == count - 1:
+        warnings.warn(
+            f"Deprecating {name} that takes two arguments (inputs, device_mesh), please use "
+            f"{name} that takes in (module, inputs, device_mesh) instead!",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda _, values, mesh: function(values, mesh)
+    raise ValueError(f"{name} should take in {count} arguments, but got {n_args} arguments!")
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        return tuple(size[0])
+    return tuple(size)
+
+
+def _make(
+    fill: Callable[..., torch.Tensor],
+    size: tuple[int, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    random: bool = False,
+) -> DTensor:
+    if layout != torch.strided:
+        raise NotImplementedError(f"only torch.strided DTensors, got layout={layout}")
+    mesh, wanted = _mesh_and_placements(device_mesh, placements, len(size))
+    device = torch.device(mesh.device_type)
+    stride = contiguous_stride(size)
+    if random and any(isinstance(p, Partial) for p in wanted):
+        raise ValueError(
+            f"random values cannot be made as terms of a sum: {show(wanted)}. Use Replicate() or "
+            f"Shard(dim)"
+        )
+    place = layout_of(mesh, wanted, size, stride, dtype or torch.get_default_dtype())
+    if random and place.index is not None:
+        with seeded(place, device):
+            local = fill(place.local_shape, dtype=place.dtype, device=device)
+    else:
+        local = fill(place.local_shape, dtype=dtype, device=device)
+    place = place.with_dtype(local.dtype)
+    if place.has_partial and place.index is not None:
+        local = move(local, place.replicated(), place)
+    return wrap(local, place).requires_grad_(requires_grad)
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of zeros, made without communication. `size` is global: integers, or one sequence."""
+    return _make(
+        torch.zeros, _size(size), dtype, layout, requires_grad, device_mesh, placements
+    )
+
+
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of ones. Arguments as for `zeros`."""
+    return _make(torch.ones, _size(size), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of unspecified values. Arguments as for `zeros`."""
+    return _make(torch.empty, _size(size), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def full(
+    size: Any,
+    fill_value: float,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of `fill_value`. Arguments as for `zeros`."""
+
+    def fill(shape: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
+        return torch.full(shape, fill_value, **kwargs)
+
+    shape = _size((size,)) if isinstance(size, Sequence) else (size,)
+    return _make(fill, shape, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Uniform random values in [0, 1); replicas equal. Arguments as for `zeros`."""
+    return _make(
+        torch.rand, _size(size), dtype, layout, requires_grad, device_mesh, placements, random=True
+    )
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Normally distributed random values; replicas equal. Arguments as for `zeros`."""
+    return _make(
+        torch.randn, _size(size), dtype, layout, requires_grad, device_mesh, placements, random=True
+    )

@@ -1,0 +1,317 @@
+"""Layouts: which part of a global tensor each rank of a mesh holds.
+
+A layout is (mesh, placements, global shape, stride, dtype). Along each tensor dim it gives a rank
+its *runs*: (start, length) pairs of global indices, in the order of the rank's local tensor. A plain
+`Shard` gives one run, `_StridedShard` several. The product of the runs over the dims is the rank's
+box. Placements apply from left to right: a later mesh dim cuts what the earlier ones left.
+
+    shape (5, 4), mesh (2, 2), [Shard(0), Shard(1)]      rank 0: rows [0, 3), columns [0, 2)
+                                                         rank 3: rows [3, 5), columns [2, 4)
+
+Everything here is arithmetic: no rank talks to another. Layouts are interned, so that equal layouts
+are one object, and a dictionary key made of them is cheap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Run = tuple[int, int]
+Runs = tuple[Run, ...]
+Box = tuple[Runs, ...]
+Placements = tuple[Placement, ...]
+Shape = tuple[int, ...]
+
+# Their reductions commute with addition and with scaling.
+LINEAR_REDUCTIONS = ("sum", "avg")
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether `placement` cuts a tensor dim: `Shard` or `_StridedShard`."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def shard_dim(placement: Placement) -> int:
+    """The tensor dim that `placement` cuts; -1 if it cuts none."""
+    return cast(Any, placement).dim if is_shard(placement) else -1
+
+
+def distinct(placements: Iterable[Placement]) -> list[Placement]:
+    """Each placement once, in order: the order of a set may differ from rank to rank."""
+    return list(dict.fromkeys(placements))
+
+
+def chunk(length: int, parts: int, index: int) -> Run:
+    """(start, length) of part `index` of `torch.chunk`; trailing parts may be empty."""
+    full = -(-length // parts)
+    start = min(length, full * index)
+    return start, min(length, start + full) - start
+
+
+def contiguous_stride(shape: Sequence[int]) -> Shape:
+    """Strides of a contiguous tensor of `shape`."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _take(runs: Runs, start: int, length: int) -> list[Run]:
+    """The part [start, start + length) of the indices that `runs` lists."""
+    taken = []
+    for first, size in runs:
+        skip = min(start, size)
+        use = min(size - skip, length)
+        if use > 0:
+            taken.append((first + skip, use))
+        start -= skip
+        length -= use
+    return taken
+
+
+def _cut(runs: Runs, placement: Placement, parts: int, index: int) -> Runs:
+    """What rank `index` of `parts` keeps of `runs` under a shard placement."""
+    total = sum(size for _, size in runs)
+    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    kept: list[Run] = []
+    for piece in range(pieces):
+        offset, size = chunk(total, pieces, piece)
+        start, length = chunk(size, parts, index)
+        for run in _take(runs, offset + start, length):
+            if kept and kept[-1][0] + kept[-1][1] == run[0]:
+                kept[-1] = (kept[-1][0], kept[-1][1] + run[1])
+            else:
+                kept.append(run)
+    return tuple(kept)
+
+
+def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Placements:
+    """Placements with dims counted from the front.
+
+    Raises:
+        ValueError: not one placement per mesh dim, or a shard of a dim that does not exist.
+    """
+    if len(placements) != mesh_ndim:
+        raise ValueError(
+            f"there must be one placement per mesh dim, got {len(placements)} placements "
+            f"{tuple(placements)} for a mesh of {mesh_ndim} dims"
+        )
+    result: list[Placement] = []
+    for placement in placements:
+        if is_shard(placement):
+            dim = shard_dim(placement)
+            if not -ndim <= dim < ndim:
+                raise ValueError(
+                    f"{placement} shards dim {dim}, but the tensor has {ndim} dims: shard a dim "
+                    f"in [{-ndim}, {ndim}), or use Replicate()"
+                )
+            if dim < 0:
+                placement = moved(placement, dim + ndim)
+        result.append(placement)
+    return tuple(result)
+
+
+def moved(placement: Placement, dim: int) -> Placement:
+    """The same way of sharding, of tensor dim `dim`."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+class MeshPlace:
+    """Where this process stands in a mesh: cached, as asking the mesh costs microseconds."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.sizes: Shape = tuple(mesh.shape)
+        self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
+        self.coordinates: list[Shape] = list(itertools.product(*map(range, self.sizes)))
+        here = dist.get_rank() if dist.is_initialized() else 0
+        self.index: int | None = self.ranks.index(here) if here in self.ranks else None
+        self.index_of = {coordinate: i for i, coordinate in enumerate(self.coordinates)}
+
+
+_places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
+
+
+def place_of(mesh: DeviceMesh) -> MeshPlace:
+    """This process's place in `mesh`."""
+    place = _places.get(mesh)
+    if place is None:
+        place = _places[mesh] = MeshPlace(mesh)
+    return place
+
+
+class Layout:
+    """How a global tensor lies on a mesh. Made by `layout_of`: equal layouts are one object."""
+
+    mesh: DeviceMesh
+    placements: Placements
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Placements,
+        shape: Shape,
+        stride: Shape,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.placements = mesh, placements
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+        self.place = place_of(mesh)
+        # None on a process that is not in the mesh: it holds no part.
+        self.index = self.place.index
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} {show(self.placements)} on {list(self.place.sizes)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_of, (self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Each rank's box, in the order of the flattened mesh."""
+        return [self.box(coordinate) for coordinate in self.place.coordinates]
+
+    def box(self, coordinate: Shape) -> Box:
+        """The box of the rank at `coordinate` of the mesh."""
+        runs: list[Runs] = [((0, size),) if size else () for size in self.shape]
+        for placement, parts, index in zip(
+            self.placements, self.place.sizes, coordinate, strict=True
+        ):
+            if is_shard(placement):
+                dim = shard_dim(placement)
+                runs[dim] = _cut(runs[dim], placement, parts, index)
+        return tuple(runs)
+
+    def shape_at(self, index: int) -> Shape:
+        """Local shape of rank `index` of the flattened mesh."""
+        return tuple(sum(size for _, size in runs) for runs in self.boxes[index])
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        """Local shape on this process."""
+        return (0,) if self.index is None else self.shape_at(self.index)
+
+    @cached_property
+    def offset(self) -> Shape:
+        """First global index of this process's box along each dim; the size where it is empty."""
+        if self.index is None:
+            return (0,) * len(self.shape)
+        box = self.boxes[self.index]
+        return tuple(
+            runs[0][0] if runs else size for runs, size in zip(box, self.shape, strict=True)
+        )
+
+    @cached_property
+    def coordinate(self) -> Shape:
+        """This process's coordinate in the mesh."""
+        assert self.index is not None
+        return self.place.coordinates[self.index]
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(
+            isinstance(placement, Replicate) or size == 1
+            for placement, size in zip(self.placements, self.place.sizes, strict=True)
+        )
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """Whether the ranks' values still have to be reduced."""
+        return any(isinstance(placement, Partial) for placement in self.placements)
+
+    @cached_property
+    def has_empty_shard(self) -> bool:
+        """Whether some rank holds nothing of a tensor that is not empty."""
+        return 0 not in self.shape and any(not all(box) for box in self.boxes)
+
+    @cached_property
+    def global_bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_across(self, mesh_dim: int) -> int:
+        """Bytes that one row of ranks along `mesh_dim` holds together."""
+        shares = math.prod(
+            size
+            for dim, (placement, size) in enumerate(
+                zip(self.placements, self.place.sizes, strict=True)
+            )
+            if dim != mesh_dim and is_shard(placement)
+        )
+        return self.global_bytes // shares
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """The same tensor, placed otherwise on the same mesh."""
+        if tuple(placements) == self.placements:
+            return self
+        return layout_of(self.mesh, tuple(placements), self.shape, self.stride, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> Layout:
+        """The same placement of a tensor of `dtype`."""
+        return layout_of(self.mesh, self.placements, self.shape, self.stride, dtype)
+
+    def replicated(self) -> Layout:
+        """The whole tensor on every rank."""
+        return self.with_placements((Replicate(),) * len(self.placements))
+
+
+_layouts: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
+
+
+def layout_of(
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: Shape,
+    stride: Shape,
+    dtype: torch.dtype,
+) -> Layout:
+    """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
+    key = (mesh, placements, shape, stride, dtype)
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = _layouts[key] = Layout(*key)
+    return layout
+
+
+def show(placements: Sequence[Placement]) -> str:
+    """Placements in short: `[S(0), R, P(sum)]`."""
+    return f"[{', '.join(map(_short, placements))}]"
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, _StridedShard):
+        return f"_S({placement.dim}, {placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    return f"P({placement.reduce_op})" if isinstance(placement, Partial) else "R"
+
+
+@lru_cache(maxsize=1024)
+def check_partials(placements: Placements) -> None:
+    """Raise `ValueError` if the mesh dims are to be reduced by operations that do not commute."""
+    kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(kinds) > 1 and not kinds <= set(LINEAR_REDUCTIONS):
+        raise ValueError(
+            f"Mixed Partial reduce types are not supported: {show(placements)} would be reduced by "
+            f"{sorted(kinds)} in an order that matters. Redistribute one of them first."
+        )

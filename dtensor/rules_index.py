@@ -1,0 +1,184 @@
+"""Rules of ops that join, pick and order along some dims, and leave the others alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.dispatch import Call, Choices, Strategy, rule
+from weft.dtensor.layout import LINEAR_REDUCTIONS, Layout, distinct, is_shard, moved, shard_dim
+from weft.dtensor.rules_view import mapped
+
+
+def _present(call: Call) -> list[Placement]:
+    found: list[Placement] = []
+    for layout in call.inputs:
+        found += [p for p in layout.placements if is_shard(p) and p not in found]
+    return found
+
+
+def _together(call: Call, touched: set[int], shift_from: int | None = None) -> Choices:
+    """All tensors have the same dims, and may be sharded alike in those that are not touched."""
+    count, n_out = len(call.inputs), len(call.outputs)
+    strategies = [Strategy((Replicate(),) * count, (Replicate(),) * n_out)]
+    for placement in _present(call):
+        dim = shard_dim(placement)
+        if dim in touched:
+            continue
+        out = moved(placement, dim + (shift_from is not None and dim >= shift_from))
+        strategies.append(Strategy((placement,) * count, (out,) * n_out))
+    return Choices(strategies)
+
+
+def _partials(call: Call) -> list[Strategy]:
+    kinds = distinct(p for layout in call.inputs for p in layout.placements)
+    count, n_out = len(call.inputs), len(call.outputs)
+    return [
+        Strategy((p,) * count, (p,) * n_out)
+        for p in kinds
+        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS
+    ]
+
+
+@rule("cat")
+def cat(call: Call) -> Choices:
+    """Shards of the other dims stay."""
+    ndim = max(len(layout.shape) for layout in call.inputs)
+    dim = int(call.bound["dim"]) % ndim
+    if any(len(layout.shape) != ndim for layout in call.inputs):
+        return Choices(_together(call, set(range(ndim))).strategies)
+    choices = _together(call, {dim})
+    return Choices(choices.strategies + _partials(call))
+
+
+@rule("stack")
+def stack(call: Call) -> Choices:
+    """Shards stay, behind the new dim."""
+    ndim = len(call.inputs[0].shape)
+    dim = int(call.bound["dim"]) % (ndim + 1)
+    return Choices(_together(call, set(), shift_from=dim).strategies + _partials(call))
+
+
+@rule("sort", "topk", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "argsort", "flip",
+      "roll", "gather", "rot90", "_weight_norm_interface")
+def along_dim(call: Call) -> Choices:
+    """The dims that are worked along are gathered, the others may be sharded."""
+    ndim = len(call.inputs[0].shape)
+    bound = call.bound
+    name = "dims" if "dims" in bound else "dim"
+    dims = bound.get(name, -1)
+    dims = range(ndim) if dims in (None, []) else ([dims] if isinstance(dims, int) else dims)
+    touched = {int(d) % ndim for d in dims} if ndim else set()
+    if call.name == "gather":
+        index = call.inputs[1].shape
+        source = call.inputs[0].shape
+        touched |= {d for d in range(len(index)) if index[d] != source[d]}
+    return _together(call, touched)
+
+
+@rule("tril", "triu")
+def triangle(call: Call) -> Choices:
+    """Batch dims may be sharded; of the matrix, only the whole knows where the diagonal is."""
+    ndim = len(call.inputs[0].shape)
+    choices = _together(call, {ndim - 2, ndim - 1})
+    return Choices(choices.strategies + _partials(call))
+
+
+@rule("index_select")
+def index_select(call: Call) -> Choices:
+    """The index is replicated; shards of the other dims stay."""
+    ndim = len(call.inputs[0].shape)
+    dim = int(call.bound["dim"]) % ndim
+    return _first_only(call, {dim})
+
+
+def _first_only(call: Call, touched: set[int]) -> Choices:
+    rest = (Replicate(),) * (len(call.inputs) - 1)
+    base = mapped(_only(call), {d: d for d in range(len(call.inputs[0].shape)) if d not in touched})
+    return Choices([Strategy((s.inputs[0], *rest), s.outputs) for s in base.strategies])
+
+
+def _only(call: Call) -> Call:
+    first = Call(call.op, [call.inputs[0]], {})
+    first.outputs = call.outputs
+    return first
+
+
+@rule("index")
+def index(call: Call) -> Choices:
+    """x[..., indices, ...]: dims of x that are not indexed, and shards of a lone index, stay."""
+    source, indices = call.inputs[0], list(call.args[1])
+    indices += [None] * (len(source.shape) - len(indices))
+    at = [d for d, i in enumerate(indices) if i is not None]
+    tensors = [i for i in indices if isinstance(i, Layout)]
+    count = len(call.inputs)
+    strategies = [Strategy((Replicate(),) * count, (Replicate(),))]
+    n_index = max((len(t.shape) for t in tensors), default=0)
+    consecutive = bool(at) and at == list(range(at[0], at[-1] + 1))
+    first = at[0] if consecutive else 0
+    for placement in source.placements:
+        if not is_shard(placement) or shard_dim(placement) in at:
+            continue
+        d = shard_dim(placement)
+        before = sum(i < d for i in at)
+        out = d - before + (n_index if not consecutive or d > first else 0)
+        inputs = (placement, *(Replicate(),) * (count - 1))
+        strategies.append(Strategy(inputs, (moved(placement, out),)))
+    if len({t.shape for t in tensors}) == 1:
+        for placement in tensors[0].placements:
+            if is_shard(placement):
+                out_placement = moved(placement, shard_dim(placement) + first)
+                inputs = (Replicate(), *(placement,) * (count - 1))
+                strategies.append(Strategy(inputs, (out_placement,)))
+    if any(t.dtype.itemsize == 1 for t in tensors):  # a mask: the result's size depends on data
+        return Choices(strategies[:1])
+    for p in source.placements:
+        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
+            strategies.append(Strategy((p, *(Replicate(),) * (count - 1)), (p,)))
+    return Choices(strategies)
+
+
+@rule("slice_backward", "select_backward")
+def slice_backward(call: Call) -> Choices:
+    """Zeros around a gradient: the sliced dim is gathered."""
+    bound = call.bound
+    sizes: Any = bound["input_sizes"]
+    dim = int(bound["dim"]) % len(sizes)
+    drops = call.name == "select_backward"
+    dims = {d - (drops and d > dim): d for d in range(len(sizes)) if d != dim}
+    choices = mapped(call, dims)
+    position = list(bound).index("input_sizes")
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        size, op = list(outputs[0].local_shape), call.op
+        return lambda grad, *rest: op(grad, *rest[: position - 1], size, *rest[position:])
+
+    return Choices(choices.strategies, localize)
+
+
+@rule("repeat")
+def repeat(call: Call) -> Choices:
+    """Dims that are repeated once may be sharded."""
+    times = call.args[1]
+    shift = len(times) - len(call.inputs[0].shape)
+    return mapped(
+        call, {d: d + shift for d in range(len(call.inputs[0].shape)) if times[d + shift] == 1}
+    )
+
+
+@rule("constant_pad_nd")
+def constant_pad(call: Call) -> Choices:
+    """Dims without padding may be sharded."""
+    ndim, pad = len(call.inputs[0].shape), call.args[1]
+    padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
+    return _together(call, padded)
+
+
+@rule("one_hot")
+def one_hot(call: Call) -> Choices:
+    """The classes are a new last dim."""
+    return mapped(call, {d: d for d in range(len(call.inputs[0].shape))})
+
+

@@ -1,0 +1,402 @@
+"""Rules of layers: norms, softmax, embedding, cross-entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.dispatch import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    Placements,
+    contiguous_stride,
+    distinct,
+    is_shard,
+    layout_of,
+    moved,
+    shard_dim,
+)
+from weft.dtensor.redistribute import move
+from weft.dtensor.rules_reduce import kept_shards
+from weft.dtensor.tensor import DTensor, wrap
+
+_MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
+_NONE = 0
+
+
+def _row_norm(call: Call, rows: tuple[int, ...], summed: int, n_normalized: int) -> Choices:
+    """Norms over the last dims: rows are independent, gradients of weights sum over them.
+
+    Args:
+        rows: positions of the tensor arguments that have rows (the others are weights).
+        summed: how many of the last results are sums over rows.
+        n_normalized: how many dims make up a row.
+    """
+    count, n_out = len(call.inputs), len(call.outputs)
+    n_batch = len(call.inputs[rows[0]].shape) - n_normalized
+    strategies = [Strategy((Replicate(),) * count, (Replicate(),) * n_out)]
+    seen: set[Placement] = set()
+    for row in rows:
+        for placement in call.inputs[row].placements:
+            if is_shard(placement) and shard_dim(placement) < n_batch and placement not in seen:
+                seen.add(placement)
+                inputs = tuple(placement if i in rows else Replicate() for i in range(count))
+                outputs = (placement,) * (n_out - summed) + (Partial("sum"),) * summed
+                strategies.append(Strategy(inputs, outputs))
+    return Choices(strategies)
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def layer_norm(call: Call) -> Choices:
+    """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
+    return _row_norm(call, (0,), 0, len(call.args[1]))
+
+
+@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
+def layer_norm_backward(call: Call) -> Choices:
+    """(grad, input, normalized_shape, statistics, weight, ...) -> (of input, of weight, ...)."""
+    n_statistics = 2 if call.name == "native_layer_norm_backward" else 1
+    mask = call.bound["output_mask"]
+    summed = sum(bool(wanted) for wanted in mask[1:])
+    choices = _row_norm(call, tuple(range(2 + n_statistics)), summed, len(call.args[2]))
+    for placement in call.inputs[0].placements:
+        if isinstance(placement, Partial) and placement.reduce_op in LINEAR_REDUCTIONS:
+            rest = (Replicate(),) * (len(call.inputs) - 1)
+            choices.strategies.append(
+                Strategy((placement, *rest), (placement,) * len(call.outputs))
+            )
+    return choices
+
+
+def _normalized(layout: Layout, dim: int) -> int:
+    return dim % max(len(layout.shape), 1)
+
+
+def _sharded_on(layout: Layout, dim: int) -> bool:
+    return any(is_shard(p) and shard_dim(p) == dim for p in layout.placements)
+
+
+def _replicate_sums(x: DTensor) -> DTensor:
+    """Reduce what is Partial, leave the shards."""
+    layout = x._layout
+    target = layout.with_placements(
+        tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    )
+    if target is layout:
+        return x
+    return wrap(move(x._local_tensor, layout, target), target)
+
+
+@rule("_softmax", "_log_softmax")
+def softmax(call: Call) -> Choices | Decomposed:
+    """Over a sharded dim: two small reductions, the result stays sharded."""
+    dim = _normalized(call.inputs[0], call.args[1])
+    if not _sharded_on(call.inputs[0], dim):
+        return Choices(kept_shards(call, (dim,), True))
+    log = call.name == "_log_softmax"
+    dtype = call.outputs[0].dtype
+
+    def run(x: DTensor, *_: Any) -> torch.Tensor:
+        wide = x.to(torch.float32) if x.dtype.itemsize < 4 else x
+        shifted = wide - _replicate_sums(wide.amax(dim, True))  # type: ignore[arg-type]
+        exponentials = shifted.exp()
+        total = _replicate_sums(exponentials.sum(dim, True))  # type: ignore[arg-type]
+        result = shifted - total.log() if log else exponentials / total
+        return result if result.dtype == dtype else result.to(dtype)
+
+    return Decomposed(run)
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_backward(call: Call) -> Choices | Decomposed:
+    """(grad, output, dim, dtype)."""
+    dim = _normalized(call.inputs[0], call.args[2])
+    if not any(_sharded_on(layout, dim) for layout in call.inputs):
+        strategies = [Strategy((Replicate(),) * 2, (Replicate(),))]
+        for layout in call.inputs:
+            strategies += [Strategy((p, p), (p,)) for p in layout.placements if is_shard(p)]
+        return Choices(strategies)
+    log = call.name.startswith("_log")
+    dtype = call.outputs[0].dtype
+
+    def run(grad: DTensor, output: DTensor, *_: Any) -> torch.Tensor:
+        g, y = (t.to(torch.float32) if t.dtype.itemsize < 4 else t for t in (grad, output))
+        if log:
+            result = g - y.exp() * _replicate_sums(g.sum(dim, True))  # type: ignore[arg-type]
+        else:
+            product = g * y
+            result = product - y * _replicate_sums(product.sum(dim, True))  # type: ignore[arg-type]
+        return result if result.dtype == dtype else result.to(dtype)
+
+    return Decomposed(run)
+
+
+def _own_run(layout: Layout, dim: int) -> tuple[int, int]:
+    """(start, length) of this rank's indices along `dim`, which is cut by plain shards."""
+    assert layout.index is not None
+    runs = layout.boxes[layout.index][dim]
+    return runs[0] if runs else (0, 0)
+
+
+def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
+    """An index that no rank holds would otherwise read as zero."""
+    if not indices.numel():
+        return
+    inside = (indices >= 0) & (indices < size)
+    if indices.is_cuda:
+        torch._assert_async(inside.all())
+    elif not bool(inside.all()):
+        raise IndexError(f"{what} out of range: must be in [0, {size})")
+
+
+def _rows_in(
+    indices: torch.Tensor, run: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which indices fall into the run, indices counted from its start, 0 where outside)."""
+    start, length = run
+    inside = (indices >= start) & (indices < start + length)
+    return inside, torch.where(inside, indices - start, 0)
+
+
+@rule("embedding")
+def embedding(call: Call) -> Choices:
+    """(weight, indices): rows of a weight that is sharded by rows are a Partial sum."""
+    weight, indices = call.inputs
+    last = len(indices.shape)
+    replicate = Replicate()
+    strategies = [
+        Strategy((replicate, replicate), (replicate,)),
+        *(Strategy((replicate, p), (p,)) for p in indices.placements if is_shard(p)),
+        Strategy((Shard(1), replicate), (Shard(last),)),
+        Strategy((Shard(0), replicate), (Partial("sum"),)),
+    ]
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        if not _sharded_on(inputs[0], 0):
+            return call.op
+        run, size = _own_run(inputs[0], 0), inputs[0].shape[0]
+
+        def lookup(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
+            _check_range(indices, size, "embedding index")
+            inside, rows = _rows_in(indices, run)
+            if not run[1]:
+                return weight.new_zeros(*indices.shape, weight.shape[1])
+            found = torch.nn.functional.embedding(rows, weight)
+            return found.masked_fill_(~inside.unsqueeze(-1), 0)
+
+        return lookup
+
+    return Choices(strategies, localize)
+
+
+@rule("embedding_dense_backward")
+def embedding_backward(call: Call) -> Choices:
+    """(grad, indices, ...) -> gradient of the weight."""
+    grad, indices = call.inputs
+    replicate = Replicate()
+    strategies = [
+        Strategy((replicate, replicate), (replicate,)),
+        Strategy((Shard(len(grad.shape) - 1), replicate), (Shard(1),)),
+    ]
+    if not call.bound["scale_grad_by_freq"]:
+        shards = distinct(filter(is_shard, (*grad.placements, *indices.placements)))
+        strategies += [
+            Strategy((p, p), (Partial("sum"),))
+            for p in shards
+            if shard_dim(p) < len(indices.shape)
+        ]
+        for p in grad.placements:
+            if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
+                strategies.append(Strategy((p, replicate), (p,)))
+    return Choices(strategies)
+
+
+def embedding_weight_grad(
+    grad: torch.Tensor, indices: torch.Tensor, weight: torch.Tensor, padding_idx: int
+) -> torch.Tensor:
+    """(..., D), (...) -> (V, D): gradient of the embedding, as large as this part of `weight`."""
+    return torch.ops.aten.embedding_dense_backward(
+        grad, indices, weight.shape[0], padding_idx, False
+    )
+
+
+@rule("embedding_weight_grad")
+def _embedding_weight_grad(call: Call) -> Choices:
+    """Placed as the weight is, where that costs nothing."""
+    grad, indices, weight = call.inputs
+    replicate = Replicate()
+    shards = distinct(filter(is_shard, (*grad.placements, *indices.placements)))
+    strategies = []
+    for w in distinct(weight.placements):
+        strategies.append(Strategy((replicate, replicate, w), (replicate,)))
+        strategies += [
+            Strategy((p, p, w), (Partial("sum"),))
+            for p in shards
+            if shard_dim(p) < len(indices.shape)
+        ]
+    strategies.insert(0, Strategy((replicate, replicate, Shard(0)), (Shard(0),)))
+    last = Shard(len(grad.shape) - 1)
+    strategies.insert(0, Strategy((last, replicate, Shard(1)), (Shard(1),)))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        run, padding_idx = _own_run(outputs[0], 0), call.args[3]
+        width = outputs[0].local_shape[1]
+
+        def scatter(grad: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
+            inside, rows = _rows_in(indices, run)
+            # Rows of other ranks, and of the padding, go to one more row, which is cut off.
+            inside &= indices != padding_idx
+            rows = torch.where(inside, rows, run[1])
+            flat = grad.reshape(-1, width)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            total = flat.new_zeros(run[1] + 1, width, dtype=wide)
+            total.index_add_(0, rows.reshape(-1), flat.to(wide))
+            return total[: run[1]].to(grad.dtype)
+
+        if not _sharded_on(outputs[0], 0):
+            size = outputs[0].shape[0]
+            op = torch.ops.aten.embedding_dense_backward
+            return lambda grad, indices, *_: op(grad, indices, size, padding_idx, False)
+        return scatter
+
+    return Choices(strategies, localize)
+
+
+class _Loss:
+    """The layouts of one nll loss: rows and classes of the input, and rows of the target."""
+
+    def __init__(self, x: Layout, target: Layout, class_dim: int) -> None:
+        # Along a mesh dim, what is sharded stays so; a strided shard of the classes is gathered.
+        kept = tuple(
+            p if is_shard(p) and (shard_dim(p) != class_dim or isinstance(p, Shard)) else None
+            for p in x.placements
+        )
+        rows: list[Placement] = []
+        inputs: list[Placement] = []
+        self.over_classes: list[bool] = []
+        for placement, of_target in zip(kept, target.placements, strict=True):
+            chosen = placement
+            if chosen is None and is_shard(of_target):
+                # Rows of the target are sharded, the input is not: cutting it costs nothing.
+                d = shard_dim(of_target)
+                chosen = moved(of_target, d + (d >= class_dim))
+            over_classes = chosen is not None and shard_dim(chosen) == class_dim
+            self.over_classes.append(over_classes)
+            inputs.append(chosen or Replicate())
+            if chosen is None or over_classes:
+                rows.append(Replicate())
+            else:
+                d = shard_dim(chosen)
+                rows.append(moved(chosen, d - (d > class_dim)))
+        self.input = x.with_placements(tuple(inputs))
+        self.rows: Placements = tuple(rows)
+        self.target = target.with_placements(self.rows)
+        self.class_dim = class_dim
+        self.run = _own_run(self.input, class_dim)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank counts its rows: one rank along the mesh dims that share the classes."""
+        pairs = zip(self.over_classes, self.input.coordinate, strict=True)
+        return all(i == 0 for over, i in pairs if over)
+
+    def weights(
+        self, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, like: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(class of each row or 0, its weight or 0), after checking the classes."""
+        valid = target != ignore_index
+        classes = torch.where(valid, target, 0)
+        _check_range(classes, self.input.shape[self.class_dim], "target class")
+        return classes, valid.to(like) if weight is None else weight[classes] * valid
+
+
+def _local_weight(weight: DTensor | None) -> torch.Tensor | None:
+    if weight is None:
+        return None
+    return move(weight._local_tensor, weight._layout, weight._layout.replicated())
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss(call: Call) -> Decomposed:
+    """(input, target, weight, reduction, ignore_index) -> (loss, sum of weights)."""
+
+    def run(
+        x: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int
+    ) -> tuple[DTensor, DTensor]:
+        lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
+        local = move(x._local_tensor, x._layout, lay.input)
+        rows = move(target._local_tensor, target._layout, lay.target)
+        wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        classes, weights = lay.weights(rows, _local_weight(weight), ignore_index, wide)
+        inside, own = _rows_in(classes, lay.run)
+        if lay.run[1]:
+            dim = lay.class_dim
+            picked = local.gather(dim, own.unsqueeze(dim)).squeeze(dim).to(wide)
+            losses = torch.where(inside & (weights != 0), -picked * weights, 0)
+        else:
+            losses = torch.zeros(classes.shape, dtype=wide, device=local.device)
+        mesh, n = x._layout.mesh, x._layout.mesh.ndim
+        scalar = layout_of(mesh, (Replicate(),) * n, (), (), x.dtype)
+        if reduction == _NONE:
+            shape = target._layout.shape
+            placements = tuple(
+                Partial("sum") if over else p
+                for over, p in zip(lay.over_classes, lay.rows, strict=True)
+            )
+            partial = layout_of(mesh, placements, shape, contiguous_stride(shape), wide)
+            loss = _replicate_sums(wrap(losses, partial))
+            zero = wrap(torch.zeros((), dtype=x.dtype, device=local.device), scalar)
+            return wrap(loss._local_tensor.to(x.dtype), loss._layout.with_dtype(x.dtype)), zero
+        counted = weights.sum() if lay.counts_rows else weights.new_zeros(())
+        both = torch.stack([losses.sum(), counted])
+        partial = layout_of(
+            mesh,
+            tuple(Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements),
+            (2,),
+            (1,),
+            wide,
+        )
+        total, count = move(both, partial, partial.replicated()).unbind()
+        loss_value = total / count if reduction == _MEAN else total
+        return wrap(loss_value.to(x.dtype), scalar), wrap(count.to(x.dtype), scalar)
+
+    return Decomposed(run)
+
+
+@rule("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(call: Call) -> Decomposed:
+    """(grad, input, target, weight, reduction, ignore_index, sum of weights) -> of the input."""
+
+    def run(
+        grad: DTensor,
+        x: DTensor,
+        target: DTensor,
+        weight: DTensor | None,
+        reduction: int,
+        ignore_index: int,
+        total_weight: DTensor,
+    ) -> DTensor:
+        lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
+        rows = move(target._local_tensor, target._layout, lay.target)
+        classes, weights = lay.weights(rows, _local_weight(weight), ignore_index, x.dtype)
+        layout = grad._layout
+        if reduction == _NONE:
+            scale = move(grad._local_tensor, layout, layout.with_placements(lay.rows))
+        else:
+            scale = move(grad._local_tensor, layout, layout.replicated())
+        if reduction == _MEAN:
+            total = total_weight._layout
+            scale = scale / move(total_weight._local_tensor, total, total.replicated())
+        inside, own = _rows_in(classes, lay.run)
+        values = torch.where(inside & (weights != 0), -weights * scale, 0).to(x.dtype)
+        out = values.new_zeros(lay.input.local_shape)
+        if lay.run[1]:
+            dim = lay.class_dim
+            out.scatter_(dim, own.unsqueeze(dim), values.unsqueeze(dim))
+        return wrap(out, lay.input)
+
+    return Decomposed(run)

@@ -1,0 +1,242 @@
+"""Rules of elementwise ops: also in place, with out=, on lists of tensors, and copies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.dispatch import (
+    Call,
+    Choices,
+    Chosen,
+    Strategy,
+    _choose,
+    _written,
+    rule,
+)
+from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    Shape,
+    distinct,
+    is_shard,
+    moved,
+    shard_dim,
+)
+
+# f(sum of terms) = sum of f(term)
+_LINEAR_UNARY = {"neg", "clone", "positive", "real", "imag", "_conj", "conj_physical"}
+# Linear in both arguments together, and in each argument alone.
+_LINEAR_IN_ALL = {"add", "sub", "rsub"}
+_LINEAR_IN_EITHER = {"mul"}
+_LINEAR_IN_FIRST = {"div", "true_divide"}
+
+
+def _aligned(layout: Layout, out: Shape, dim: int) -> int | None:
+    """The dim of `layout` that is broadcast onto dim `dim` of the result, if it has all of it."""
+    own = dim - (len(out) - len(layout.shape))
+    return own if own >= 0 and layout.shape[own] == out[dim] and out[dim] != 1 else None
+
+
+def _name(call: Call) -> str:
+    return call.name.removesuffix("_")
+
+
+def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
+    """One for each way in which some argument is sharded: all others follow it."""
+    seen: list[Placement] = []
+    for layout in call.inputs:
+        shift = len(out) - len(layout.shape)
+        for placement in layout.placements:
+            if not is_shard(placement):
+                continue
+            as_output = moved(placement, shard_dim(placement) + shift)
+            if as_output in seen or _aligned(layout, out, shard_dim(as_output)) is None:
+                continue
+            seen.append(as_output)
+            inputs: list[Placement] = []
+            for other in call.inputs:
+                own = _aligned(other, out, shard_dim(as_output))
+                inputs.append(Replicate() if own is None else moved(placement, own))
+            yield Strategy(tuple(inputs), (as_output,) * len(call.outputs))
+
+
+def _partials(call: Call) -> Iterator[Strategy]:
+    kinds = distinct(p for layout in call.inputs for p in layout.placements)
+    name, count = _name(call), len(call.inputs)
+    replicate = Replicate()
+    for partial in kinds:
+        if not isinstance(partial, Partial) or partial.reduce_op not in LINEAR_REDUCTIONS:
+            continue
+        numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
+        if name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers):
+            yield Strategy((partial,) * count, (partial,))
+        elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST and call.kwargs.get("rounding_mode"):
+            continue
+        elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward"):
+            if call.outputs and not call.outputs[0].dtype.is_floating_point:
+                continue
+            first = isinstance(call.args[0], Layout)
+            if first:
+                yield Strategy((partial, *(replicate,) * (count - 1)), (partial,))
+            if name in _LINEAR_IN_EITHER and count == 2:
+                yield Strategy((replicate, partial), (partial,))
+        elif name == "where" and count == 3:
+            yield Strategy((replicate, partial, partial), (partial,))
+
+
+@rule("pointwise", "masked_fill", "heaviside", "floor_divide", "dropout_backward")
+def pointwise(call: Call) -> Choices:
+    """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
+    out = call.outputs[0].shape
+    replicate = Replicate()
+    whole = Strategy((replicate,) * len(call.inputs), (replicate,) * len(call.outputs))
+    if call.name == "div" and not call.outputs[0].dtype.is_floating_point:
+        return Choices([whole, *shard_strategies(call, out)])
+    return Choices([whole, *shard_strategies(call, out), *_partials(call)])
+
+
+def _keep(call: Call, linear: bool) -> Choices:
+    strategies = [Strategy((Replicate(),), (Replicate(),) * len(call.outputs))]
+    for placement in call.inputs[0].placements:
+        if is_shard(placement) or (
+            linear and isinstance(placement, Partial) and _may_stay_partial(call, placement)
+        ):
+            strategies.append(Strategy((placement,), (placement,) * len(call.outputs)))
+    return Choices(strategies)
+
+
+def _may_stay_partial(call: Call, placement: Partial) -> bool:
+    """A conversion to integers or booleans does not commute with a sum."""
+    old, new = call.inputs[0].dtype, call.outputs[0].dtype
+    return old == new or (
+        placement.reduce_op in LINEAR_REDUCTIONS and old.is_floating_point == new.is_floating_point
+        and new.is_floating_point
+    )
+
+
+@rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero", "zeros_like")
+def keep(call: Call) -> Choices:
+    """The same values, or zeros: every placement stays."""
+    return _keep(call, linear=True)
+
+
+@rule(
+    "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "fill", "bernoulli", "normal", "uniform", "exponential", "random", "log_normal", "cauchy",
+    "geometric",
+)
+def fill(call: Call) -> Choices:
+    """Values that do not depend on the tensor's: the terms of a sum cannot be filled alone."""
+    if len(call.inputs) > 1:
+        return pointwise(call)
+    return _keep(call, linear=False)
+
+
+@rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+def new(call: Call) -> Choices | Chosen:
+    """Sharded as the source where the shape is the same, else replicated."""
+    source, shape = call.inputs[0], call.outputs[0].shape
+    same = shape == source.shape
+    placements = tuple(p if same and is_shard(p) else Replicate() for p in source.placements)
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        size = outputs[0].local_shape
+        packet: Any = call.op
+
+        def run(x: torch.Tensor, _: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
+            if call.name == "new_empty_strided":
+                return x.new_empty(size, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+            result: torch.Tensor = packet(x, size, *rest, **kwargs)
+            return result
+
+        return run
+
+    return Chosen([source.placements], [placements], localize)
+
+
+@rule("copy")
+def copy(call: Call) -> Choices:
+    """The target keeps its placement, the source comes to it."""
+    target = call.inputs[0]
+    out = target.shape
+    strategies = [Strategy((Replicate(), Replicate()), (Replicate(),))]
+    for placement in target.placements:
+        if isinstance(placement, Partial):
+            strategies.append(Strategy((placement, placement), (placement,)))
+    return Choices([*strategies, *shard_strategies(call, out)])
+
+
+@rule("native_dropout")
+def native_dropout(call: Call) -> Choices:
+    """Like a pointwise op; Partial input is reduced first, as its terms need one mask."""
+    return _keep(call, linear=False)
+
+
+@rule("foreach")
+def foreach(call: Call) -> Chosen:
+    """Lists of tensors, position by position: the others follow the first list."""
+    lists = [
+        [leaf for leaf in a if isinstance(leaf, Layout)] if isinstance(a, (list, tuple)) else [a]
+        for a in [*call.args, *call.kwargs.values()]
+    ]
+    layouts = [[a for a in items if isinstance(a, Layout)] for items in lists]
+    length = len(layouts[0])
+    # List(s) of results come one after another in call.outputs, or the first list is written.
+    written = set(_written(call))
+    linear = call.name.removeprefix("_foreach_").removesuffix("_")
+    n_results = len(call.outputs) // length if length else 0
+    inputs: list[list[Any]] = [[None] * len(items) for items in layouts]
+    outputs: list[Any] = [None] * len(call.outputs)
+    starts = list(itertools.accumulate((len(items) for items in layouts), initial=0))
+    for position in range(length):
+        rows = [
+            (number, position if len(items) == length else 0)
+            for number, items in enumerate(layouts)
+            if items and (len(items) == length or len(items) == 1)
+        ]
+        row = [layouts[number][at] for number, at in rows]
+        part = _part(call, linear, row)
+        part.outputs = [call.outputs[position + length * n] for n in range(n_results)] or [
+            _meta(row[0])
+        ]
+        writes = [
+            i for i, (number, at) in enumerate(rows) if starts[number] + at in written
+        ]
+        choices = pointwise(part)
+        plain = [False] * len(row)
+        chosen = _choose(part, choices, writes, plain)
+        for (number, at), placements in zip(rows, chosen.inputs, strict=True):
+            inputs[number][at] = placements
+        for n in range(n_results):
+            outputs[position + length * n] = chosen.outputs[n]
+    flat = [
+        layout.placements if placements is None else placements
+        for items, chosen_items in zip(layouts, inputs, strict=True)
+        for layout, placements in zip(items, chosen_items, strict=True)
+    ]
+    return Chosen(flat, outputs)
+
+
+def _part(call: Call, name: str, row: list[Layout]) -> Call:
+    """The call of one position of the lists."""
+    numbers = [a for a in call.args if isinstance(a, (int, float, complex))]
+    scalars = [
+        a[0]
+        for a in call.args
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], (int, float, complex))
+    ]
+    part = Call(call.op, [*row, *numbers, *scalars], {})
+    part.name = name
+    return part
+
+
+def _meta(layout: Layout) -> Any:
+    from weft.dtensor.dispatch import Meta
+
+    return Meta(layout.shape, layout.stride, layout.dtype)

@@ -1,0 +1,266 @@
+"""Rules of reductions: sums, means, extrema, norms, variances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.dispatch import Call, Choices, Decomposed, Strategy, dispatch, rule
+from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    contiguous_stride,
+    distinct,
+    is_shard,
+    layout_of,
+    moved,
+    shard_dim,
+)
+from weft.dtensor.redistribute import move
+from weft.dtensor.tensor import DTensor, wrap
+
+
+def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
+    """The dims that the op reduces, from the front."""
+    ndim = len(call.inputs[0].shape)
+    dims = call.bound.get(name)
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return tuple(range(ndim))
+    if isinstance(dims, int):
+        dims = [dims]
+    return tuple(d % ndim if ndim else 0 for d in dims)
+
+
+def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
+    return dim if keepdim else dim - sum(d < dim for d in dims)
+
+
+def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
+    """Replicate, and every shard of a dim that is not among `dims`."""
+    n_out = len(call.outputs)
+    strategies = [Strategy((Replicate(),), (Replicate(),) * n_out)]
+    others = (Shard(d) for d in range(len(call.inputs[0].shape)) if d not in dims)
+    for placement in distinct([*filter(is_shard, call.inputs[0].placements), *others]):
+        if shard_dim(placement) not in dims:
+            out = moved(placement, _kept_dim(shard_dim(placement), dims, keepdim))
+            strategies.append(Strategy((placement,), (out,) * n_out))
+    return strategies
+
+
+def _reduced_shards(
+    call: Call, dims: tuple[int, ...], result: Placement
+) -> list[Strategy]:
+    return [
+        Strategy((p,), (result,))
+        for p in distinct(call.inputs[0].placements)
+        if is_shard(p) and shard_dim(p) in dims
+    ]
+
+
+def _partials(call: Call, ops: tuple[str, ...]) -> list[Strategy]:
+    return [
+        Strategy((p,), (p,))
+        for p in distinct(call.inputs[0].placements)
+        if isinstance(p, Partial) and p.reduce_op in ops
+    ]
+
+
+@rule("sum", "nansum")
+def sum_(call: Call) -> Choices:
+    """A sum over a sharded dim is a Partial sum."""
+    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
+    same_kind = call.outputs[0].dtype.is_floating_point == call.inputs[0].dtype.is_floating_point
+    if call.name == "sum" and same_kind:
+        strategies += _partials(call, LINEAR_REDUCTIONS)
+    return Choices(strategies)
+
+
+@rule("mean")
+def mean(call: Call) -> Choices:
+    """Each rank's mean weighs as much as the rank holds of the whole: a Partial sum.
+
+    Where all hold the same, the plain mean is a Partial average.
+    """
+    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    source = call.inputs[0]
+    even = all(
+        source.shape_at(i) == source.shape_at(0) for i in range(len(source.place.ranks))
+    ) and 0 not in source.shape_at(0)
+    partial = Partial("avg" if even else "sum")
+    strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
+    if even:
+        return Choices(strategies + _partials(call, LINEAR_REDUCTIONS))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        local, whole = inputs[0].local_shape, inputs[0].shape
+        weight = math.prod(local[d] for d in dims) / max(math.prod(whole[d] for d in dims), 1)
+        op: Any = call.op
+        if all(p != partial for p in outputs[0].placements):
+            return op
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = op(x, *args, **kwargs)
+            return result * weight if weight else torch.zeros_like(result)
+
+        return run
+
+    return Choices(strategies, localize)
+
+
+_EXTREMA = {"amax": "max", "max": "max", "amin": "min", "min": "min", "prod": "product",
+            "any": "max", "all": "min"}
+
+
+@rule("amax", "amin", "max", "min", "prod", "any", "all")
+def extremum(call: Call) -> Choices:
+    """Partial of the same kind, except where a rank has nothing, or the index is asked for."""
+    if len(call.inputs) == 2:
+        from weft.dtensor.rules_pointwise import pointwise
+
+        return pointwise(call)
+    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    strategies = kept_shards(call, dims, keepdim)
+    neutral = call.name in ("prod", "any", "all")
+    if len(call.outputs) == 1 and (neutral or not call.inputs[0].has_empty_shard):
+        kind = _EXTREMA[call.name]
+        strategies += _reduced_shards(call, dims, Partial(kind))
+        if call.outputs[0].dtype == call.inputs[0].dtype:
+            strategies += _partials(call, (kind,))
+    return Choices(strategies)
+
+
+@rule("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian",
+      "mode", "count_nonzero", "aminmax", "kthvalue")
+def gathered(call: Call) -> Choices:
+    """Reduced dims are gathered, the others may be sharded."""
+    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    return Choices(kept_shards(call, dims, keepdim))
+
+
+@rule("linalg_vector_norm", "norm")
+def vector_norm(call: Call) -> Choices | Decomposed:
+    """The norm over a sharded dim is the norm of the ranks' norms."""
+    bound = call.bound
+    dims, keepdim = reduced_dims(call), bool(bound.get("keepdim"))
+    strategies = kept_shards(call, dims, keepdim)
+    source = call.inputs[0]
+    if any(is_shard(p) and shard_dim(p) in dims for p in source.placements):
+        return Decomposed(_norm_of_norms(call.op, dims, keepdim))
+    return Choices(strategies)
+
+
+def _norm_of_norms(op: Any, dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
+    def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+        layout = x._layout
+        # Terms of a sum have no norm of their own.
+        solid = layout.with_placements(
+            tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+        )
+        local = move(x._local_tensor, layout, solid)
+        order = next((a for a in args if isinstance(a, (int, float))), kwargs.get("ord", 2))
+        dtype = kwargs.get("dtype") or local.dtype
+        norms = _local_norm(local, order, dims, keepdim, dtype).unsqueeze(0)
+        crossed = [is_shard(p) and shard_dim(p) in dims for p in solid.placements]
+        ranks = math.prod(n for n, c in zip(solid.place.sizes, crossed, strict=True) if c)
+        kept = tuple(d for d in range(len(layout.shape)) if d not in dims)
+        # Leading dim: one norm from each rank along the crossed mesh dims.
+        placements: list[Placement] = []
+        for placement, cross in zip(solid.placements, crossed, strict=True):
+            if cross:
+                placements.append(Shard(0))
+            elif is_shard(placement):
+                at = _kept_dim(shard_dim(placement), dims, keepdim)
+                placements.append(moved(placement, at + 1))
+            else:
+                placements.append(Replicate())
+        shape = (
+            tuple(1 if d in dims else n for d, n in enumerate(layout.shape))
+            if keepdim
+            else tuple(layout.shape[d] for d in kept)
+        )
+        stacked = layout_of(
+            layout.mesh, tuple(placements), (ranks, *shape), (0,) * (1 + len(shape)), norms.dtype
+        )
+        gathered = stacked.with_placements(
+            tuple(Replicate() if c else p for p, c in zip(placements, crossed, strict=True))
+        )
+        every = move(norms, stacked, gathered)
+        # The 0-norm counts elements: counts add up.
+        total = every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
+        out_placements = tuple(
+            moved(p, shard_dim(p) - 1) if is_shard(p) else p for p in gathered.placements
+        )
+        out = layout_of(
+            layout.mesh, out_placements, shape, contiguous_stride(shape), total.dtype
+        )
+        return wrap(total, out)
+
+    return run
+
+
+def _local_norm(
+    x: torch.Tensor, order: Any, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    if any(x.shape[d] == 0 for d in dims):
+        # What leaves the norm over the ranks unchanged: infinity where that is a minimum.
+        neutral = math.inf if order < 0 else 0.0
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+        return torch.full(shape, neutral, dtype=dtype, device=x.device)
+    return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+
+
+@rule("equal")
+def equal(call: Call) -> Decomposed:
+    """Every rank compares its part; they agree if all do."""
+
+    def run(a: DTensor, b: DTensor) -> bool:
+        if a._layout.shape != b._layout.shape:
+            return False
+        solid = a._layout.with_placements(
+            tuple(Replicate() if isinstance(p, Partial) else p for p in a._layout.placements)
+        )
+        theirs = layout_of(
+            solid.mesh, solid.placements, b._layout.shape, b._layout.stride, b._layout.dtype
+        )
+        mine = move(a._local_tensor, a._layout, solid)
+        other = move(b._local_tensor, b._layout, theirs)
+        return all_agree(torch.equal(mine, other), solid, mine.device)
+
+    return Decomposed(run)
+
+
+def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
+    """Whether every rank of the mesh says True."""
+    one = torch.tensor([verdict], dtype=torch.uint8, device=device)
+    partial = layout_of(
+        layout.mesh, (Partial("min"),) * layout.mesh.ndim, (1,), (1,), torch.uint8
+    )
+    return bool(move(one, partial, partial.replicated()).item())
+
+
+@rule("_local_scalar_dense")
+def item(call: Call) -> Decomposed:
+    """The global tensor's one element: a Partial is reduced first."""
+
+    def run(x: DTensor) -> Any:
+        layout = x._layout
+        return move(x._local_tensor, layout, layout.replicated()).item()
+
+    return Decomposed(run)
+
+
+@rule("_foreach_norm")
+def foreach_norm(call: Call) -> Decomposed:
+    """The norms of all tensors: local norms first, then one exchange for the whole list."""
+
+    def run(tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None) -> Any:
+        norm = torch.ops.aten.linalg_vector_norm.default
+        return [dispatch(norm, (tensor, order), {"dtype": dtype}) for tensor in tensors]
+
+    return Decomposed(run)

@@ -1,0 +1,259 @@
+"""Rules of views: transpose, expand, slice, split, and reshaping.
+
+Reshaping keeps a shard if the elements that each rank holds are a shard of the result too. A shard
+selects, in the flattened order of the dims that are reshaped together, a pattern that repeats:
+
+    (4, 6) by Shard(1) over 2 ranks: rank 0 holds [0, 3) of each 6, four times
+    viewed as (24,): _StridedShard(0, split_factor=4), the same pattern
+
+so shards are compared by (period, where each rank starts and how much it takes).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from weft.dtensor.dispatch import Call, Choices, Chosen, Strategy, rule
+from weft.dtensor.layout import (
+    Layout,
+    Placements,
+    Shape,
+    chunk,
+    distinct,
+    is_shard,
+    moved,
+    shard_dim,
+)
+
+Pattern = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
+    """Dims that go to another place as they are, the rest not sharded."""
+    n_out = len(call.outputs)
+    strategies = [Strategy((Replicate(),), (Replicate(),) * n_out)]
+    shards = [p for p in call.inputs[0].placements if is_shard(p)]
+    shards += [Shard(d) for d in dim_map if Shard(d) not in shards]
+    for placement in shards:
+        if shard_dim(placement) in dim_map:
+            out = moved(placement, dim_map[shard_dim(placement)])
+            strategies.append(Strategy((placement,), (out,) * n_out))
+    for placement in distinct(call.inputs[0].placements):
+        if isinstance(placement, Partial):
+            strategies.append(Strategy((placement,), (placement,) * n_out))
+    return Choices(strategies)
+
+
+def _dim(value: Any, ndim: int) -> int:
+    return int(value) % ndim if ndim else 0
+
+
+@rule("t", "transpose", "permute", "numpy_T", "mT", "adjoint")
+def permute(call: Call) -> Choices:
+    """Shards move with their dims."""
+    ndim = len(call.inputs[0].shape)
+    order = list(range(ndim))
+    if call.name == "permute":
+        order = [_dim(d, ndim) for d in call.args[1]]
+    elif ndim > 1:
+        a, b = (0, 1) if call.name == "t" else (_dim(d, ndim) for d in call.args[1:3])
+        order[a], order[b] = order[b], order[a]
+    return mapped(call, {old: new for new, old in enumerate(order)})
+
+
+@rule("unsqueeze")
+def unsqueeze(call: Call) -> Choices:
+    """A new dim of size 1."""
+    ndim = len(call.inputs[0].shape)
+    at = _dim(call.args[1], ndim + 1)
+    return mapped(call, {d: d + (d >= at) for d in range(ndim)})
+
+
+@rule("squeeze")
+def squeeze(call: Call) -> Choices:
+    """Dims of size 1 go, whatever their local size is."""
+    shape = call.inputs[0].shape
+    asked = call.args[1] if len(call.args) > 1 else range(len(shape))
+    asked = [asked] if isinstance(asked, int) else asked
+    gone = {d for d in (_dim(a, len(shape)) for a in asked) if shape and shape[d] == 1}
+    kept = [d for d in range(len(shape)) if d not in gone]
+    choices = mapped(call, {old: new for new, old in enumerate(kept)})
+    return Choices(choices.strategies, lambda call, ins, outs: _squeezer(tuple(sorted(gone))))
+
+
+def _squeezer(dims: tuple[int, ...]) -> Any:
+    return lambda x, *_: torch.ops.aten.squeeze.dims(x, dims)
+
+
+@rule("expand")
+def expand(call: Call) -> Choices:
+    """Only dims that are not expanded may be sharded."""
+    shape, out = call.inputs[0].shape, call.outputs[0].shape
+    shift = len(out) - len(shape)
+    kept = {d: d + shift for d in range(len(shape)) if shape[d] == out[d + shift]}
+    choices = mapped(call, kept)
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        size = outputs[0].local_shape
+        return lambda x, *_, **__: x.expand(size)
+
+    return Choices(choices.strategies, localize)
+
+
+@rule("select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "unfold",
+      "diagonal")
+def along(call: Call) -> Choices:
+    """Cuts along some dims; a shard of another dim stays."""
+    bound = call.bound
+    ndim = len(call.inputs[0].shape)
+    if call.name == "diagonal":
+        return mapped(call, _diagonal_map(bound, ndim))
+    dim = _dim(bound.get("dim", bound.get("dimension", 0)), ndim)
+    drops = call.name in ("select", "unbind")
+    kept = {d: d - (drops and d > dim) for d in range(ndim) if d != dim}
+    if call.outputs and call.outputs[0].shape == call.inputs[0].shape and len(call.outputs) == 1:
+        # A slice of everything: the bounds are global, and right on no shard.
+        choices = mapped(call, {d: d for d in range(ndim)})
+        return Choices(choices.strategies, lambda call, ins, outs: lambda x, *_, **__: x.view_as(x))
+    return mapped(call, kept)
+
+
+def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:
+    gone = {_dim(bound["dim1"], ndim), _dim(bound["dim2"], ndim)}
+    return {old: new for new, old in enumerate(d for d in range(ndim) if d not in gone)}
+
+
+def _pattern(shape: Shape, dims: range, placement: Placement, parts: int) -> Pattern | None:
+    """What `placement` selects in the flattened `dims`; None where it does not repeat evenly."""
+    dim = shard_dim(placement)
+    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    size, inner = shape[dim], math.prod(shape[d] for d in dims if d > dim)
+    if size % pieces:
+        return None
+    each = size // pieces
+    takes = tuple(chunk(each, parts, i) for i in range(parts))
+    return each * inner, tuple((start * inner, length * inner) for start, length in takes)
+
+
+def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
+    """Smallest runs of old and new dims with the same number of elements."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        start_i, start_j = i, j
+        a = b = 1
+        if i < len(old):
+            a, i = old[i], i + 1
+        if j < len(new):
+            b, j = new[j], j + 1
+        while a != b:
+            if (a < b and i < len(old)) or j >= len(new):
+                a, i = a * old[i], i + 1
+            else:
+                b, j = b * new[j], j + 1
+        # Trailing dims of size 1 belong to the group before them only when nothing else follows.
+        groups.append((range(start_i, i), range(start_j, j)))
+    return groups
+
+
+def _candidates(new: Shape, dims: range, total: int, period: int) -> list[Placement]:
+    options: list[Placement] = [Shard(d) for d in dims]
+    for d in dims:
+        inner = math.prod(new[e] for e in dims if e > d)
+        if new[d] * inner % period == 0 and new[d] * inner > period:
+            factor = new[d] * inner // period
+            options.append(_StridedShard(d, split_factor=factor))
+    return options
+
+
+def _viewed(
+    placement: Placement, parts: int, old: Shape, new: Shape, old_dims: range, new_dims: range
+) -> Placement | None:
+    """How the result of a view is placed on one mesh dim; None where it is no shard at all."""
+    pattern = _pattern(old, old_dims, placement, parts)
+    if pattern is None:
+        return None
+    total = math.prod(old[d] for d in old_dims)
+    for option in _candidates(new, new_dims, total, pattern[0]):
+        if _pattern(new, new_dims, option, parts) == pattern:
+            return option
+    return None
+
+
+def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
+    """The shape that every rank has after a shard, None where they differ."""
+    dim = shard_dim(placement)
+    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    if shape[dim] % (parts * pieces):
+        return None
+    return tuple(n // parts if d == dim else n for d, n in enumerate(shape))
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
+def view(call: Call) -> Chosen:
+    """Keep each shard that is one of the result too; gather the others."""
+    source, final = call.inputs[0], call.outputs[0].shape
+    if call.outputs[0].dtype != source.dtype:
+        raise NotImplementedError(f"{call}: a view of another dtype. Use .to(dtype)")
+    old, new = source.shape, final
+    inputs: list[Placement] = []
+    outputs: list[Placement] = []
+    for mesh_dim, placement in enumerate(source.placements):
+        parts = source.place.sizes[mesh_dim]
+        result: Placement | None = placement
+        if is_shard(placement):
+            result = _follow(placement, parts, old, new)
+            rest = source.placements[mesh_dim + 1 :]
+            if result is not None and any(is_shard(p) for p in rest):
+                # Later mesh dims cut what is left: it must be the same on all ranks.
+                local_old = _divided(old, placement, parts)
+                local_new = _divided(new, result, parts)
+                if local_old is None or local_new is None:
+                    if _independent(source, mesh_dim, old, new):
+                        local_old, local_new = old, new
+                    else:
+                        result = None
+                if result is not None:
+                    assert local_old is not None and local_new is not None
+                    old, new = local_old, local_new
+        inputs.append(Replicate() if result is None else placement)
+        outputs.append(Replicate() if result is None else result)
+
+    return Chosen([tuple(inputs)], [tuple(outputs)], _localize_view)
+
+
+def _follow(placement: Placement, parts: int, old: Shape, new: Shape) -> Placement | None:
+    if 0 in old:
+        return None
+    for old_dims, new_dims in _groups(old, new):
+        if shard_dim(placement) in old_dims:
+            if parts == 1 and new_dims:
+                return Shard(new_dims[0])
+            return _viewed(placement, parts, old, new, old_dims, new_dims)
+    return None
+
+
+def _independent(source: Layout, mesh_dim: int, old: Shape, new: Shape) -> bool:
+    """Whether the later mesh dims cut dims that are not reshaped together with this one."""
+    for old_dims, _ in _groups(old, new):
+        if shard_dim(source.placements[mesh_dim]) in old_dims:
+            return not any(
+                shard_dim(p) in old_dims for p in source.placements[mesh_dim + 1 :]
+            )
+    return False
+
+
+def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    size = outputs[0].local_shape
+
+    def run(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        # A gathered or cut local tensor may lie in memory otherwise than the global one says.
+        return x.reshape(size)
+
+    return run
+
+

@@ -1,0 +1,419 @@
+"""`DTensor`: a tensor that knows its global shape, and holds this rank's part of it.
+
+It is a wrapper: shape, stride and dtype are the global tensor's, the data is a plain local tensor.
+Operations on it are run by `weft.dtensor.dispatch`; calls that gain from being seen before autograd
+takes them apart (matmul, attention) by `weft.dtensor.functional`. Both install themselves here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import _mesh_resources
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.collectives import spanning_group
+from weft.dtensor.layout import (
+    Layout,
+    Placements,
+    Shape,
+    is_shard,
+    layout_of,
+    normalize,
+    shard_dim,
+    show,
+)
+from weft.dtensor.redistribute import move
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class Pending(Protocol):
+    """A local result that is computed when somebody looks at it."""
+
+    def value(self) -> torch.Tensor:
+        """The local tensor."""
+        ...
+
+    def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
+        """`tensor` in another layout, by a way that needs no value; None where there is none."""
+        ...
+
+
+def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+    """The `DTensor` that has `local` as this rank's part. No checks, no autograd."""
+    tensor: DTensor = _make_wrapper(
+        DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device
+    )
+    tensor._local = local
+    tensor._layout = layout
+    tensor._pending = None
+    return tensor
+
+
+def wrap_pending(pending: Pending, layout: Layout, device: torch.device) -> DTensor:
+    """A `DTensor` whose local tensor is computed on first use."""
+    tensor: DTensor = _make_wrapper(
+        DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=device
+    )
+    tensor._local = None
+    tensor._layout = layout
+    tensor._pending = pending
+    return tensor
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a `DeviceMesh`, with the API of `torch.distributed.tensor.DTensor`.
+
+    Make one by `DTensor.from_local`, `distribute_tensor` or a factory (`zeros`, `randn`, ...).
+    """
+
+    __slots__ = ("_layout", "_local", "_pending")
+
+    _local: torch.Tensor | None
+    _layout: Layout
+    _pending: Pending | None
+
+    @staticmethod
+    def __new__(
+        cls, local_tensor: torch.Tensor, layout: Layout, *, requires_grad: bool = False
+    ) -> DTensor:
+        """Wrap `local_tensor` as this rank's part of `layout`. No communication, no autograd."""
+        return wrap(local_tensor, layout).requires_grad_(requires_grad)
+
+    # torch.Tensor has no __init__ of its own: the arguments are __new__'s.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The DTensor whose local tensors are given. Differentiable.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: default: the mesh of the enclosing `with mesh:`.
+            placements: one per mesh dim; default: `Replicate` on all.
+            run_check: compare shapes and dtypes across ranks, and make replicas equal to the first
+                rank's. This communicates.
+            shape, stride: of the global tensor, both or none. Without them every shard is taken to
+                be as large as this one.
+            grad_placements: of the gradient that arrives here, before its local part is handed on.
+                Default: that of `placements`, `Replicate` for `Partial`.
+
+        Raises:
+            ValueError: `local_tensor` has not the shape that the layout gives this rank.
+        """
+        if isinstance(local_tensor, DTensor):
+            raise RuntimeError(
+                "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
+            )
+        if (shape is None) != (stride is None):
+            raise RuntimeError("Please pass both shape and stride at the same time.")
+        mesh = device_mesh or _mesh_resources.get_current_mesh()
+        if placements is None:
+            placements = (Replicate(),) * mesh.ndim
+        placements = normalize(placements, local_tensor.ndim, mesh.ndim)
+        if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
+            local_tensor = local_tensor.to(mesh.device_type)
+        if shape is None or stride is None:
+            layout = _even_layout(local_tensor, mesh, placements)
+        else:
+            layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
+        if layout.index is None:
+            local_tensor = local_tensor.new_empty(0, requires_grad=local_tensor.requires_grad)
+        elif tuple(local_tensor.shape) != layout.local_shape:
+            raise ValueError(
+                f"from_local: the local tensor has shape {tuple(local_tensor.shape)}, but "
+                f"{layout!r} gives rank {layout.index} of the mesh {layout.local_shape} (shards "
+                f"are those of torch.chunk). Pass shards of that shape, or another shape="
+            )
+        value = local_tensor.detach()
+        if run_check and layout.index is not None:
+            value = _checked(value, layout)
+        wanted = (
+            _gradient_placements(placements)
+            if grad_placements is None
+            else normalize(grad_placements, local_tensor.ndim, mesh.ndim)
+        )
+        if torch.is_grad_enabled() and local_tensor.requires_grad:
+            return cast(DTensor, _FromLocal.apply(local_tensor, value, layout, wanted))
+        return wrap(value, layout)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        if self._local is None:
+            assert self._pending is not None
+            return self._pending.value()
+        return self._local
+
+    def to_local(
+        self, *, grad_placements: Sequence[Placement] | None = None
+    ) -> torch.Tensor:
+        """This rank's part. Differentiable; shares its memory.
+
+        Args:
+            grad_placements: how the ranks' gradients of it make up the global one. Default: as the
+                tensor is placed, `Replicate` for `Partial`. `Partial()` where each rank uses a
+                replica for something else.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor
+        layout = self._layout
+        wanted = (
+            _gradient_placements(layout.placements)
+            if grad_placements is None
+            else normalize(grad_placements, len(layout.shape), layout.mesh.ndim)
+        )
+        return cast(torch.Tensor, _ToLocal.apply(self, wanted))
+
+    def full_tensor(
+        self, *, grad_placements: Sequence[Placement] | None = None
+    ) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective, differentiable."""
+        layout = self._layout
+        return _redistribute(self, layout.replicated()).to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor, placed otherwise. Collective, differentiable, out of place.
+
+        The reduction of a `Partial` matmul that was not used yet is fused with the matmul.
+
+        Args:
+            device_mesh: default: the tensor's. Another mesh needs ranks that contain the tensor's,
+                or are among them.
+            placements: one per mesh dim.
+            async_op: accepted; the result is ready when the call returns.
+            forward_dtype: the dtype to communicate in, and of the result.
+            backward_dtype: the dtype in which the gradient is communicated.
+
+        Raises:
+            RuntimeError: no placements, or a new `Partial` among them.
+        """
+        layout = self._layout
+        if placements is None:
+            raise RuntimeError("placements is needed for redistribute!")
+        mesh = device_mesh or layout.mesh
+        wanted = normalize(placements, len(layout.shape), mesh.ndim)
+        for dim, placement in enumerate(wanted):
+            if isinstance(placement, Partial) and (
+                mesh != layout.mesh or layout.placements[dim] != placement
+            ):
+                raise RuntimeError(
+                    f"Can not redistribute to Partial, redistributing to Partial is for internal "
+                    f"use only! {show(layout.placements)} -> {show(wanted)}"
+                )
+        target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
+        return _redistribute(self, target, forward_dtype, backward_dtype)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that it lies on."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> Placements:
+        """One placement per mesh dim."""
+        return self._layout.placements
+
+    # Read all the time, and each would be a call of __torch_function__ otherwise.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._layout.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._layout.shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._layout.mesh}, "
+            f"placements={self._layout.placements})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._layout, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], meta: Any, outer_size: Shape, outer_stride: Shape
+    ) -> DTensor:
+        layout, requires_grad = meta
+        layout = layout_of(
+            layout.mesh, layout.placements, tuple(outer_size), tuple(outer_stride), layout.dtype
+        )
+        return DTensor(inner_tensors["_local_tensor"], layout, requires_grad=requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_param = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self._local_tensor.detach(), self._layout, self.requires_grad, is_param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return cast(DTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only leaf tensors can be copied by deepcopy: detach() the DTensor first"
+            )
+        local = copy.deepcopy(self._local_tensor.detach(), memo)
+        is_param = isinstance(self, torch.nn.Parameter)
+        result = _rebuild(local, self._layout, self.requires_grad, is_param)
+        memo[id(self)] = result
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+
+def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+    tensor = wrap(local, layout)
+    if is_param:
+        return cast(DTensor, torch.nn.Parameter(tensor, requires_grad))
+    return tensor.requires_grad_(requires_grad)
+
+
+def _gradient_placements(placements: Placements) -> Placements:
+    """How the gradient of a tensor so placed lies: each term of a sum has the whole gradient."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+def _even_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
+    shape, stride = list(local.shape), list(local.stride())
+    for placement, parts in zip(placements, mesh.shape, strict=True):
+        if is_shard(placement):
+            dim = shard_dim(placement)
+            for other in range(len(stride)):
+                # What lies outside of the sharded dim in memory gets farther apart.
+                if other != dim and local.stride(other) >= local.stride(dim) * local.size(dim):
+                    stride[other] *= parts
+            shape[dim] *= parts
+    return layout_of(mesh, placements, tuple(shape), tuple(stride), local.dtype)
+
+
+def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Compare what the ranks passed; make replicas equal to the first one's."""
+    group = spanning_group(layout.mesh)
+    mine = (layout.shape, layout.stride, layout.dtype)
+    everyones: list[Any] = [None] * group.world_size
+    dist.all_gather_object(everyones, mine, group=group.pg)
+    if any(theirs != mine for theirs in everyones):
+        raise ValueError(
+            f"from_local: the ranks' local tensors make up different global tensors (shape, "
+            f"stride, dtype): {dict(zip(group.ranks, everyones, strict=True))}. Pass shape and "
+            f"stride where the shards are uneven."
+        )
+    agreed = local.clone(memory_format=torch.contiguous_format)
+    for dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Replicate):
+            pg = layout.mesh.get_group(dim)
+            dist.broadcast(agreed, dist.get_global_rank(pg, 0), group=pg)
+    return agreed
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        grad_placements: Placements,
+    ) -> DTensor:
+        ctx.grad_placements = grad_placements
+        return wrap(value.view_as(value), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        target = grad._layout.with_placements(ctx.grad_placements)
+        return _redistribute(grad, target).to_local(), None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
+        ctx.layout = tensor._layout.with_placements(grad_placements)
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout: Layout = ctx.layout
+        if grad.requires_grad:
+            backward_placements = _gradient_placements(layout.placements)
+            return _FromLocal.apply(grad, grad.detach(), layout, backward_placements), None
+        return wrap(grad, layout), None
+
+
+def _redistribute(
+    tensor: DTensor,
+    target: Layout,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """`tensor` as `target` places it; differentiable. Nothing happens where nothing changes."""
+    layout = tensor._layout
+    if layout is target and forward_dtype in (None, layout.dtype) and backward_dtype is None:
+        return tensor
+    if tensor._pending is not None and forward_dtype is None and backward_dtype is None:
+        fused = tensor._pending.redistribute(tensor, target)
+        if fused is not None:
+            return fused
+    if forward_dtype is not None:
+        target = target.with_dtype(forward_dtype)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return cast(DTensor, _Redistribute.apply(tensor, target, backward_dtype))
+    local = tensor._local_tensor.to(target.dtype)
+    source = layout.with_dtype(target.dtype)
+    return wrap(move(local, source, target) if source is not target else local, target)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: DTensor, target: Layout, backward_dtype: torch.dtype | None
+    ) -> DTensor:
+        layout = tensor._layout
+        ctx.backward_dtype, ctx.dtype = backward_dtype, layout.dtype
+        ctx.source = layout.with_placements(_gradient_placements(layout.placements))
+        local = tensor._local_tensor.to(target.dtype)
+        source = layout.with_dtype(target.dtype)
+        if source is target:
+            return wrap(local.view_as(local), target)
+        return wrap(move(local, source, target), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        source: Layout = ctx.source
+        dtype = ctx.backward_dtype or grad.dtype
+        target = layout_of(source.mesh, source.placements, grad._layout.shape,
+                           grad._layout.stride, grad.dtype)
+        # A gradient that is Partial where the target was Partial already is as good as reduced.
+        back = _redistribute(grad, target, forward_dtype=dtype)
+        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None
