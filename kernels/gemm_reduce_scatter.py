@@ -243,7 +243,8 @@ def launch_matmul_reduce_scatter(
         )
     out = x.new_empty(sizes[ws.rank], N)
     # Triton's launcher takes no descriptors in a tuple, and the number of terms varies.
-    operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1)
+    wanted, offsets = config.descriptors and len(xs) == 1, (0, *accumulate(sizes))
+    operands = described(x, weights[0], tiling, wanted, offsets)
     _gemm_rs_kernel[(config.programs,)](
         out,
         operands.x if operands.described else tuple(xs),
@@ -251,7 +252,7 @@ def launch_matmul_reduce_scatter(
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,
-        (0, *accumulate(sizes)),
+        offsets,
         N,
         tuple(x.shape[1] for x in xs),
         chunk,

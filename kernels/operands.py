@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,21 @@ def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:
     return TensorDescriptor.from_tensor(matrix, list(block)), transposed
 
 
-def described(x: torch.Tensor, w: torch.Tensor, tiling: Tiling, wanted: bool) -> Operands:
+def described(
+    x: torch.Tensor, w: torch.Tensor, tiling: Tiling, wanted: bool, row_starts: Sequence[int] = ()
+) -> Operands:
     """Descriptors of x (M, K) and w (K, N) if they are `wanted` and both allow it.
 
-    Only for operands that nobody writes while the kernel runs: copies by descriptor are not ordered by
-    the acquire of a signal.
+    Only for operands that nobody writes while the kernel runs: copies by descriptor are not
+    ordered by the acquire of a signal.
+
+    Args:
+        row_starts: rows of x from which tiles are counted, if not from row 0 alone.
     """
     if not wanted or not (_describable(x) and _describable(w)):
         return Operands(x, w)
+    if x.stride(1) != 1 and any(start * x.element_size() % 16 for start in row_starts):
+        return Operands(x, w)  # along the contiguous dim, blocks start at multiples of 16 bytes
     x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
     w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
     return Operands(x_descriptor, w_descriptor, True, x_transposed, w_transposed)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import random
 import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from weft.collectives import signals, workspace
+from weft.collectives.pad import MAX_PROGRAMS
+from weft.errors import PeerTimeout
+from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from weft.kernels.chips import INTERPRETER, KNOWN, Tiling
+
+pytestmark = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
 
 
 def tolerance(dtype: torch.dtype, K: int) -> dict[str, float]:
-    """Rounding of the inputs is in the reference too: what is left is one rounding and fp32 sums."""
+    """The inputs' rounding is in the reference too: one rounding and fp32 sums are left."""
     eps = torch.finfo(dtype).eps
     return {"rtol": eps, "atol": eps + 4e-7 * max(K, 1) ** 0.5 * 4}
 
@@ -32,8 +48,6 @@ def chunk_sizes(length: int, world_size: int) -> list[int]:
 
 def poisoned(ws) -> None:
     """Fill this rank's data with NaN while nobody else writes there."""
-    import torch.distributed as dist
-
     dist.barrier()
     ws.tensor(ws.rank, 0, (ws.half_bytes,), torch.uint8).fill_(255)
     ws.tensor(ws.rank, 1, (ws.half_bytes,), torch.uint8).fill_(255)
@@ -43,30 +57,34 @@ def poisoned(ws) -> None:
 def cases(count: int, seed: int, limit: int = 70):
     rng = random.Random(seed)
     for index in range(count):
-        sizes = [rng.choice([1, 2, 3, 7, 16, 17, 31, 32, 33, rng.randint(1, limit)]) for _ in range(3)]
+        sizes = [
+            rng.choice([1, 2, 3, 7, 16, 17, 31, 32, 33, rng.randint(1, limit)]) for _ in range(3)
+        ]
         dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
         layouts = [rng.choice(["rows", "columns", "strided"]) for _ in range(3)]
         yield index, sizes, dtype, layouts
 
 
 def gather_rows(count: int, seed: int) -> None:
-    from weft.collectives import workspace
-    from weft.kernels import all_gather_gemm as op
-
     ws = workspace(None, 1 << 16, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
+        case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
         sizes = chunk_sizes(M, W)
         if index % 3 == 2:  # any sizes will do, not only torch.chunk's
             random.Random(index).shuffle(sizes)
         full = matrix(M, K, dtype, index, layouts[0])
         x = full.split(sizes)[rank]
-        weights = [matrix(K, n, dtype, 100 + rank + n, layouts[1]) for n in (N, 1, 33)[: 1 + index % 3]]
-        biases = [None if i == 1 else matrix(1, w.shape[1], dtype, i)[0] for i, w in enumerate(weights)]
+        weights = [
+            matrix(K, n, dtype, 100 + rank + n, layouts[1]) for n in (N, 1, 33)[: 1 + index % 3]
+        ]
+        biases = [
+            None if i == 1 else matrix(1, w.shape[1], dtype, i)[0] for i, w in enumerate(weights)
+        ]
         if index % 4 == 3 and rank == index % W:
             time.sleep(0.02)
-        gathered, ys = op.launch_all_gather_matmul(
+        gathered, ys = all_gather_gemm.launch_all_gather_matmul(
             x, weights, ws, sizes, biases=biases, with_own=index % 2 == 0
         )
         ws.check("gather_rows")
@@ -74,24 +92,26 @@ def gather_rows(count: int, seed: int) -> None:
             torch.testing.assert_close(gathered, full, rtol=0, atol=0)
         for y, w, bias in zip(ys, weights, biases, strict=True):
             want = full.double() @ w.double() + (0 if bias is None else bias.double())
-            torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=lambda m: f"{index}: {m}")
+            torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
 def gather_contraction(count: int, seed: int) -> None:
-    from weft.collectives import workspace
-    from weft.kernels import all_gather_gemm as op
-
     ws = workspace(None, 1 << 16, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
+        case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
         sizes, transposed = chunk_sizes(K, W), index % 2 == 1
-        full = matrix(K, M, dtype, index, layouts[0]) if transposed else matrix(M, K, dtype, index, layouts[0])
+        full = (
+            matrix(K, M, dtype, index, layouts[0])
+            if transposed
+            else matrix(M, K, dtype, index, layouts[0])
+        )
         x = full.split(sizes, dim=0 if transposed else 1)[rank]
         w = matrix(K, N, dtype, 100 + rank, layouts[1])
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         out = torch.empty(N, M, dtype=dtype).T if index % 4 == 2 else None
-        gathered, y = op.launch_all_gather_contract(
+        gathered, y = all_gather_gemm.launch_all_gather_contract(
             x, w, ws, sizes, transposed=transposed, bias=bias, out=out, with_own=index % 3 == 1
         )
         ws.check("gather_contraction")
@@ -99,73 +119,216 @@ def gather_contraction(count: int, seed: int) -> None:
             torch.testing.assert_close(gathered, full, rtol=0, atol=0)
         want = (full.T if transposed else full).double() @ w.double()
         want += 0 if bias is None else bias.double()
-        torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=lambda m: f"{index}: {m}")
+        torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
 def reduce_scatter(count: int, seed: int) -> None:
-    from dataclasses import replace
-
-    from weft.collectives import workspace
-    from weft.kernels import gemm_reduce_scatter as op
-    from weft.kernels.chips import INTERPRETER
-
     ws = workspace(None, 1 << 18, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
-        terms = 1 + index % 2
+        case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
+        terms, sizes = 1 + index % 2, chunk_sizes(M, W)
+        if index % 3 == 2:
+            random.Random(index).shuffle(sizes)
         depths = [[(K + r * i) % 70 for i in range(terms)] for r in range(W)]  # 0 among them
         if index % 4 < 2:
             depths = [[K] * terms] * W
-        xs = [[matrix(M, k, dtype, 10 * r + i, layouts[0]) for i, k in enumerate(ks)] for r, ks in enumerate(depths)]
-        weights = [[matrix(k, N, dtype, 500 + 10 * r + i, layouts[1]) for i, k in enumerate(ks)] for r, ks in enumerate(depths)]
+        xs = [
+            [matrix(M, k, dtype, 10 * r + i, layouts[0]) for i, k in enumerate(ks)]
+            for r, ks in enumerate(depths)
+        ]
+        weights = [
+            [matrix(k, N, dtype, 500 + 10 * r + i, layouts[1]) for i, k in enumerate(ks)]
+            for r, ks in enumerate(depths)
+        ]
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
-        config = op.config_for(M, N, dtype, W, INTERPRETER)
+        config = gemm_reduce_scatter.config_for(max(sizes), N, dtype, W, INTERPRETER)
         config = replace(config, descriptors=index % 2 == 0)
-        y = op.launch_matmul_reduce_scatter(xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config)
-        ws.check("reduce_scatter")
-        want = sum(x.double() @ w.double() for a, b in zip(xs, weights, strict=True) for x, w in zip(a, b, strict=True))
-        want = want * scale + (0 if bias is None else bias.double())
-        want = want.split(chunk_sizes(M, W))[rank]
-        torch.testing.assert_close(
-            y.double(), want, **tolerance(dtype, W * terms * 70), msg=lambda m: f"{index}: {m}"
+        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            xs[rank], weights[rank], ws, sizes, bias=bias, scale=scale, config=config
         )
+        ws.check("reduce_scatter")
+        want = sum(
+            x.double() @ w.double()
+            for a, b in zip(xs, weights, strict=True)
+            for x, w in zip(a, b, strict=True)
+        )
+        want = want * scale + (0 if bias is None else bias.double())
+        want = want.split(sizes)[rank]
+        torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * terms * 70), msg=case)
 
 
 def all_reduce(count: int, seed: int) -> None:
-    from dataclasses import replace
-
-    import torch.distributed as dist
-
-    from weft.collectives import workspace
-    from weft.kernels import gemm_all_reduce as op
-    from weft.kernels.chips import INTERPRETER
-
     ws = workspace(None, 1 << 18, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
+        case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
         depths = [K if index % 4 < 2 else (K + r) % 70 for r in range(W)]
         xs = [matrix(M, k, dtype, r, layouts[0]) for r, k in enumerate(depths)]
         weights = [matrix(k, N, dtype, 500 + r, layouts[1]) for r, k in enumerate(depths)]
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
-        config = op.config_for(M, N, dtype, W, INTERPRETER)
+        config = gemm_all_reduce.config_for(M, N, dtype, W, INTERPRETER)
         config = replace(config, descriptors=index % 2 == 0, two_shot=index % 3 != 2)
-        y = op.launch_matmul_all_reduce(xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config)
+        y = gemm_all_reduce.launch_matmul_all_reduce(
+            xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config
+        )
         ws.check("all_reduce")
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         want = want * scale + (0 if bias is None else bias.double())
-        torch.testing.assert_close(
-            y.double(), want, **tolerance(dtype, W * 70), msg=lambda m: f"{index}: {m}"
-        )
+        torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * 70), msg=case)
         first = y.float().clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, y.float()), f"{index}: rank {rank} differs from rank 0"
 
 
+BODIES = [gather_rows, gather_contraction, reduce_scatter, all_reduce]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("body", [gather_rows, gather_contraction, reduce_scatter, all_reduce], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_float64(ranks, body, world_size):
-    ranks(world_size, body, 12, world_size)
+    ranks(world_size, body, {2: 12, 3: 9, 4: 8}[world_size], world_size)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_many_shapes_against_float64(ranks, body, world_size):
+    ranks(world_size, body, 60, 1000 + world_size, timeout_s=900)
+
+
+def gpu_like_tiles() -> None:
+    """Tiles wider than 128, several reductions a tile, descriptors in every orientation."""
+    ws = workspace(None, 1 << 21, channel="wide")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    tiling, (M, N, K) = Tiling(32, 256, 16, group_m=1), (72, 264, 48)
+    for index, layouts in enumerate(
+        [("rows", "rows"), ("columns", "rows"), ("rows", "columns"), ("columns", "columns")]
+    ):
+        dtype = torch.bfloat16 if index % 2 else torch.float32
+        xs = [matrix(M, K, dtype, r, layouts[0]) for r in range(W)]
+        weights = [matrix(K, N, dtype, 50 + r, layouts[1]) for r in range(W)]
+        want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
+        close = tolerance(dtype, W * K)
+        scatter = gemm_reduce_scatter.Config(tiling, 3, 16, True)
+        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), config=scatter
+        )
+        torch.testing.assert_close(y.double(), want.split(chunk_sizes(M, W))[rank], **close)
+        for two_shot in (False, True):
+            reduce = gemm_all_reduce.Config(tiling, 2, two_shot, 16, True)
+            y = gemm_all_reduce.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
+            torch.testing.assert_close(y.double(), want, **close)
+        gather = all_gather_gemm.Config(tiling, 4, 2, 8, 4, 32)
+        whole = torch.cat(xs).double()
+        _, (y,) = all_gather_gemm.launch_all_gather_matmul(
+            xs[rank], [weights[rank]], ws, [M] * W, config=gather
+        )
+        torch.testing.assert_close(y.double(), whole @ weights[rank].double(), **close)
+        dy = matrix(M * W, N, dtype, 9, layouts[1])
+        _, y = all_gather_gemm.launch_all_gather_contract(
+            xs[rank], dy, ws, [M] * W, transposed=True, config=gather
+        )
+        torch.testing.assert_close(y.double(), whole.T @ dy.double(), **tolerance(dtype, W * M))
+
+
+def test_gpu_like_tiles(ranks):
+    ranks(2, gpu_like_tiles)
+
+
+def calls_in_a_row() -> list[torch.Tensor]:
+    """Different kernels in turn on one channel, every rank the slowest once: same bits again."""
+    ws = workspace(None, 1 << 18, channel="row")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    x, w = matrix(20, 24, torch.float32, rank), matrix(24, 40, torch.float32, 5 + rank)
+    rounds = []
+    for call in range(W + 1):
+        if call % W == rank:
+            time.sleep(0.05)
+        rounds.append(
+            [
+                all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [20] * W)[1][0],
+                gemm_reduce_scatter.launch_matmul_reduce_scatter(
+                    [x], [w], ws, chunk_sizes(len(x), ws.world_size)
+                ),
+                gemm_all_reduce.launch_matmul_all_reduce(x, w, ws),
+            ]
+        )
+    ws.check("calls_in_a_row")
+    for later in rounds[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(rounds[0], later, strict=True))
+    return rounds[0][1:]
+
+
+def test_calls_in_a_row_on_one_workspace(ranks):
+    results = ranks(3, calls_in_a_row)
+    scattered, whole = torch.cat([r[0] for r in results]), [r[1] for r in results]
+    assert all(torch.equal(whole[0], other) for other in whole[1:])
+    torch.testing.assert_close(scattered, whole[0])
+
+
+def absent_peer(which: str) -> None:
+    ws = workspace(None, 1 << 18, channel=f"absent {which}")
+    rank, W = ws.rank, ws.world_size
+    absent = W - 1
+    dist.barrier()
+    if rank != absent:
+        names = ("rank", "world_size", "device", "buffer_ptrs", "signal_ptrs", "half_bytes")
+        impatient = SimpleNamespace(
+            timeout_polls=100, **{name: getattr(ws, name) for name in names}
+        )
+        x, w = matrix(40, 40, torch.float32, rank), matrix(40, 40, torch.float32, rank)
+        start = time.perf_counter()
+        if which == "rows":
+            all_gather_gemm.launch_all_gather_matmul(x, [w], impatient, [40] * W)
+        elif which == "contraction":
+            all_gather_gemm.launch_all_gather_contract(x, w.repeat(W, 1), impatient, [40] * W)
+        elif which == "scatter":
+            gemm_reduce_scatter.launch_matmul_reduce_scatter([x], [w], impatient, [20, 20, 0])
+        else:
+            gemm_all_reduce.launch_matmul_all_reduce(x, w, impatient)
+        assert time.perf_counter() - start < 10
+        with pytest.raises(PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):
+            ws.check(which)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("which", ["rows", "contraction", "scatter", "reduce"])
+def test_an_absent_peer_is_named_and_nothing_hangs(ranks, which):
+    ranks(3, absent_peer, which)
+
+
+def test_configurations_do_not_depend_on_the_rank_or_on_k():
+    for op in (gemm_reduce_scatter, gemm_all_reduce):
+        assert "K" not in inspect.signature(op.config_for).parameters
+    for chip in KNOWN:
+        for M, N in itertools.product((1, 16, 100, 8192), (1, 64, 8192)):
+            for dtype in (torch.bfloat16, torch.float32):
+                config = gemm_reduce_scatter.config_for(M, N, dtype, 8, chip)
+                assert 1 <= config.programs <= min(chip.cores, MAX_PROGRAMS)
+                assert config.tiling.block_m % config.reduce_m == 0
+                gather = all_gather_gemm.config_for(M, N, dtype, 8, chip)
+                assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
+
+
+def too_small() -> None:
+    ws = workspace(None, 1, channel="small")
+    x, w = torch.zeros(1 << 9, 1 << 9), torch.zeros(1 << 9, 1 << 9)
+    with pytest.raises(ValueError, match="must hold 2097152 bytes"):
+        gemm_all_reduce.launch_matmul_all_reduce(x, w, ws)
+    with pytest.raises(ValueError, match="must hold"):
+        gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            [x], [w], ws, chunk_sizes(len(x), ws.world_size)
+        )
+    with pytest.raises(ValueError, match="must hold"):
+        all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)
+
+
+def test_a_workspace_that_is_too_small_is_refused_before_any_signal(ranks):
+    ranks(2, too_small)

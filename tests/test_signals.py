@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(
 
 def pads(world_size: int) -> SimpleNamespace:
     """Pads of some ranks in this process; the owner keeps the tensors alive."""
-    words = [torch.zeros(pad.pad_bytes(world_size) // 8, dtype=torch.int64) for _ in range(world_size)]
+    words = [
+        torch.zeros(pad.pad_bytes(world_size) // 8, dtype=torch.int64) for _ in range(world_size)
+    ]
     return SimpleNamespace(words=words, table=torch.tensor([w.data_ptr() for w in words]))
 
 
@@ -73,7 +75,9 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
     finally:
         signals.on_poll = before
     slot = pad.KERNEL_SLOTS + 2 * pad.MAX_PROGRAMS + 7
-    assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 20  # the plain wait; wait_for gives up
+    assert (
+        polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 20
+    )  # the plain wait; wait_for gives up
     assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [signals.TIMED_OUT, 1, 0, 6]
 
 
