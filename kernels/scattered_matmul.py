@@ -190,7 +190,8 @@ def _host_backward(
     needs_x, needs_w, needs_b = needs
     dx = torch.empty_like(x) if needs_x else None
     grad = WeightGrad(w) if needs_w else None
-    db = torch.zeros(w.shape[1], dtype=torch.float32, device=w.device) if needs_b else None
+    accumulator = torch.promote_types(w.dtype, torch.float32)
+    db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     # The bias is added after the division, all else before it.
     own = dy / group.world_size if average and (needs_x or needs_w) else dy
     nbytes, scale = shard_bytes(dy, rows), group.world_size if average else 1
@@ -204,7 +205,7 @@ def _host_backward(
             if grad is not None:
                 grad.add(x[start:stop], chunk)
             if db is not None:
-                db += chunk.sum(0, dtype=torch.float32) * scale
+                db += chunk.sum(0, dtype=accumulator) * scale
     dw = None if grad is None else grad.result()
     return dx, dw, None if db is None else db.to(w.dtype)
 
