@@ -66,24 +66,35 @@ def interpreter_ready() -> tuple[bool, str]:
 def polls_within(seconds: float, device: torch.device) -> int:
     """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
 
-    A poll of the interpreter sleeps 50 us and costs 0.1 to 0.3 ms in all, as cores are free; an
-    acquire load at system scope takes a GPU about 0.7 us.
+    An acquire load at system scope takes a GPU about 0.7 us. In the interpreter what a poll takes
+    depends on who else wants the core: there it is counted by the clock, see `_sleep`.
     """
-    return max(1, int(seconds * (5_000 if device.type == "cpu" else 1_400_000)))
+    rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 1_400_000
+    return max(1, int(seconds * rate))
 
 
-def _sleep(_address: int, _value: int) -> None:
+_INTERPRETED_POLLS_PER_S = 10_000
+_last_poll = (0, 0, 0.0)  # address, value, time
+
+
+def _sleep(address: int, value: int) -> int:
+    global _last_poll
     time.sleep(50e-6)
+    now, last = time.perf_counter(), _last_poll
+    _last_poll = (address, value, now)
+    waited = now - last[2] if last[:2] == (address, value) else 0.0
+    return max(1, round(waited * _INTERPRETED_POLLS_PER_S))
 
 
-# What an interpreted rank does between two polls of a signal, given the signal's address and the value
-# awaited. A scheduler of virtual ranks replaces it to hand over to another rank.
-on_poll: Callable[[int, int], None] = _sleep
+# What an interpreted rank does between two polls of a signal, given the signal's address and the
+# value awaited; returns how many polls that counts for. A scheduler of virtual ranks replaces it to
+# hand over to another rank.
+on_poll: Callable[[int, int], int] = _sleep
 
 
-def _pause(ptr: Any, value: Any, _semantic: Any = None) -> None:
+def _pause(ptr: Any, value: Any, _semantic: Any = None) -> int:
     """Let others run before the next poll. Only interpreted kernels contain it."""
-    on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value.handle.data.reshape(-1)[0]))
+    return on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value.handle.data.reshape(-1)[0]))
 
 
 # Triton's code generator refuses to look at plain functions, in branches that it drops as well.
@@ -183,9 +194,10 @@ def _wait(ptr, value, max_polls, scope: tl.constexpr):
     seen = _acquire(ptr, scope)
     while (seen < value) & (polls > 0):
         if _INTERPRETED:
-            _pause(ptr, value)
+            polls -= _pause(ptr, value)
+        else:
+            polls -= 1
         seen = _acquire(ptr, scope)
-        polls -= 1
     return seen >= value
 
 
