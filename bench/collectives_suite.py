@@ -1,7 +1,7 @@
 """The collectives against Gloo and against the copy that the machine can do.
 
-`copy` is what the result costs when its bytes lie ready in this rank's memory: it writes as many bytes,
-while the other ranks do the same. All write into tensors that exist, as Gloo does.
+`copy` is what the result costs when its bytes lie ready in this rank's memory: it writes as many
+bytes, while the other ranks do the same. All write into tensors that exist, as Gloo does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How things are timed here: on real ranks, interleaved, medians, the slowest rank counts.
 
-The machine's speed drifts, by more than what is compared. So all variants of a case run in turn, one
-call each, round after round, in one set of processes; each call starts at a barrier. A variant's time
-on a rank is the median over rounds, and the case's is the largest over ranks. Ratios between variants
-are taken round by round, and their median is given.
+The machine's speed drifts, by more than what is compared. So all variants of a case run in turn,
+one call each, round after round, in one set of processes; each call starts at a barrier. A
+variant's time on a rank is the median over rounds, and the case's is the largest over ranks. Ratios
+between variants are taken round by round, and their median is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What this machine can do: rates that the choice of engine is made from, measured once and kept.
 
-The first call that has to choose measures them, all ranks of its group at the same time (0.3 s), and
-rank 0 keeps the result in WEFT_CACHE_DIR. Every rank uses rank 0's numbers, so that all ranks
+The first call that has to choose measures them, all ranks of its group at the same time (0.3 s),
+and rank 0 keeps the result in WEFT_CACHE_DIR. Every rank uses rank 0's numbers, so that all ranks
 choose alike. Delete the file to measure again.
 """
 

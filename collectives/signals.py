@@ -5,20 +5,23 @@ that its writer announced. It only grows, so nothing is ever reset, and the gene
 device, so a captured CUDA graph replays correctly: each replay is a new generation.
 
 Order. `signal` is a release at system scope, `wait` an acquire at system scope: what the writer's
-program stored before its signal is visible to the waiter's program after its wait. `signal_local` and
-`wait_local` are the same between programs of one device.
+program stored before its signal is visible to the waiter's program after its wait. `signal_local`
+and `wait_local` are the same between programs of one device.
 
 Why two halves are enough. Two rules hold for every kernel built on this pad:
-  1. in each call, every rank signals every peer (for empty chunks too) after it has finished reading
-     everything of its previous call on the channel: launches of one channel are ordered by a stream;
+  1. in each call, every rank signals every peer (for empty chunks too) after it has finished
+     reading everything of its previous call on the channel: launches of one channel are ordered by
+     a stream;
   2. no call ends on a rank before that rank has received the signals of all peers for that call.
-When a rank starts call g + 2 it has, by 2, received everyone's signals of g + 1; those were sent, by 1,
-after everyone had finished reading call g. Hence nobody still reads the half that it now overwrites.
+When a rank starts call g + 2 it has, by 2, received everyone's signals of g + 1; those were sent,
+by 1, after everyone had finished reading call g. Hence nobody still reads the half that it now
+overwrites.
 
-Why nothing hangs. Every wait is bounded; a wait that fails records who waited for whom and all later
-waits of the launch give up at once. A program waits for programs of its peers with the same number or
-for programs of its own launch with a smaller number, never for a later one, so that any grid makes
-progress when its programs run in order: non-resident grids on a GPU, and the interpreter.
+Why nothing hangs. Every wait is bounded; a wait that fails records who waited for whom and all
+later waits of the launch give up at once. A program waits for programs of its peers with the same
+number or for programs of its own launch with a smaller number, never for a later one, so that any
+grid makes progress when its programs run in order: non-resident grids on a GPU, and the
+interpreter.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def interpreter_ready() -> tuple[bool, str]:
     if INTERPRETED:
         return True, "kernels are interpreted"
     return False, (
-        "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python starts"
+        "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python runs"
     )
 
 
@@ -148,10 +151,10 @@ def set_generation(signal_ptrs, rank, generation):
 
 
 # Order of a program's own stores before its signal. One thread signals, many stored: in the PTX of
-# sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release is
-# cumulative, so that it covers what the other threads stored before the barrier. In the code for gfx942
-# the barrier is a bare s_barrier and the release is buffer_wbl2 sc0 sc1 + s_waitcnt vmcnt(0) of the
-# signalling wave.
+# sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release
+# is cumulative, so that it covers what the other threads stored before the barrier. In the code for
+# gfx942 the barrier is a bare s_barrier and the release is buffer_wbl2 sc0 sc1 + s_waitcnt vmcnt(0)
+# of the signalling wave.
 @triton.jit
 def signal(ptr, value):
     """Publish all that this program has stored, to any rank: release `value`. One writer a slot."""
@@ -179,12 +182,13 @@ def signal_local(ptr, value):
         tl.atomic_xchg(ptr, value, sem="release", scope="gpu")
 
 
-# Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no read-modify-write.
+# Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no
+# read-modify-write.
 @triton.jit
 def _acquire(ptr, scope: tl.constexpr):
     if _HAS_ATOMIC_LOAD:
         return tl.atomic_load(ptr, sem="acquire", scope=scope)
-    else:
+    else:  # noqa: RET505 - Triton drops the branch not taken only if it is an else
         return tl.atomic_add(ptr, 0, sem="acquire", scope=scope)
 
 

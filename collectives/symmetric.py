@@ -27,7 +27,7 @@ from weft.errors import MismatchError, PeerTimeout
 
 
 class Memory(Protocol):
-    """What a backend gives: every rank's segment, pad first, as bytes that this rank can address."""
+    """What a backend gives: every rank's segment, pad first, as bytes that this rank addresses."""
 
     segments: list[torch.Tensor]  # uint8, one a rank
     multicast_ptr: int
@@ -187,8 +187,8 @@ class SymmetricBuffer:
         nbytes = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset % dtype.itemsize or offset + nbytes > self._nbytes:
             raise ValueError(
-                f"a tensor of {nbytes} bytes ({tuple(shape)}, {dtype}) at {offset=} must lie inside "
-                f"the buffer's {self._nbytes} bytes and be aligned to {dtype.itemsize}"
+                f"a tensor of {nbytes} bytes ({tuple(shape)}, {dtype}) at {offset=} must lie "
+                f"inside the buffer's {self._nbytes} bytes and be aligned to {dtype.itemsize}"
             )
         start = self._offset + offset
         flat = self._segments[rank][start : start + nbytes]
@@ -368,7 +368,8 @@ def empty(
     *,
     device: torch.device | str | None = None,
 ) -> SymmetricBuffer:
-    """Allocate symmetric memory. Collective: every rank of `group` calls it with the same arguments.
+    """Allocate symmetric memory. Collective: every rank of `group` calls it with the same
+    arguments.
 
     Args:
         shape, dtype: of each rank's tensor.

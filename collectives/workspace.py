@@ -113,8 +113,8 @@ def workspace(
 ) -> Workspace:
     """The workspace of (`group`, `device`, `channel`) with room for `nbytes` a rank and call.
 
-    Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call it
-    once with the largest size ahead of a CUDA-graph capture: growing is refused there.
+    Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call
+    it once with the largest size ahead of a CUDA-graph capture: growing is refused there.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.

@@ -36,8 +36,9 @@ from weft.collectives import (
     resolve,
     workspace,
 )
-from weft.collectives.collective_ops import known_sizes, offsets
+from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike
+from weft.collectives.movement import offsets
 from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 
@@ -225,7 +226,7 @@ def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tenso
 def row_chunks(
     ex: Exchange, x: torch.Tensor, rows: list[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The published shards as (first row, rows) to multiply: in place, or gathered if they are few."""
+    """The published shards as (first row, rows) to multiply: in place, or gathered if few."""
     if max(rows) < _CHUNK_ROWS:
         yield 0, gather_shards(ex, x, rows)
     else:

@@ -6,9 +6,9 @@
     sequence_dim=0     x (S/W, H) -gather-> (S, F/W) -> (S, F/W) -scatter-> (S/W, H)
     sequence_dim=None  x (S, H)   --------> (S, F/W) -> (S, F/W) -reduce--> (S, H)
 
-Each arrow is one fused op (`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`), forward
-and backward. `state_dict()` gives the whole weights under nn.Linear's names, so that a one-process
-model loads it, and `load_state_dict` takes whole weights and keeps this rank's part.
+Each arrow is one fused op (`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`),
+forward and backward. `state_dict()` gives the whole weights under nn.Linear's names, so that a
+one-process model loads it, and `load_state_dict` takes whole weights and keeps this rank's part.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from weft.collectives import all_gather, resolve
-from weft.collectives.collective_ops import chunk_sizes
 from weft.collectives.group import GroupLike
+from weft.collectives.movement import chunk_sizes
 from weft.kernels.dense import WeightGrad, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.reduced_matmul import matmul_all_reduce
@@ -166,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class _WholeInput(torch.autograd.Function):
-    """x (*, H) @ weight (F_r, H)^T for an x that is whole on every rank: dx is summed over ranks."""
+    """x (*, H) @ weight (F_r, H)^T for an x that is whole on every rank: dx is summed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:

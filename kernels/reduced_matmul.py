@@ -4,9 +4,9 @@ W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
     rank r       x (M, K_r)  @  w (K_r, N)  =  partial_r (M, N)      y = partial_0 + partial_1 + ...
 
-Forward, host engine. Every rank computes its partial straight into symmetric memory and signals. For
-few bytes or two ranks each adds up all of all partials (one-shot); for more, each adds up its own
-rows, shows the sum, and copies the others' (two-shot): reads fall from W to 2 partials.
+Forward, host engine. Every rank computes its partial straight into symmetric memory and signals.
+For few bytes or two ranks each adds up all of all partials (one-shot); for more, each adds up its
+own rows, shows the sum, and copies the others' (two-shot): reads fall from W to 2 partials.
 
 Rows are added in rank order by whoever adds them, so y is bitwise the same on every rank.
 
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from weft.collectives import Group, all_reduce, exchange, resolve
-from weft.collectives.collective_ops import chunk_sizes, offsets
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike
+from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.gathered_matmul import check_operands, reduce_rows

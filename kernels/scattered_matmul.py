@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 
 from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolve
-from weft.collectives.collective_ops import chunk_sizes, offsets
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike
+from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.gathered_matmul import (
@@ -275,5 +275,6 @@ def matmul_reduce_scatter_reference(
         y = y / len(xs)
     if bias is not None:
         y = y + bias
-    parts: tuple[torch.Tensor, ...] = y.split(chunk_sizes(y.shape[scatter_dim], len(xs)), scatter_dim)
+    sizes = chunk_sizes(y.shape[scatter_dim], len(xs))
+    parts: tuple[torch.Tensor, ...] = y.split(sizes, scatter_dim)
     return parts[rank]

@@ -25,7 +25,7 @@ class RankError(AssertionError):
 
 
 def _poison_empty() -> None:
-    """Fill what `torch.empty` returns with NaN (or a large number), so that unwritten output shows."""
+    """Fill what `torch.empty` returns with NaN (or a large number): unwritten output shows."""
     plain = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -122,7 +122,8 @@ class RankPool:
                         code = self._processes[rank].exitcode
                         replies[rank] = (False, (f"rank process ended, exit code {code}", ""))
             if not all(ok for ok, _ in replies.values()):
-                # The others may wait for the rank that failed: they get a moment, not the whole time.
+                # The others may wait for the rank that failed: they get a moment, not the whole
+                # time.
                 deadline = min(deadline, time.monotonic() + 5)
         return replies
 

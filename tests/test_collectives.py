@@ -14,7 +14,7 @@ import torch.distributed as dist
 import weft
 import weft.settings
 from weft import collectives
-from weft.collectives.collective_ops import chunk_sizes
+from weft.collectives.movement import chunk_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SHAPES = ((1,), (7,), (3, 5), (0, 4), (64, 33), (2, 3, 5))
@@ -200,9 +200,7 @@ def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     "body", [gather_body, reduce_body, exchange_body, strides_body, out_body, gradient_body]
 )
-def test_collective(
-    ranks: Any, world_size: int, engine: str, body: Callable[[], None]
-) -> None:
+def test_collective(ranks: Any, world_size: int, engine: str, body: Callable[[], None]) -> None:
     ranks(world_size, with_engine, engine, body)
 
 

@@ -31,7 +31,7 @@ def forced_body() -> list[str]:
         pytest.raises(NotImplementedError, match="gathered dim is the contraction"),
     ):
         weft.all_gather_matmul(x, torch.ones(8 * dist.get_world_size(), 2), gather_dim=1)
-    with weft.engine("triton"), pytest.raises(NotImplementedError, match="not torch.float64"):
+    with weft.engine("triton"), pytest.raises(NotImplementedError, match=r"not torch\.float64"):
         weft.matmul_all_reduce(x.double(), w.double())
     return lines
 
@@ -47,9 +47,7 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
     try:
         x, w = torch.ones(64, 32), torch.ones(32, 16)
         decision = weft.explain(lambda: weft.matmul_all_reduce(x, w))[0]
-        columns = weft.explain(
-            lambda: weft.all_gather_matmul(x, torch.ones(64, 4), gather_dim=1)
-        )
+        columns = weft.explain(lambda: weft.all_gather_matmul(x, torch.ones(64, 4), gather_dim=1))
         assert columns[0].engine == "generic" and "contraction" in columns[0].why
         rates = cost.machine(resolve(), torch.device("cpu"))
         assert rates.copy > 0 and rates.sync_us > 0 and rates.flops["torch.float32"] > 0
@@ -75,9 +73,8 @@ class Rates:
     """A machine made up: 1 flop and 1 byte per us and no latency, but for what a case sets."""
 
     def __init__(self, **rates: float) -> None:
-        self.machine = cost.Machine(
-            {"torch.float32": 1e6}, **{"copy": 1e3, "sync_us": 5, "wire": 1e2, "wire_us": 100} | rates
-        )
+        usual = {"copy": 1e3, "sync_us": 5.0, "wire": 1e2, "wire_us": 100.0}
+        self.machine = cost.Machine({"torch.float32": 1e6}, **usual | rates)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.collectives.collective_ops import chunk_sizes
+from weft.collectives.movement import chunk_sizes
 from weft.kernels.gathered_matmul import all_gather_matmul_reference
 from weft.kernels.reduced_matmul import matmul_all_reduce_reference
 from weft.kernels.scattered_matmul import matmul_reduce_scatter_reference
@@ -171,7 +171,9 @@ def random_cases(kind: str, W: int, engine: str, count: int) -> list[dict[str, A
                 "K": size(), "Ns": [size() for _ in range(rng.choice([1, 1, 2, 3]))],
                 "batch": batch, "dim": rng.randint(0, len(batch)),
                 "known": rng.random() < 0.5,
-                "sizes": rng.choice([[even] * W, chunk_sizes(size(), W), [size(0) for _ in range(W)]]),
+                "sizes": rng.choice(
+                    [[even] * W, chunk_sizes(size(), W), [size(0) for _ in range(W)]]
+                ),
             }  # fmt: skip
         else:
             lead = [size(), *batch]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.collectives.collective_ops import chunk_sizes
+from weft.collectives.movement import chunk_sizes
 
 
 def pair(hidden: int, ffn: int, bias: bool) -> nn.Sequential:

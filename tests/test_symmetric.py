@@ -106,7 +106,7 @@ def check_body() -> None:
         collectives.all_reduce(x)
         with pytest.raises(weft.MismatchError, match=r"but all_reduce\(sum\) of \[3, 6\].* rank 1"):
             collectives.all_reduce(x if rank != 1 else x[:3])
-        with pytest.raises(weft.MismatchError, match="but reduce_scatter.* on rank 2"):
+        with pytest.raises(weft.MismatchError, match=r"but reduce_scatter.* on rank 2"):
             if rank == 2:
                 collectives.reduce_scatter(x)
             else:
@@ -146,8 +146,8 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S must be a number"):
         weft.settings.timeout_s()
-    with pytest.raises(ValueError, match="engine must be one of"), weft.engine("fast"):  # type: ignore[arg-type]
-        pass
+    with pytest.raises(ValueError, match="engine must be one of"):
+        weft.engine("fast").__enter__()  # type: ignore[arg-type]
 
 
 def test_no_process_group_is_a_clear_error() -> None:
