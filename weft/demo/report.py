@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,12 @@ def _times(comparison: Comparison) -> Table:
 
 def _engines(result: Result) -> Table:
     table = _table("engines of one training step", "calls", "op", "shapes", "engine", "why")
+    others: Counter[tuple[str, str]] = Counter()
     for decision, calls in result.decisions.items():
-        table.add_row(str(calls), decision.op, decision.shapes, decision.engine, decision.why)
+        if decision.shapes:
+            table.add_row(str(calls), decision.op, decision.shapes, decision.engine, decision.why)
+        else:
+            others[decision.op, decision.engine] += calls
+    for (op, engine), calls in others.items():
+        table.add_row(str(calls), op, "", engine, "see explain.txt")
     return table
