@@ -365,8 +365,11 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
             find = _rules["pointwise"]
         elif call.name.startswith(("_foreach_", "_fused_")):
             find = _rules["foreach"]
-    _learn_outputs(call, dynamic=find is None)
-    decision = find(call) if find is not None else _replicate_all(call, writes)
+    _learn_outputs(call)
+    if find is None or call.output_tree is _DYNAMIC:
+        decision: Choices | Chosen | Decomposed = _replicate_all(call, writes)
+    else:
+        decision = find(call)
     if isinstance(decision, Decomposed):
         plan = Plan(func, None, None)
         plan.decomposed = decision.function
@@ -454,22 +457,20 @@ def _check_unchanged(call: Call, target: Layout, meta: Meta) -> None:
         )
 
 
-def _learn_outputs(call: Call, dynamic: bool) -> None:
-    """Run the op on meta tensors: shapes, strides and dtypes of the global results."""
+def _learn_outputs(call: Call) -> None:
+    """Run the op on meta tensors: shapes, strides and dtypes of the global results.
+
+    Where these depend on the data, the result is known only once the op has run.
+    """
     kwargs = dict(call.kwargs)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     args, kwargs = _map([list(call.args), kwargs], _meta_argument)
     try:
         result = call.op(*args, **kwargs)
-    except NotImplementedError:
-        if not dynamic:
-            raise
-        call.output_tree = _DYNAMIC
-        return
     except RuntimeError as error:
-        # Ops whose result depends on the data say so in many ways, all of them RuntimeError.
-        if not dynamic or "meta" not in str(error).lower():
+        # Ops without a meta kernel say so in several ways, all of them RuntimeError.
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
             raise
         call.output_tree = _DYNAMIC
         return

@@ -34,6 +34,7 @@ from weft.dtensor.layout import (
 )
 from weft.dtensor.random import seeded
 from weft.dtensor.redistribute import same_shard
+from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_matmul import linear as _linear_op
 from weft.dtensor.rules_matmul import linear_input_grad, linear_weight_grad
 from weft.dtensor.rules_nn import embedding_weight_grad
@@ -420,6 +421,10 @@ def attention(
     target_shape = (*q.shape[:-1], v.shape[-1])
 
     def run() -> torch.Tensor:
+        if q_local.numel() == 0:
+            # A rank without heads or rows takes part in the gradients of what it was given.
+            used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
+            return q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
         return F.scaled_dot_product_attention(
             q_local, k_local, v_local, mask_local, dropout_p, is_causal, **options
         )
@@ -479,6 +484,13 @@ def embedding(
     return _Embedding.apply(weight, input, pad)
 
 
+def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    """`F.one_hot`; without `num_classes` it takes the largest index of all ranks."""
+    if num_classes == -1:
+        num_classes = int(tensor.max().item()) + 1
+    return dispatch(_one_hot_op, (tensor, num_classes))
+
+
 _aten = torch.ops.aten
 _Handler = Callable[..., Any]
 
@@ -493,6 +505,7 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.addmm: addmm,
     F.scaled_dot_product_attention: attention,
     F.embedding: embedding,
+    F.one_hot: one_hot,
 }
 # Without autograd these functions are just the op: no need to go through torch's dispatcher.
 _direct: dict[Any, Any] = {

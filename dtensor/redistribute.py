@@ -38,6 +38,7 @@ from weft.dtensor.layout import (
     Runs,
     Shape,
     check_partials,
+    distinct,
     contiguous_stride,
     is_shard,
     layout_of,
@@ -61,6 +62,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.Tensor.bitwise_or_,
     "bxor": torch.Tensor.bitwise_xor_,
 }
+_MAX_MIDDLES = 64
 _SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 
 
@@ -263,23 +265,21 @@ def _contributes(placement: Placement, index: int) -> bool:
 
 
 def _middles(source: Layout, target: Layout) -> list[Placements]:
-    """Where to reduce first: placements with the Partial dims of `source` turned into shards."""
-    partial = [
-        dim
-        for dim, placement in enumerate(source.placements)
-        if isinstance(placement, Partial) and target.placements[dim] != placement
-    ]
-    options: list[Placements] = []
-    for tensor_dim in range(len(source.shape)):
-        for prefer_target in (False, True):
-            middle = list(source.placements)
-            for dim in partial:
-                wanted = target.placements[dim]
-                keep = prefer_target and is_shard(wanted)
-                middle[dim] = wanted if keep else Shard(tensor_dim)
-            if tuple(middle) not in options:
-                options.append(tuple(middle))
-    return options
+    """Where to reduce first: placements with the Partial dims of `source` turned into shards.
+
+    The other mesh dims stay, become what they are in the end, or are sharded to share the work.
+    """
+    choices: list[list[Placement]] = []
+    for old, new in zip(source.placements, target.placements, strict=True):
+        shards: list[Placement] = [Shard(d) for d in range(len(source.shape))]
+        if not isinstance(old, Partial):
+            extra = shards if isinstance(old, Replicate) else []
+            choices.append(distinct([old, new, *extra]))
+        elif old == new:
+            choices.append([old])
+        else:
+            choices.append(distinct([new, *shards]) if is_shard(new) else shards)
+    return list(itertools.islice(itertools.product(*choices), _MAX_MIDDLES))
 
 
 @lru_cache(maxsize=4096)
@@ -313,10 +313,6 @@ def _check_meshes(source: Layout, target: Layout) -> None:
         raise NotImplementedError(
             f"redistribute between meshes of ranks {sorted(ours)} and {sorted(theirs)}: one must "
             f"contain the other. Go over a mesh that holds both."
-        )
-    if any(isinstance(p, Partial) for p in target.placements):
-        raise NotImplementedError(
-            "redistribute to Partial on another mesh: reduce it first, as placements=[Replicate()]"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -176,8 +177,15 @@ def constant_pad(call: Call) -> Choices:
     return _together(call, padded)
 
 
+def one_hot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """(...) -> (..., num_classes): `F.one_hot` as one op."""
+    return torch.zeros(
+        *indices.shape, num_classes, dtype=torch.int64, device=indices.device
+    ).scatter_(-1, indices.unsqueeze(-1), 1)
+
+
 @rule("one_hot")
-def one_hot(call: Call) -> Choices:
+def _one_hot_rule(call: Call) -> Choices:
     """The classes are a new last dim."""
     return mapped(call, {d: d for d in range(len(call.inputs[0].shape))})
 

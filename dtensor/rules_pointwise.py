@@ -90,7 +90,7 @@ def _partials(call: Call) -> Iterator[Strategy]:
             yield Strategy((replicate, partial, partial), (partial,))
 
 
-@rule("pointwise", "masked_fill", "heaviside", "floor_divide", "dropout_backward")
+@rule("pointwise", "floor_divide")
 def pointwise(call: Call) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
@@ -99,6 +99,29 @@ def pointwise(call: Call) -> Choices:
     if call.name == "div" and not call.outputs[0].dtype.is_floating_point:
         return Choices([whole, *shard_strategies(call, out)])
     return Choices([whole, *shard_strategies(call, out), *_partials(call)])
+
+
+@rule("masked_fill")
+def masked_fill(call: Call) -> Choices:
+    """Of the terms of a sum, the first rank's takes the value and the others' take zero."""
+    choices = pointwise(call)
+    for partial in distinct(call.inputs[0].placements):
+        if isinstance(partial, Partial) and partial.reduce_op in LINEAR_REDUCTIONS:
+            rest = (Replicate(),) * (len(call.inputs) - 1)
+            choices.strategies.append(Strategy((partial, *rest), (partial,)))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        op: Any = call.op
+        if inputs[0].index is None or all(
+            not isinstance(p, Partial) or p.reduce_op == "avg" or i == 0
+            for p, i in zip(inputs[0].placements, inputs[0].coordinate, strict=True)
+        ):
+            return op
+        return lambda x, mask, value: op(
+            x, mask, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        )
+
+    return Choices(choices.strategies, localize)
 
 
 def _keep(call: Call, linear: bool) -> Choices:

@@ -1,0 +1,324 @@
+"""Every family of ops, forward and gradients, against plain torch on the global tensors.
+
+Each case is a function of tensors; it runs on plain tensors and on DTensors, for all layouts of its
+arguments or a random choice of them, on shapes that give uneven and empty shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+MESHES = [(2,), (3,), (4,), (2, 2)]
+Case = tuple[Callable[..., Any], list[torch.Tensor]]
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape)
+
+
+def tree(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in tree(item)]
+    return []
+
+
+def pointwise() -> dict[str, Case]:
+    a, b, row, one = r(5, 6), r(5, 6), r(6), r(5, 1)
+    mask = ints(2, 5, 6).bool()
+    return {
+        "add": (torch.add, [a, b]),
+        "add row": (torch.add, [a, row]),
+        "add column": (torch.add, [one, row]),
+        "add scalar": (lambda x: x + 1, [a]),
+        "add alpha": (lambda x, y: torch.add(x, y, alpha=3), [a, b]),
+        "rsub": (lambda x: 1 - x, [a]),
+        "mul": (torch.mul, [a, b]),
+        "mul scalar": (lambda x: 2.5 * x, [a]),
+        "div": (torch.div, [a, b]),
+        "div floor": (lambda x, y: torch.div(x, y, rounding_mode="floor"), [a, b]),
+        "pow": (lambda x: x**2, [a]),
+        "exp tanh": (lambda x: x.exp().tanh(), [a]),
+        "relu": (torch.relu, [a]),
+        "gelu": (F.gelu, [a]),
+        "silu": (F.silu, [a]),
+        "sigmoid": (torch.sigmoid, [a]),
+        "where": (torch.where, [mask, a, b]),
+        "masked_fill": (lambda x, m: x.masked_fill(m, -1.5), [a, mask]),
+        "clamp": (lambda x: x.clamp(-0.5, 0.5), [a]),
+        "maximum": (torch.maximum, [a, b]),
+        "lerp": (lambda x, y: torch.lerp(x, y, 0.3), [a, b]),
+        "addcmul": (lambda x, y, z: torch.addcmul(x, y, z, value=0.5), [a, b, row]),
+        "compare": (lambda x, y: (x > y).to(torch.float64), [a, b]),
+        "to float32": (lambda x: x.float(), [a]),
+        "abs": (torch.abs, [a]),
+        "0-d": (lambda x: x + torch.tensor(2.0, dtype=torch.float64), [a]),
+        "neg detach": (lambda x: (-x).detach() + x, [a]),
+        "like": (
+            lambda x: torch.zeros_like(x) + torch.ones_like(x) * x + torch.full_like(x, 2.0),
+            [a],
+        ),
+        "new": (lambda x: x.new_zeros(5, 6) + x + x.new_ones(6), [a]),
+        "rotary": (lambda x, c: x * c + torch.cat([-x[..., 3:], x[..., :3]], -1) * c, [a, row]),
+    }
+
+
+def reductions() -> dict[str, Case]:
+    a, small = r(5, 6, 2), r(2, 3)
+    return {
+        "sum": (lambda x: x.sum(), [a]),
+        "sum dim": (lambda x: x.sum(1), [a]),
+        "sum dims": (lambda x: x.sum((0, 2), keepdim=True), [a]),
+        "mean": (lambda x: x.mean(), [a]),
+        "mean dim": (lambda x: x.mean(0), [a]),
+        "mean keepdim": (lambda x: x.mean(-2, keepdim=True), [a]),
+        "mean small": (lambda x: x.mean(), [small]),
+        "amax": (lambda x: x.amax(0), [a]),
+        "amin": (lambda x: x.amin((0, 1)), [small]),
+        "max": (lambda x: x.max(), [small]),
+        "max dim": (lambda x: x.max(0).values, [a]),
+        "max index": (lambda x: x.max(1).indices, [a]),
+        "argmax": (lambda x: x.argmax(0), [small]),
+        "argmax all": (lambda x: x.argmax(), [a]),
+        "prod": (lambda x: x.detach().prod(0), [a]),
+        "any": (lambda x: (x > 1).any(0), [a]),
+        "all": (lambda x: (x > -9).all(), [small]),
+        "var": (lambda x: x.var(0), [a]),
+        "std": (lambda x: x.std(), [a]),
+        "norm": (lambda x: torch.linalg.vector_norm(x), [a]),
+        "norm 1 dim": (lambda x: torch.linalg.vector_norm(x, 1, dim=(0, 2)), [a]),
+        "norm inf": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), [a]),
+        "norm -inf": (lambda x: torch.linalg.vector_norm(x, -float("inf")), [small]),
+        "norm 0": (lambda x: torch.linalg.vector_norm(x.detach(), 0), [small]),
+        "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0, keepdim=True), [a]),
+        "x.norm": (lambda x: x.norm(), [a]),
+        "logsumexp": (lambda x: x.logsumexp(1), [a]),
+        "mse": (F.mse_loss, [r(7, 3), r(7, 3)]),
+        "smooth l1": (F.smooth_l1_loss, [r(5, 3), r(5, 3)]),
+        "bce": (F.binary_cross_entropy_with_logits, [r(7), torch.rand(7).double()]),
+    }
+
+
+def views() -> dict[str, Case]:
+    a, b = r(4, 6, 5), r(4, 6)
+    return {
+        "view merge": (lambda x: x.view(24, 5) * 1, [a]),
+        "view merge last": (lambda x: x.view(4, 30) * 1, [a]),
+        "view flat": (lambda x: x.reshape(-1).cos(), [a]),
+        "view split": (lambda x: x.view(2, 2, 6, 5).cos(), [a]),
+        "view heads": (lambda x: x.view(4, 3, 2, 5).cos(), [a]),
+        "view and back": (lambda x: x.view(24, 5).cos().view(4, 6, 5).sin(), [a]),
+        "view regroup": (lambda x: x.view(6, 4).cos(), [b]),
+        "transpose": (lambda x: x.transpose(0, 2).cos(), [a]),
+        "permute": (lambda x: x.permute(1, 2, 0).cos(), [a]),
+        "t": (lambda x: x.t().cos(), [b]),
+        "unsqueeze": (lambda x: x.unsqueeze(1).cos(), [b]),
+        "squeeze": (lambda x: x.squeeze(1).cos(), [r(4, 1, 3)]),
+        "expand": (lambda x: x.expand(3, 4, 6).cos(), [b]),
+        "expand one": (lambda x: x.expand(4, 6).cos(), [r(4, 1)]),
+        "slice": (lambda x: x[1:3].cos(), [a]),
+        "slice step": (lambda x: x[:, ::2].cos(), [a]),
+        "select": (lambda x: x[:, 1].cos(), [a]),
+        "split": (lambda x: [p.cos() for p in x.split(2, 1)], [a]),
+        "chunk": (lambda x: [p.cos() for p in x.chunk(3, -1)], [a]),
+        "unbind": (lambda x: [p.cos() for p in x.unbind(2)], [a]),
+        "cat": (lambda x, y: torch.cat([x, y], 1).cos(), [b, r(4, 3)]),
+        "stack": (lambda x, y: torch.stack([x, y], 1).cos(), [b, r(4, 6)]),
+        "flatten": (lambda x: x.flatten(0, 1).cos(), [a]),
+        "transpose view": (lambda x: x.transpose(0, 1).reshape(6, 20).cos(), [a]),
+        "repeat": (lambda x: x.repeat(1, 2).cos(), [b]),
+        "repeat_interleave": (lambda x: x.repeat_interleave(2, 1).cos(), [b]),
+        "pad": (lambda x: F.pad(x, (1, 2)).cos(), [b]),
+        "flip": (lambda x: x.flip(0).cos(), [b]),
+        "roll": (lambda x: x.roll(1, 1).cos(), [b]),
+        "tril": (lambda x: x.tril().cos(), [a]),
+        "triu": (lambda x: x.triu(1), [b]),
+        "cumsum": (lambda x: x.cumsum(1).cos(), [b]),
+        "sort": (lambda x: x.sort(0).values, [b]),
+        "topk": (lambda x: x.topk(2, -1).values, [a]),
+        "gather": (lambda x, i: x.gather(1, i).cos(), [b, ints(6, 4, 6)]),
+        "gather few": (lambda x, i: x.gather(1, i).cos(), [b, ints(6, 2, 3)]),
+        "index": (lambda x, i: x[i].cos(), [b, ints(4, 5)]),
+        "index 2": (lambda x, i: x[:, i].cos(), [a, ints(6, 2, 5)]),
+        "index_select": (lambda x, i: x.index_select(0, i).cos(), [b, ints(4, 5)]),
+        "mask": (lambda x, m: x[m], [b, ints(2, 4, 6).bool()]),
+        "diagonal": (lambda x: x.diagonal(0, 0, 1).cos(), [a]),
+        "one_hot": (lambda i: F.one_hot(i, 4), [ints(4, 5)]),
+        "complex path": (
+            lambda x: x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(-2).cos().sum(0),
+            [r(3, 2, 6)],
+        ),
+    }
+
+
+def matmuls() -> dict[str, Case]:
+    x, w, b = r(2, 5, 6), r(7, 6), r(7)
+    m = r(5, 6)
+    return {
+        "mm": (torch.mm, [m, r(6, 4)]),
+        "matmul @": (lambda p, q: p @ q, [x, r(6, 4)]),
+        "matmul vector": (lambda p, q: p @ q, [m, r(6)]),
+        "addmm": (torch.addmm, [r(4), m, r(6, 4)]),
+        "addmm scaled": (lambda c, p, q: torch.addmm(c, p, q, beta=2), [r(5, 4), m, r(6, 4)]),
+        "bmm": (torch.bmm, [r(3, 4, 5), r(3, 5, 2)]),
+        "baddbmm": (torch.baddbmm, [r(3, 4, 2), r(3, 4, 5), r(3, 5, 2)]),
+        "matmul batched": (torch.matmul, [r(2, 3, 4, 5), r(2, 3, 5, 2)]),
+        "matmul broadcast": (torch.matmul, [r(2, 3, 4, 5), r(3, 5, 2)]),
+        "einsum": (lambda p, q: torch.einsum("bij,bjk->bik", p, q), [r(3, 4, 5), r(3, 5, 2)]),
+        "linear": (F.linear, [x, w]),
+        "linear bias": (F.linear, [x, w, b]),
+        "linear 2-d": (F.linear, [m, w, b]),
+        "linear 1-d": (F.linear, [r(6), w, b]),
+        "linear small": (F.linear, [r(1, 6), r(2, 6)]),
+        "dot": (torch.dot, [r(5), r(5)]),
+        "chain": (lambda p, q, s: F.linear(F.relu(F.linear(p, q)), s), [x, w, r(6, 7)]),
+    }
+
+
+def layers() -> dict[str, Case]:
+    x, w, b = r(2, 5, 6), r(6), r(6)
+    table, ids = r(7, 4), ints(7, 2, 5)
+    logits, labels = r(5, 7), torch.tensor([1, 6, -100, 0, 3])
+    q, k, v = r(2, 4, 5, 3), r(2, 4, 6, 3), r(2, 4, 6, 3)
+    return {
+        "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [x, w, b]),
+        "layer_norm plain": (lambda x: F.layer_norm(x, (6,)), [x]),
+        "layer_norm 2 dims": (lambda x: F.layer_norm(x, (5, 6)), [x]),
+        "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [x, w]),
+        "softmax": (lambda x: F.softmax(x, -1), [x]),
+        "softmax 1": (lambda x: F.softmax(x, 1), [x]),
+        "log_softmax": (lambda x: F.log_softmax(x, -1), [x]),
+        "embedding": (F.embedding, [ids, table]),
+        "embedding pad": (lambda i, t: F.embedding(i, t, padding_idx=3), [ids, table]),
+        "cross_entropy": (F.cross_entropy, [logits, labels]),
+        "cross_entropy sum": (
+            lambda x, t: F.cross_entropy(x, t, reduction="sum"), [logits, labels]
+        ),
+        "cross_entropy none": (
+            lambda x, t: F.cross_entropy(x, t, reduction="none"), [logits, labels]
+        ),
+        "cross_entropy weight": (
+            lambda x, t, w: F.cross_entropy(x, t, w.detach() + 0 * w.detach()) + 0 * w.sum(),
+            [logits, labels, torch.rand(7).double()],
+       
+        ),
+        "cross_entropy smooth": (
+            lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), [logits, labels]
+        ),
+        "cross_entropy nd": (F.cross_entropy, [r(3, 7, 5), ints(7, 3, 5)]),
+        "cross_entropy flat": (
+            lambda x, t: F.cross_entropy(x.view(-1, 7), t.view(-1)), [r(2, 5, 7), ints(7, 2, 5)]
+        ),
+        "nll": (lambda x, t: F.nll_loss(x.log_softmax(1), t), [logits, labels]),
+        "attention": (F.scaled_dot_product_attention, [q, k, v]),
+        "attention causal": (
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            [q, q * 2, q * 3],
+        ),
+        "attention mask": (
+            lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+            [q, k, v, r(4, 5, 6)],
+        ),
+        "attention gqa": (
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            [q, r(2, 2, 6, 3), r(2, 2, 6, 3)],
+        ),
+    }
+
+
+FAMILIES = {
+    "pointwise": pointwise,
+    "reductions": reductions,
+    "views": views,
+    "matmuls": matmuls,
+    "layers": layers,
+}
+
+
+def choices(t: torch.Tensor, partial: bool) -> list[Any]:
+    placements: list[Any] = [Replicate(), *(Shard(d) for d in range(t.ndim))]
+    if partial and t.is_floating_point():
+        placements.append(Partial())
+    return placements
+
+
+def layouts(args: list[torch.Tensor], mesh_ndim: int, limit: int) -> list[list[list[Any]]]:
+    """All combinations, or `limit` random ones, the same on every rank."""
+    per_tensor = [list(itertools.product(choices(t, True), repeat=mesh_ndim)) for t in args]
+    every = list(itertools.product(*per_tensor))
+    if len(every) > limit:
+        every = random.Random(0).sample(every, limit)
+    return [[list(p) for p in combination] for combination in every]
+
+
+def close(ours: Any, theirs: torch.Tensor) -> bool:
+    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return (
+        full.dtype == theirs.dtype
+        and full.shape == theirs.shape
+        and bool(torch.allclose(full, theirs, rtol=1e-9, atol=1e-10, equal_nan=True))
+    )
+
+
+def run_case(name: str, case: Case, mesh: Any, limit: int) -> list[str]:
+    function, args = case
+    wrong: list[str] = []
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in args]
+    expected = tree(function(*leaves))
+    weights = [torch.randn_like(e) if e.is_floating_point() else None for e in expected]
+    terms = [(e * w).sum().double() for e, w in zip(expected, weights, strict=True) if e.requires_grad]
+    wanted = [t for t in leaves if t.requires_grad]
+    grads = torch.autograd.grad(sum(terms), wanted) if terms else ()
+    for combination in layouts(args, mesh.ndim, limit):
+        label = f"{name} {combination}"
+        ours = [
+            distribute_tensor(t.detach(), mesh, p).requires_grad_(t.requires_grad)
+            for t, p in zip(leaves, combination, strict=True)
+        ]
+        got = tree(function(*ours))
+        if len(got) != len(expected) or not all(map(close, got, expected)):
+            wrong.append(f"{label}: forward")
+            continue
+        if not terms:
+            continue
+        roots = [g for g in got if g.requires_grad]
+        seeds = [
+            distribute_tensor(w, mesh)
+            for e, w in zip(expected, weights, strict=True)
+            if e.requires_grad and w is not None
+        ]
+        inputs = [t for t in ours if t.requires_grad]
+        ours_grads = torch.autograd.grad(roots, inputs, seeds)
+        for i, (ours_grad, grad) in enumerate(zip(ours_grads, grads, strict=True)):
+            if not close(ours_grad, grad):
+                wrong.append(f"{label}: gradient {i}")
+    return wrong
+
+
+def run_family(family: str, mesh_shape: tuple[int, ...], limit: int) -> list[str]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    torch.manual_seed(0)
+    cases = FAMILIES[family]().items()
+    return [wrong for name, case in cases for wrong in run_case(name, case, mesh, limit)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
+    world_size = torch.Size(mesh).numel()
+    for wrong in ranks(world_size, run_family, family, mesh, 12 if len(mesh) == 1 else 8):
+        assert wrong == []

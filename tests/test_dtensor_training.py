@@ -1,0 +1,188 @@
+"""Training: optimizers over steps, gradient clipping, and a transformer block, as on one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def same(ours: Any, theirs: torch.Tensor) -> bool:
+    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return bool(torch.allclose(full, theirs, rtol=1e-8, atol=1e-9))
+
+
+def optimize(name: str) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layouts: list[Any] = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
+    whole = [torch.randn(*s, dtype=torch.float64) for s in [(5, 3), (4, 6), (7, 2), (2,)]]
+    plain = [nn.Parameter(t.clone()) for t in whole]
+    ours = [
+        nn.Parameter(distribute_tensor(t, mesh, p)) for t, p in zip(whole, layouts, strict=True)
+    ]
+    optimizers = OPTIMIZERS[name](plain), OPTIMIZERS[name](ours)
+    for step in range(4):
+        for p, q, layout in zip(plain, ours, layouts, strict=True):
+            grad = torch.randn_like(p) * (step + 1)
+            p.grad = grad
+            q.grad = distribute_tensor(grad, mesh, layout)
+        norms = [torch.nn.utils.clip_grad_norm_(params, 1.5) for params in (plain, ours)]
+        assert same(norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+        for p, q, layout in zip(plain, ours, layouts, strict=True):
+            assert isinstance(q, DTensor)
+            assert list(q.placements) == layout
+            assert same(q.detach(), p.detach()), (name, step)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_optimizers_and_clipping(ranks: Any, world_size: int, name: str) -> None:
+    ranks(world_size, optimize, name)
+
+
+def clip_foreach() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    grads = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2)]
+    ours = [
+        distribute_tensor(g, mesh, p)
+        for g, p in zip(grads, [[Shard(0)], [Replicate()], [Shard(1)]], strict=True)
+    ]
+    norms = torch._foreach_norm(ours)
+    for norm, grad in zip(norms, grads, strict=True):
+        assert torch.allclose(norm.full_tensor(), grad.norm())
+    params = [nn.Parameter(torch.zeros_like(g)) for g in ours]
+    plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip([*params, *plain], [*ours, *grads], strict=True):
+        p.grad = g
+    a = torch.nn.utils.clip_grad_norm_(params, 0.5, foreach=True)
+    b = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    assert torch.allclose(a.full_tensor(), b)
+    for p, q in zip(params, plain, strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad)
+
+
+def test_clipping_foreach(ranks: Any) -> None:
+    ranks(3, clip_foreach)
+
+
+class Block(nn.Module):
+    """Attention and MLP with norms, on (batch, sequence, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self._end(self.out(y.transpose(1, 2).flatten(-2)), x)
+        return x + self._end(self.down(F.silu(self.up(self.norm2(x)))), x)
+
+    def _end(self, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return y.redistribute(placements=like.placements) if isinstance(y, DTensor) else y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.block = Block(12, 4)
+        self.head = nn.Linear(12, 11, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def place(model: Model, mesh: Any, batch: list[Any]) -> Model:
+    """Tensor parallel along the last mesh dim; `batch`: placements of the other mesh dims."""
+    columns, rows = Shard(0), Shard(1)
+    plan = {
+        "embed.weight": rows, "q.weight": columns, "k.weight": columns, "v.weight": columns,
+        "q.bias": columns, "k.bias": columns, "v.bias": columns, "out.weight": rows,
+        "up.weight": columns, "down.weight": rows, "head.weight": columns,
+    }
+
+    def partition(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            found = [p for tail, p in plan.items() if f"{name}.{key}".endswith(tail)]
+            last = found[0] if found else Replicate()
+            placed = distribute_tensor(param.detach(), mesh, [*(Replicate() for _ in batch), last])
+            module.register_parameter(key, nn.Parameter(placed))
+
+    distribute_module(model, mesh, partition)
+    return model
+
+
+def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    torch.manual_seed(1)
+    reference = Model().double()
+    batch: list[Any] = [Shard(0)] * (len(mesh_shape) - 1)
+    ours = place(copy.deepcopy(reference), mesh, batch)
+    stream = Shard(1) if sequence_parallel else Replicate()
+
+    def forward(ids: DTensor) -> DTensor:
+        x = ours.embed(ids).redistribute(placements=[*batch, stream])
+        result = ours.head(ours.block(x))
+        assert isinstance(result, DTensor)
+        return result
+
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, foreach=True) for m in (reference, ours)]
+    for step in range(3):
+        ids = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(step))
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        loss = F.cross_entropy(reference(inputs).flatten(0, 1), labels.flatten())
+        logits = forward(distribute_tensor(inputs.contiguous(), mesh, [*batch, Replicate()]))
+        targets = distribute_tensor(labels.contiguous(), mesh, [*batch, Replicate()])
+        our_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        assert same(our_loss.detach(), loss.detach()), step
+        loss.backward()
+        our_loss.backward()
+        for (name, p), q in zip(reference.named_parameters(), ours.parameters(), strict=True):
+            assert same(q.grad, p.grad), (name, step)
+        for model in (reference, ours):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, p), q in zip(reference.named_parameters(), ours.parameters(), strict=True):
+            assert same(q.detach(), p.detach()), (name, step)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
+def test_transformer_trains_as_on_one_process(
+    ranks: Any, mesh: tuple[int, ...], sequence_parallel: bool
+) -> None:
+    ranks(torch.Size(mesh).numel(), train, mesh, sequence_parallel)
