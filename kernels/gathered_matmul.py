@@ -7,8 +7,8 @@ W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r c
                  ...
 
 Forward, host engine. Every rank copies its shard into symmetric memory and signals; it multiplies
-its own shard, then each peer's in place, as that peer signals. Nothing is gathered: y is written
-chunk by chunk. Shards of few rows are gathered after all, as a small matmul wastes more than the
+its own shard, then each peer's in place, as that peer signals (on a GPU: as the copy engines bring
+it, in a stream of their own). Nothing is gathered: y is written chunk by chunk. Shards of few rows are gathered after all, as a small matmul wastes more than the
 copy costs.
 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -209,10 +210,39 @@ def publish(ex: Exchange, x: torch.Tensor) -> None:
 def _shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
     """Where each rank's published shard begins in the whole, and the shard: this rank's first."""
     starts = offsets(rows)
+    fetched = _fetch(ex, x, rows) if x.is_cuda else None
     yield starts[ex.rank], x
     for peer in ex.peers():
-        ex.wait(peer)
-        yield starts[peer], ex.peer(peer, (rows[peer], x.shape[1]), x.dtype)
+        if fetched is None:
+            ex.wait(peer)
+            yield starts[peer], ex.peer(peer, (rows[peer], x.shape[1]), x.dtype)
+        else:
+            shard, arrived = fetched[peer]
+            torch.cuda.current_stream(x.device).wait_event(arrived)
+            yield starts[peer], shard
+
+
+def _fetch(
+    ex: Exchange, x: torch.Tensor, rows: list[int]
+) -> dict[int, tuple[torch.Tensor, torch.cuda.Event]]:
+    """Have the copy engines bring all peers' shards, in a stream beside the one that multiplies."""
+    main, side = torch.cuda.current_stream(x.device), _copy_stream(x.device)
+    side.wait_stream(main)
+    fetched = {}
+    with torch.cuda.stream(side):
+        for peer in ex.peers():
+            ex.wait(peer)
+            shard = ex.peer(peer, (rows[peer], x.shape[1]), x.dtype).clone()
+            shard.record_stream(main)
+            arrived = torch.cuda.Event()
+            arrived.record(side)
+            fetched[peer] = shard, arrived
+    return fetched
+
+
+@lru_cache(maxsize=16)
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:

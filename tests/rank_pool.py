@@ -41,13 +41,17 @@ def _poison_empty() -> None:
     torch.empty = empty  # type: ignore[assignment]
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection, trace_path: str) -> None:
+def _serve(
+    rank: int, world_size: int, store: str, pipe: Connection, trace_path: str, device: str
+) -> None:
     with open(
         trace_path, "w"
     ) as trace:  # kept open for the life of the rank: faulthandler writes here
         faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
         torch.set_num_threads(1)
         _poison_empty()
+        if device == "cuda":  # several ranks may share a GPU, which NCCL refuses
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
@@ -71,9 +75,9 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection, trace_path:
 
 
 class RankPool:
-    """`world_size` CPU processes with torch.distributed (gloo) over them."""
+    """`world_size` processes with torch.distributed (gloo) over them, for tensors on `device`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
         self.alive = True
         self._dir = tempfile.TemporaryDirectory(prefix="weft-ranks-")
@@ -84,7 +88,14 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, f"{self._dir.name}/store", theirs, self._trace(rank)),
+                args=(
+                    rank,
+                    world_size,
+                    f"{self._dir.name}/store",
+                    theirs,
+                    self._trace(rank),
+                    device,
+                ),
                 daemon=True,
             )
             process.start()

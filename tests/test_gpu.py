@@ -1,0 +1,84 @@
+"""The same ops on GPUs: a rank a GPU, or several ranks on one. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from test_matmul_ops import ENGINES, random_cases, run_cases
+
+import weft
+from weft import collectives
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param, device="cuda")
+    yield pool
+    pool.close()
+
+
+def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
+    with torch.device("cuda"):
+        return run_cases(kind, cases)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_random_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
+    cases = random_cases(kind, gpu_ranks.world_size, engine, 24)
+    gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
+
+
+def buffer_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    buffer = collectives.empty((4,), torch.float32, device="cuda")
+    for call in range(3):
+        buffer.local.fill_(rank + 10 * call)
+        buffer.barrier()
+        for peer in range(world_size):
+            seen = buffer.get_buffer(peer, (4,), torch.float32)
+            assert (seen == peer + 10 * call).all()
+        buffer.barrier()
+
+
+def test_symmetric_buffer(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(buffer_body, timeout_s=60)
+
+
+def graph_body(engine: weft.settings.Engine) -> None:
+    """Capture a forward, replay it with new inputs."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(64, 128, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    with weft.engine(engine):
+        weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w, sizes=[64] * world_size), w.t())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = weft.matmul_reduce_scatter(
+                weft.all_gather_matmul(x, w, sizes=[64] * world_size), w.t()
+            )
+        for seed in range(4):
+            torch.manual_seed(10 * seed + rank)
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            replayed = y.clone()
+            again = weft.matmul_reduce_scatter(
+                weft.all_gather_matmul(x, w, sizes=[64] * world_size), w.t()
+            )
+            assert torch.equal(replayed, again)
+
+
+@pytest.mark.parametrize("engine", ["triton", "host"])
+def test_cuda_graph(gpu_ranks: RankPool, engine: str) -> None:
+    gpu_ranks.run(graph_body, engine, timeout_s=120)
