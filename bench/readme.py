@@ -1,0 +1,61 @@
+"""`python -m weft.bench.readme`: write the README's table from the kept results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("arithmetic", "weft", "weft DTensor", "torch DTensor")
+
+
+def _read(suite: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{suite}.json").read_text())
+    return content
+
+
+def table() -> str:
+    """The lines between the README's markers."""
+    mlp, collectives = _read("mlp"), _read("collectives")
+    where = mlp["environment"]
+    lines = [
+        "A training step (forward + backward) of a column/row-parallel MLP, fp32, sequence-sharded",
+        f"input and output, {where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, torch "
+        f"{where['torch']}), in ms; *arithmetic*",
+        "is the local matmuls alone. `make bench` makes and keeps these figures.",
+        "",
+        f"| tokens x hidden x ffn | {' | '.join(COLUMNS)} | weft / arithmetic | torch / weft |",
+        "| --- |" + " ---: |" * (len(COLUMNS) + 2),
+    ]
+    for case in mlp["cases"]:
+        times = " | ".join(f"{case['us'][name] / 1e3:.1f}" for name in COLUMNS)
+        bound, gain = case["ratios"]["weft/arithmetic"], case["ratios"]["torch DTensor/weft"]
+        lines.append(f"| {case['name']} | {times} | {bound:.2f} | {gain:.2f} |")
+    gains = [math.log(case["ratios"]["gloo/weft"]) for case in collectives["cases"]]
+    worst = math.exp(min(gains))
+    lines += [
+        "",
+        f"Collectives, 1 KiB to 64 MiB a rank: {math.exp(sum(gains) / len(gains)):.1f} times faster "
+        f"than Gloo (geometric mean, {worst:.1f} at worst).",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Replace what is between the markers."""
+    path = ROOT / "README.md"
+    text = re.sub(
+        r"(<!-- bench -->\n).*(<!-- /bench -->)",
+        lambda found: f"{found[1]}{table()}\n{found[2]}",
+        path.read_text(),
+        flags=re.DOTALL,
+    )
+    path.write_text(text)
+    print(f"wrote the table in {path.name}")
+
+
+if __name__ == "__main__":
+    main()
