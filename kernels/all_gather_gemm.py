@@ -49,6 +49,7 @@ from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
 from weft.kernels import tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.operands import described_weight
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace
@@ -66,6 +67,8 @@ class Config:
         copy_programs: how many of them fetch shards.
         chunk_rows: rows of a shard that are announced together, where a tile reads some rows only.
         copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether a weight that allows it is read by tensor descriptor. Gathered rows never
+            are: copies by descriptor are not ordered by the acquire of a signal.
     """
 
     tiling: Tiling
@@ -74,6 +77,7 @@ class Config:
     chunk_rows: int
     copy_m: int
     copy_n: int
+    descriptors: bool = False
 
 
 def config_for(
@@ -89,7 +93,8 @@ def config_for(
         return Config(tiling, chip.programs, 1, 16, 32, 32)
     # 16 programs move about 450 GB/s, a full NVLink 4 direction; with one rank nothing is fetched.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
-    return Config(tiling, chip.programs, copy_programs, 32, 8, 1024)
+    descriptors = chip.descriptors and dtype != torch.float32
+    return Config(tiling, chip.programs, copy_programs, 32, 8, 1024, descriptors)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -213,6 +218,7 @@ def _ag_gemm_kernel(
     gathered_ptr,  # (M, K)
     x_ptr,  # (m_local, K)
     w_ptrs,  # (K, N_i)
+    w_desc,  # descriptor of the only weight, or None
     bias_ptrs,  # (N_i,) or None
     buffer_ptrs,
     signal_ptrs,
@@ -229,6 +235,7 @@ def _ag_gemm_kernel(
     rank,
     WORLD_SIZE: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
     X_IN_PLACE: tl.constexpr,
     WITH_OWN: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -311,20 +318,36 @@ def _ag_gemm_kernel(
                     if arrived & (tile_n >= 0) & (tile_n < tiles_i):
                         start_n = tile_n * BLOCK_N
                         acc = tiles.zeros(BLOCK_M, BLOCK_N)
-                        acc = tiles.accumulate(
-                            acc,
-                            a_ptr,
-                            w_ptrs[i],
-                            offs_m,
-                            tiles.wrapped(start_n, Ns[i], BLOCK_N),
-                            K,
-                            stride_am,
-                            1,
-                            strides_wk[i],
-                            strides_wn[i],
-                            BLOCK_K,
-                            EVEN_K,
-                        )
+                        if w_desc is not None:
+                            acc = tiles.accumulate_half_described(
+                                acc,
+                                a_ptr,
+                                w_desc,
+                                offs_m,
+                                0,
+                                start_n,
+                                K,
+                                stride_am,
+                                1,
+                                BLOCK_K,
+                                EVEN_K,
+                                W_TRANSPOSED,
+                            )
+                        else:
+                            acc = tiles.accumulate(
+                                acc,
+                                a_ptr,
+                                w_ptrs[i],
+                                offs_m,
+                                tiles.wrapped(start_n, Ns[i], BLOCK_N),
+                                K,
+                                stride_am,
+                                1,
+                                strides_wk[i],
+                                strides_wn[i],
+                                BLOCK_K,
+                                EVEN_K,
+                            )
                         if bias_ptrs[i] is not None:
                             acc = tiles.with_bias(acc, bias_ptrs[i], start_n, Ns[i])
                         out_ptr = out_ptrs[i] + begin * Ns[i]
@@ -339,6 +362,7 @@ def _ag_gemm_contract_kernel(
     gathered_ptr,  # (M, K), or (K, M) if TRANSPOSED
     x_ptr,  # (M, k_local), or (k_local, M)
     w_ptr,  # (K, N)
+    w_desc,  # its descriptor, or None
     bias_ptr,  # (N,) or None
     buffer_ptrs,
     signal_ptrs,
@@ -358,6 +382,7 @@ def _ag_gemm_contract_kernel(
     rank,
     WORLD_SIZE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
     X_IN_PLACE: tl.constexpr,
     WITH_OWN: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -432,20 +457,36 @@ def _ag_gemm_contract_kernel(
                         max_polls,
                         WORLD_SIZE,
                     )
-                acc = tiles.accumulate(
-                    acc,
-                    a_ptr,
-                    w_ptr + begin * stride_wk,
-                    offs_m,
-                    offs_n,
-                    length,
-                    1 if TRANSPOSED else stride_a,
-                    stride_a if TRANSPOSED else 1,
-                    stride_wk,
-                    stride_wn,
-                    BLOCK_K,
-                    EVEN_K,
-                )
+                if w_desc is not None:
+                    acc = tiles.accumulate_half_described(
+                        acc,
+                        a_ptr,
+                        w_desc,
+                        offs_m,
+                        begin,
+                        start_n,
+                        length,
+                        1 if TRANSPOSED else stride_a,
+                        stride_a if TRANSPOSED else 1,
+                        BLOCK_K,
+                        EVEN_K,
+                        W_TRANSPOSED,
+                    )
+                else:
+                    acc = tiles.accumulate(
+                        acc,
+                        a_ptr,
+                        w_ptr + begin * stride_wk,
+                        offs_m,
+                        offs_n,
+                        length,
+                        1 if TRANSPOSED else stride_a,
+                        stride_a if TRANSPOSED else 1,
+                        stride_wk,
+                        stride_wn,
+                        BLOCK_K,
+                        EVEN_K,
+                    )
             if bias_ptr is not None:
                 acc = tiles.with_bias(acc, bias_ptr, start_n, N)
             if arrived:
@@ -527,12 +568,16 @@ def launch_all_gather_matmul(
     tiling, pitch = config.tiling, _pitch(K)
     gathered = x.new_empty(M, K)
     outs = [x.new_empty(M, w.shape[1]) for w in weights]
+    # Triton's launcher takes no descriptors in a tuple.
+    wanted = config.descriptors and len(weights) == 1
+    w_desc, w_transposed = described_weight(weights[0], tiling, wanted)
     _publish(x, ws, pitch, config)
     _ag_gemm_kernel[(config.programs,)](
         tuple(outs),
         gathered,
         x,
         tuple(weights),
+        w_desc,
         tuple(biases) if biases else (None,) * len(outs),
         ws.buffer_ptrs,
         ws.signal_ptrs,
@@ -550,6 +595,7 @@ def launch_all_gather_matmul(
         ws.rank,
         WORLD_SIZE=W,
         WEIGHTS=len(outs),
+        W_TRANSPOSED=w_transposed,
         X_IN_PLACE=_in_place(x),
         WITH_OWN=with_own,
         EVEN_K=K % tiling.block_k == 0,
@@ -598,12 +644,16 @@ def launch_all_gather_contract(
     tiling, pitch = config.tiling, _pitch(M if transposed else max(sizes))
     gathered = x.new_empty((K, M) if transposed else (M, K))
     out = x.new_empty(M, N) if out is None else out
+    even_k = all(size % tiling.block_k == 0 for size in sizes)
+    # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
+    w_desc, w_transposed = described_weight(w, tiling, config.descriptors and even_k)
     _publish(x, ws, pitch, config)
     _ag_gemm_contract_kernel[(config.programs,)](
         out,
         gathered,
         x,
         w,
+        w_desc,
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,
@@ -624,9 +674,10 @@ def launch_all_gather_contract(
         ws.rank,
         WORLD_SIZE=W,
         TRANSPOSED=transposed,
+        W_TRANSPOSED=w_transposed,
         X_IN_PLACE=_in_place(x),
         WITH_OWN=with_own,
-        EVEN_K=all(size % tiling.block_k == 0 for size in sizes),
+        EVEN_K=even_k,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,

@@ -46,11 +46,16 @@ _TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _MATRIX = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma", "FFMA", "v_fma", "v_pk_fma", "v_fmac", "v_dot")
+_COPIES = ("UTMALDG", "LDGSTS", "buffer_load", "global_load", "LDG")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel needs on one chip. `spills`: bytes, or spilled registers on AMD."""
+    """What one kernel needs on one chip.
+
+    `spills` counts bytes of local memory, and spilled registers on AMD. The instructions are the best
+    ones that occur: of the matrix units (else plain multiply-adds), and to bring operands in.
+    """
 
     case: str
     kernel: str
@@ -60,6 +65,7 @@ class Report:
     spills: int
     shared_bytes: int
     matrix_instruction: str
+    copy_instruction: str
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,10 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
         registers = _found(r"\.vgpr_count:\s+(\d+)", text)
         spills = _found(r"\.vgpr_spill_count:\s+(\d+)", text)
         spills += _found(r"\.private_segment_fixed_size:\s+(\d+)", text)
-    matrix = next((name for name in _MATRIX if re.search(rf"\b{name}", text)), "")
+    matrix, copy = (
+        next((name for name in names if re.search(rf"\b{name}", text)), "")
+        for names in (_MATRIX, _COPIES)
+    )
     return Report(
         case=case,
         kernel=launch.kernel.__name__,
@@ -176,6 +185,7 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
         spills=spills,
         shared_bytes=compiled.metadata.shared,
         matrix_instruction=matrix,
+        copy_instruction=copy,
     )
 
 
@@ -290,10 +300,10 @@ def compile_all(
 
 def table(reports: Sequence[Report]) -> str:
     """The reports as text, one line each."""
-    head = f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} {'shared':>7}  matrix"
+    head = f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} {'shared':>7}  {'matrix':8} copies"
     lines = [
         f"{r.arch:8} {r.dtype:9} {r.kernel:28} {r.case:16} {r.registers:4d} {r.spills:6d} "
-        f"{r.shared_bytes:7d}  {r.matrix_instruction}"
+        f"{r.shared_bytes:7d}  {r.matrix_instruction:8} {r.copy_instruction}"
         for r in reports
     ]
     return "\n".join([head, *lines])

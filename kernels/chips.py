@@ -81,10 +81,15 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
     if chip is INTERPRETER:
         return Tiling(16 if M <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
     if dtype == torch.float32:
-        # No tensor cores in full fp32: the multiply-adds are bound by registers, not by loads.
+        # Multiply-adds without tensor cores on NVIDIA. Of the shapes tried these are the largest
+        # that spill in no kernel.
         if chip.name.startswith("gfx"):
             return Tiling(64, 64, 32, num_warps=4, num_stages=2)
-        return Tiling(64 if M > 32 else 32, 64, 32, num_warps=4, num_stages=3)
+        if M <= 32:
+            return Tiling(32, 32, 32, num_warps=4, num_stages=3)
+        if chip.name.startswith("sm_8"):
+            return Tiling(64, 64, 32, num_warps=4, num_stages=3)
+        return Tiling(128, 128, 16, num_warps=8, num_stages=3)
     if M <= 64 or M * N <= 128 * 128 * chip.cores // 2:
         # Small: more and smaller tiles, so that every core has one.
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64

@@ -55,3 +55,10 @@ def described(
     x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
     w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
     return Operands(x_descriptor, w_descriptor, True, x_transposed, w_transposed)
+
+
+def described_weight(w: torch.Tensor, tiling: Tiling, wanted: bool) -> tuple[Any, bool]:
+    """Descriptor of w (K, N) and whether it is of the transpose; None if not `wanted` or possible."""
+    if not wanted or not _describable(w):
+        return None, False
+    return _describe(w, (tiling.block_k, tiling.block_n))

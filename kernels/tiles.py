@@ -102,7 +102,7 @@ def accumulate(
     b_ptrs = b_ptr + wide_k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
     step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
     step_b = tl.cast(stride_bk, tl.int64) * BLOCK_K
-    for k in range(0, cdiv(K, BLOCK_K)):
+    for k in range(cdiv(K, BLOCK_K)):
         if EVEN_K:
             a, b = tl.load(a_ptrs), tl.load(b_ptrs)
         else:
@@ -128,7 +128,7 @@ def accumulate_described(
     B_TRANSPOSED: tl.constexpr,
 ):
     """`accumulate` through tensor descriptors, which read zeros outside the tensor."""
-    for k in range(0, cdiv(K, BLOCK_K)):
+    for k in range(cdiv(K, BLOCK_K)):
         start_k = k * BLOCK_K
         if A_TRANSPOSED:
             a = a_desc.load([start_k, start_m]).T
@@ -139,6 +139,44 @@ def accumulate_described(
         else:
             b = b_desc.load([start_k, start_n])
         acc = dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def accumulate_half_described(
+    acc,  # (BLOCK_M, BLOCK_N) fp32
+    a_ptr,
+    b_desc,  # of b, or of its transpose if B_TRANSPOSED
+    rows,  # (BLOCK_M,) of a
+    first_k,  # row of b that goes with column 0 of a
+    start_n,
+    K,
+    stride_am,
+    stride_ak,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+):
+    """acc + a[rows, :K] @ b[first_k:first_k + K, columns], a by pointers, b by descriptor.
+
+    Unless EVEN_K, b must end with row first_k + K: the last step reads beyond, where zeros are.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    wide_k = offs_k.to(tl.int64)
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_am + wide_k[None, :] * stride_ak
+    step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
+    for k in range(cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k * BLOCK_K, other=0.0)
+        start_k = tl.cast(first_k, tl.int32) + k * BLOCK_K
+        if B_TRANSPOSED:
+            b = b_desc.load([start_n, start_k]).T
+        else:
+            b = b_desc.load([start_k, start_n])
+        acc = dot(a, b, acc)
+        a_ptrs += step_a
     return acc
 
 
