@@ -358,6 +358,8 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
                 f"x.redistribute(mesh, placements)"
             )
     writes = _written(call)
+    if call.name == "masked_fill_":
+        call.name = "masked_fill"
     find = _rules.get(call.name) or _rules.get(call.name.removesuffix("_"))
     tags = getattr(func, "tags", ())
     if find is None:

@@ -44,12 +44,16 @@ from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_sca
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
 
-def _compute_all() -> None:
+def _settle_all() -> None:
+    # Which tensor is written, and who shares its memory, does not matter: writes are rare between a
+    # matmul and the use of its result. Versions cannot tell: below autograd nobody counts them.
     for pending in list(_pending):
         pending.value()
+        pending.settled = True
+        _pending.discard(pending)
 
 
-before_write.append(_compute_all)
+before_write.append(_settle_all)
 
 
 class PendingMatmul:
@@ -64,6 +68,7 @@ class PendingMatmul:
         self.versions = [None if t is None else t._version for t in self.locals]
         self.result: torch.Tensor | None = None
         self.result_version = 0
+        self.settled = False
         _pending.add(self)
 
     def _unchanged(self) -> bool:
@@ -86,14 +91,13 @@ class PendingMatmul:
                 own = bias if self.layout.coordinate[self.mesh_dim] == 0 else None
                 self.result = F.linear(x, w, own)
             self.result_version = self.result._version
-            _pending.discard(self)
         return self.result
 
     def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
         """The reduction and the matmul in one, where `target` reduces just this mesh dim."""
         x, w, bias = self.operands
         wanted = _fused_target(self.layout, target, self.mesh_dim)
-        if wanted is None or tensor._backward_hooks or tensor.retains_grad:
+        if wanted is None or self.settled or tensor._backward_hooks or tensor.retains_grad:
             return None
         if self.result is not None and self.result._version != self.result_version:
             return None
@@ -484,6 +488,38 @@ def embedding(
     return _Embedding.apply(weight, input, pad)
 
 
+def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:
+    """A norm over the last dims, on each rank's rows."""
+    if not _is_dtensor(x) or not all(w is None or _is_dtensor(w) for w in weights):
+        return NotImplemented
+    layout = x._layout
+    n_batch = len(layout.shape) - len(shape)
+    if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    for placement in layout.placements:
+        if isinstance(placement, Partial) or shard_dim(placement) >= n_batch:
+            return NotImplemented
+    for w in weights:
+        if w is not None and (w._layout.mesh != layout.mesh or not w._layout.is_replicated):
+            return NotImplemented
+    of_weight = tuple(Partial("sum") if is_shard(p) else p for p in layout.placements)
+    own = [None if w is None else _local(w, of_weight) for w in weights]
+    y = function(_local(x, layout.placements), shape, *own, eps)
+    return _global(y, layout if y.dtype == layout.dtype else layout.with_dtype(y.dtype))
+
+
+def layer_norm(
+    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """`F.layer_norm` of rows that no rank shares."""
+    return _row_norm(F.layer_norm, x, normalized_shape, (weight, bias), eps)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """`F.rms_norm` of rows that no rank shares."""
+    return _row_norm(F.rms_norm, x, normalized_shape, (weight,), eps)
+
+
 def one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """`F.one_hot`; without `num_classes` it takes the largest index of all ranks."""
     if num_classes == -1:
@@ -506,6 +542,9 @@ _handlers: dict[Any, _Handler] = {
     F.scaled_dot_product_attention: attention,
     F.embedding: embedding,
     F.one_hot: one_hot,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
 }
 # Without autograd these functions are just the op: no need to go through torch's dispatcher.
 _direct: dict[Any, Any] = {

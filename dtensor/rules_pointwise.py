@@ -101,10 +101,17 @@ def pointwise(call: Call) -> Choices:
     return Choices([whole, *shard_strategies(call, out), *_partials(call)])
 
 
-@rule("masked_fill")
-def masked_fill(call: Call) -> Choices:
-    """Of the terms of a sum, the first rank's takes the value and the others' take zero."""
+@rule("masked_fill", "add_", "sub_")
+def shift(call: Call) -> Choices:
+    """A number added to a sum, or put in its place: the first rank's term takes it, others zero.
+
+    Autograd's formulas do this in place, where the target has to stay Partial.
+    """
     choices = pointwise(call)
+    number = len(call.args) - 1
+    value = call.args[number]
+    if call.name != "masked_fill" and isinstance(value, Layout) and value.shape:
+        return choices
     for partial in distinct(call.inputs[0].placements):
         if isinstance(partial, Partial) and partial.reduce_op in LINEAR_REDUCTIONS:
             rest = (Replicate(),) * (len(call.inputs) - 1)
@@ -117,9 +124,14 @@ def masked_fill(call: Call) -> Choices:
             for p, i in zip(inputs[0].placements, inputs[0].coordinate, strict=True)
         ):
             return op
-        return lambda x, mask, value: op(
-            x, mask, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
-        )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            own = list(args)
+            value = own[number]
+            own[number] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+            return op(*own, **kwargs)
+
+        return run
 
     return Choices(choices.strategies, localize)
 

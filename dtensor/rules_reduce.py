@@ -52,6 +52,19 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
     return strategies
 
 
+def _cut_dims(call: Call, dims: tuple[int, ...]) -> set[int]:
+    return {shard_dim(p) for p in call.inputs[0].placements if shard_dim(p) in dims}
+
+
+def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
+    """Whether some rank may hold nothing, however many mesh dims cut these dims."""
+    return any(
+        layout.with_placements((p,) * len(layout.placements)).has_empty_shard
+        for p in distinct(layout.placements)
+        if shard_dim(p) in dims
+    )
+
+
 def _reduced_shards(
     call: Call, dims: tuple[int, ...], result: Placement
 ) -> list[Strategy]:
@@ -89,9 +102,9 @@ def mean(call: Call) -> Choices:
     """
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     source = call.inputs[0]
-    even = all(
-        source.shape_at(i) == source.shape_at(0) for i in range(len(source.place.ranks))
-    ) and 0 not in source.shape_at(0)
+    ranks = len(source.place.ranks)
+    # Whichever mesh dims will cut a dim: it stays even if all of them together cut it evenly.
+    even = all(source.shape[d] and source.shape[d] % ranks == 0 for d in _cut_dims(call, dims))
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
@@ -127,7 +140,7 @@ def extremum(call: Call) -> Choices:
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim)
     neutral = call.name in ("prod", "any", "all")
-    if len(call.outputs) == 1 and (neutral or not call.inputs[0].has_empty_shard):
+    if len(call.outputs) == 1 and (neutral or not _may_leave_empty(call.inputs[0], dims)):
         kind = _EXTREMA[call.name]
         strategies += _reduced_shards(call, dims, Partial(kind))
         if call.outputs[0].dtype == call.inputs[0].dtype:

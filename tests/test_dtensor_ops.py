@@ -206,22 +206,25 @@ def layers() -> dict[str, Case]:
         "embedding pad": (lambda i, t: F.embedding(i, t, padding_idx=3), [ids, table]),
         "cross_entropy": (F.cross_entropy, [logits, labels]),
         "cross_entropy sum": (
-            lambda x, t: F.cross_entropy(x, t, reduction="sum"), [logits, labels]
+            lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+            [logits, labels],
         ),
         "cross_entropy none": (
-            lambda x, t: F.cross_entropy(x, t, reduction="none"), [logits, labels]
+            lambda x, t: F.cross_entropy(x, t, reduction="none"),
+            [logits, labels],
         ),
         "cross_entropy weight": (
             lambda x, t, w: F.cross_entropy(x, t, w.detach() + 0 * w.detach()) + 0 * w.sum(),
             [logits, labels, torch.rand(7).double()],
-       
         ),
         "cross_entropy smooth": (
-            lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), [logits, labels]
+            lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+            [logits, labels],
         ),
         "cross_entropy nd": (F.cross_entropy, [r(3, 7, 5), ints(7, 3, 5)]),
         "cross_entropy flat": (
-            lambda x, t: F.cross_entropy(x.view(-1, 7), t.view(-1)), [r(2, 5, 7), ints(7, 2, 5)]
+            lambda x, t: F.cross_entropy(x.view(-1, 7), t.view(-1)),
+            [r(2, 5, 7), ints(7, 2, 5)],
         ),
         "nll": (lambda x, t: F.nll_loss(x.log_softmax(1), t), [logits, labels]),
         "attention": (F.scaled_dot_product_attention, [q, k, v]),
@@ -280,7 +283,9 @@ def run_case(name: str, case: Case, mesh: Any, limit: int) -> list[str]:
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in args]
     expected = tree(function(*leaves))
     weights = [torch.randn_like(e) if e.is_floating_point() else None for e in expected]
-    terms = [(e * w).sum().double() for e, w in zip(expected, weights, strict=True) if e.requires_grad]
+    terms = [
+        (e * w).sum().double() for e, w in zip(expected, weights, strict=True) if e.requires_grad
+    ]
     wanted = [t for t in leaves if t.requires_grad]
     grads = torch.autograd.grad(sum(terms), wanted) if terms else ()
     for combination in layouts(args, mesh.ndim, limit):
