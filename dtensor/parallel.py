@@ -155,6 +155,7 @@ def _relayout(
             )
         tensor = value
     elif isinstance(value, torch.Tensor):
+        assert given is not None
         tensor = DTensor.from_local(value, mesh, (given,), run_check=False)
     else:
         raise ValueError(f"{what} must be a tensor or a DTensor, got {type(value).__name__}")

@@ -27,7 +27,7 @@ TINY = "--steps 4 --d-model 32 --layers 2 --heads 4 --kv-heads 2 --ffn 48 --seq-
 
 
 def shell(*command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "120"}
+    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
     )
@@ -46,7 +46,9 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert len(report["ranks"]) == 2
     for result in (report["reference"], *report["ranks"]):
         assert len(result["losses"]) == 4
-        assert result["losses"][0] == pytest.approx(6.0, abs=0.6)  # about log(256): it knows nothing
+        assert result["losses"][0] == pytest.approx(
+            6.0, abs=0.6
+        )  # about log(256): it knows nothing
         assert result["tokens_per_second"] > 0
         assert 0 <= result["wait_ms"] <= result["step_ms"]
     assert report["reference"]["held_out_loss"] == pytest.approx(
@@ -177,7 +179,7 @@ def test_batches_follow_from_seed_and_step_alone() -> None:
 
 def test_model_is_causal_and_groups_its_heads() -> None:
     model = Llama(Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16))
-    assert model.blocks[0].attention.wqkv.weight.shape == (4 * 8 + 2 * 2 * 8, 32)
+    assert model.get_parameter("blocks.0.attention.wqkv.weight").shape == (4 * 8 + 2 * 2 * 8, 32)
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
     changed[0, 10:] = (changed[0, 10:] + 1) % 256

@@ -23,8 +23,12 @@ from weft.dtensor.parallel import (
     parallelize_module,
 )
 
-# float64 on both sides: only the order of summation differs, over at most some dozens of terms.
-CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+
+def close(actual: Tensor, expected: Tensor, name: str = "") -> None:
+    """Equal but for the order of summation, over at most some dozens of terms in float64."""
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-11, atol=1e-12, msg=lambda text: f"{name}: {text}"
+    )
 
 
 class MLP(nn.Module):
@@ -63,6 +67,10 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def placements(tensor: Any) -> Any:
+    return tensor.placements
+
+
 def seeded(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """A module in float64 with parameters that no symmetry hides, and a copy of it."""
     torch.manual_seed(7)
@@ -85,17 +93,15 @@ def compare(plain: nn.Module, parallel: nn.Module, inputs: Tensor, x: Tensor) ->
     out = parallel(x)
     if isinstance(out, DTensor):
         weight = distribute_tensor(weight, out.device_mesh, out.placements, src_data_rank=None)
-        torch.testing.assert_close(out.full_tensor(), reference, **CLOSE)
+        close(out.full_tensor(), reference)
     else:
-        torch.testing.assert_close(out, reference, **CLOSE)
+        close(out, reference)
     whole((out * weight).sum()).backward()
 
     if inputs.is_floating_point():
-        torch.testing.assert_close(whole(x.grad), inputs.grad, **CLOSE)
+        close(whole(x.grad), whole(inputs.grad))
     for (name, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(ours.grad), theirs.grad, msg=f"gradient of {name}", **CLOSE
-        )
+        close(whole(ours.grad), whole(theirs.grad), f"gradient of {name}")
 
 
 def sequence_parallel_mlp(seq_len: int, bias: bool, as_dtensor: bool) -> list[str]:
@@ -110,7 +116,7 @@ def sequence_parallel_mlp(seq_len: int, bias: bool, as_dtensor: bool) -> list[st
     inputs = torch.randn(2, seq_len, 12, dtype=torch.float64, requires_grad=True)
     x = distribute_tensor(inputs.detach(), mesh, [Shard(1)]).requires_grad_()
     compare(plain, parallel, inputs, x)
-    return [str(param.placements) for param in parallel.parameters()]
+    return [str(placements(param)) for param in parallel.parameters()]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -186,7 +192,7 @@ def layouts_of_outputs() -> dict[str, tuple[Any, ...]]:
         placements = out.placements if isinstance(out, DTensor) else None
         expected = distribute_tensor(plain(x).detach(), mesh, style.output_layouts).to_local()
         local = out.to_local() if isinstance(out, DTensor) else out
-        torch.testing.assert_close(local, expected, **CLOSE)
+        close(local, expected)
         found[name] = (tuple(local.shape), placements)
     return found
 
@@ -221,18 +227,18 @@ def wildcards() -> dict[str, str]:
         parallelize_module(parallel, mesh, plan)
     inputs = torch.randn(2, 6, 12, dtype=torch.float64, requires_grad=True)
     compare(plain, parallel, inputs, inputs.detach().clone().requires_grad_())
-    return {name: str(param.placements) for name, param in parallel.named_parameters()}
+    return {name: str(placements(param)) for name, param in parallel.named_parameters()}
 
 
 def test_wildcards_nested_plans_and_the_module_itself(ranks: Any) -> None:
-    (placements, _) = ranks(2, wildcards)
+    (found, _) = ranks(2, wildcards)
     for layer in (0, 1):
-        assert placements[f"layers.{layer}.norm.weight"] == str((Replicate(),))
-        assert placements[f"layers.{layer}.up.weight"] == str((Shard(0),))
-        assert placements[f"layers.{layer}.up.bias"] == str((Shard(0),))
-        assert placements[f"layers.{layer}.down.weight"] == str((Shard(1),))
-        assert placements[f"layers.{layer}.down.bias"] == str((Replicate(),))
-    assert placements["other.weight"] == str((Shard(0),))
+        assert found[f"layers.{layer}.norm.weight"] == str((Replicate(),))
+        assert found[f"layers.{layer}.up.weight"] == str((Shard(0),))
+        assert found[f"layers.{layer}.up.bias"] == str((Shard(0),))
+        assert found[f"layers.{layer}.down.weight"] == str((Shard(1),))
+        assert found[f"layers.{layer}.down.bias"] == str((Replicate(),))
+    assert found["other.weight"] == str((Shard(0),))
 
 
 class TwoInputs(nn.Module):
@@ -292,7 +298,7 @@ def local_parameters() -> tuple[float, bool]:
     """With src_data_rank=None each rank cuts its shard from its own parameters."""
     mesh = mesh_of_world()
     rank = mesh.get_local_rank()
-    linear = nn.Linear(2, 4, bias=False).requires_grad_(False)
+    linear: Any = nn.Linear(2, 4, bias=False).requires_grad_(False)
     nn.init.constant_(linear.weight, rank)
     parallelize_module(linear, mesh, ColwiseParallel(), src_data_rank=None)
     return linear.weight.to_local().mean().item(), linear.weight.requires_grad
@@ -322,7 +328,7 @@ def optimizer_steps() -> None:
             nn.utils.clip_grad_norm_(module.parameters(), 0.5)
             optimizer.step()
     for (name, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.detach()), theirs.detach(), msg=name, **CLOSE)
+        close(whole(ours.detach()), theirs.detach(), name)
 
 
 def test_optimizer_steps_are_the_plain_ones(ranks: Any) -> None:
@@ -336,7 +342,7 @@ def misuse() -> None:
     with pytest.raises(ValueError, match=r"1-D mesh, got 2 dims .*mesh\['tp'\]"):
         parallelize_module(linear, two_d, ColwiseParallel())
     with pytest.raises(TypeError, match=r"ParallelStyle or a mapping .* got list"):
-        parallelize_module(linear, mesh, [ColwiseParallel()])
+        parallelize_module(linear, mesh, [ColwiseParallel()])  # type: ignore[arg-type] # the misuse
     with pytest.warns(UserWarning, match="no plan, and does nothing"):
         parallelize_module(linear, mesh)
     with pytest.warns(
@@ -358,11 +364,11 @@ def misuse() -> None:
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), None))
 
     module = TwoInputs()
-    style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    parallelize_module(module, mesh, style)
+    prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    parallelize_module(module, mesh, prepare)
     with pytest.raises(ValueError, match="has 1 input_layouts, TwoInputs was called with 2"):
         module(torch.ones(2, 2), 1.0)
-    identity = parallelize_module(nn.Identity(), mesh, style)
+    identity = parallelize_module(nn.Identity(), mesh, prepare)
     with pytest.raises(
         ValueError, match="input 0 of Identity must be a tensor or a DTensor, got str"
     ):

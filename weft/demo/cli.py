@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     size("--seq-len", 128, "bytes in a sequence")
     size("--batch", 8, "sequences in a step")
     p.add_argument(
-        "--lr", type=float, default=2e-3, help="AdamW's highest learning rate (%(default)s)"
+        "--lr", type=float, default=1e-3, help="AdamW's highest learning rate (%(default)s)"
     )
     p.add_argument(
         "--device",

@@ -12,6 +12,7 @@ matplotlib.use("agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import MaxNLocator
 
@@ -51,9 +52,8 @@ def draw(comparison: Comparison, path: Path) -> None:
             figsize=(14, 8),
             width_ratios=(1.35, 1),
             height_ratios=(2, 1.6, 1.4),
-            layout="constrained",
+            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
         )
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr] # it is set above
         figure.suptitle(
             f"weft demo   {comparison.parameters / 1e6:.1f} M parameter Llama, {shape.layers} "
             f"layers of {shape.d_model}, tensor + sequence parallel on {ranks} "

@@ -121,7 +121,7 @@ class _Trainer:
             group["lr"] = self.run.learning_rate(step)
         inputs, targets = self._batch(step)
         loss = self._loss(inputs, targets)
-        loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
