@@ -187,9 +187,10 @@ def signal_local(ptr, value):
 @triton.jit
 def _acquire(ptr, scope: tl.constexpr):
     if _HAS_ATOMIC_LOAD:
-        return tl.atomic_load(ptr, sem="acquire", scope=scope)
-    else:  # noqa: RET505 - Triton drops the branch not taken only if it is an else
-        return tl.atomic_add(ptr, 0, sem="acquire", scope=scope)
+        value = tl.atomic_load(ptr, sem="acquire", scope=scope)
+    else:
+        value = tl.atomic_add(ptr, 0, sem="acquire", scope=scope)
+    return value
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """all_gather_matmul: cat(x over ranks) @ w, the gather hidden behind the arithmetic.
 
-Legend: W ranks; rank r holds x_r, a (rows, columns) matrix, and its own w. `offsets[r]` is where x_r
-begins in the gathered matrix (W + 1 numbers, the last one its length); shards may differ in size and
-be empty. bf16, fp16 or fp32 in and out, fp32 accumulation.
+Legend: W ranks; rank r holds x_r, a (rows, columns) matrix, and its own w. `offsets[r]` is where
+x_r begins in the gathered matrix (W + 1 numbers, the last one its length); shards may differ in
+size and be empty. bf16, fp16 or fp32 in and out, fp32 accumulation.
 
-    gather of rows      y (M, N_i) = [x_0; x_1; ...] (M, K) @ w_i (K, N_i)    for one or several w_i
-    contraction         y = sum over r of x_r @ w[offsets[r]:offsets[r+1]]     columns gathered (K)
-                        y = sum over r of x_r^T @ w[offsets[r]:offsets[r+1]]   rows gathered: d(weight)
+    gather of rows      y_i (M, N_i) = [x_0; x_1; ...] (M, K) @ w_i (K, N_i)   one or several w_i
+    contraction         y = sum over r of x_r @ w[offsets[r]:offsets[r+1]]     columns gathered
+                        y = sum over r of x_r^T @ w[offsets[r]:offsets[r+1]]   rows: d(weight)
 
 Data, for W = 3, on rank 1 (capital: symmetric memory, half of this generation g):
 
@@ -16,23 +16,25 @@ Data, for W = 3, on rank 1 (capital: symmetric memory, half of this generation g
       +---- copied once ---------^              ^---- copied once ----+
                      tiles of y: x_1's first, from x in place; then x_2's, x_0's, from `gathered`
 
-Each remote byte crosses the link once, however many column tiles read it. Own rows of `gathered` are
-written only if the caller wants it.
+Each remote byte crosses the link once, however many column tiles read it. Own rows of `gathered`
+are written only if the caller wants it.
 
 Protocol
-  1. `_publish_kernel`, all programs: copy x into own half (parity of g). Each takes a ticket; the last
-     one holds everybody's stores (acquire), sets GENERATION = g and signals the word (0, rank, 0) of
-     every peer's pad: release at system scope.
+  1. `_publish_kernel`, all programs: copy x into own half (parity of g). Each takes a ticket; the
+     last one holds everybody's stores (acquire), sets GENERATION = g and signals the word
+     (0, rank, 0) of every peer's pad: release at system scope.
   2. Consumer kernel, copy programs 0 .. C-1: for the peers rank+1, rank+2, ...: wait for the peer's
      word (acquire, system scope: its half may now be read), copy every C-th chunk of its rows to
      `gathered`, and signal the own word (1, peer, chunk): release at device scope.
-  3. Consumer kernel, the other programs: tiles of y in the order own rows, rank+1, rank+2, ...; before
-     a tile, outside the loop over K, wait for the words of the chunks that it reads (acquire).
+  3. Consumer kernel, the other programs: tiles of y in the order own rows, rank+1, rank+2, ...;
+     before a tile, outside the loop over K, wait for the words of the chunks that it reads
+     (acquire).
 
-Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait for
-nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits for
-every peer, so that no call ends before all peers have published (rule 2 of `weft.collectives.signals`),
-and the publish kernel runs after this rank's previous consumer (rule 1: one stream orders a channel).
+Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait
+for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
+for every peer, so that no call ends before all peers have published (rule 2 of
+`weft.collectives.signals`), and the publish kernel runs after this rank's previous consumer (rule
+1: one stream orders a channel).
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class Config:
         copy_programs: how many of them fetch shards.
         chunk_rows: rows of a shard that are announced together, where a tile reads some rows only.
         copy_m, copy_n: block that a copy moves at a time.
-        descriptors: whether a weight that allows it is read by tensor descriptor. Gathered rows never
-            are: copies by descriptor are not ordered by the acquire of a signal.
+        descriptors: whether a weight that allows it is read by tensor descriptor. Gathered rows
+            never are: copies by descriptor are not ordered by the acquire of a signal.
     """
 
     tiling: Tiling
@@ -115,8 +117,8 @@ def _publish_kernel(
 ) -> None:
     """Copy x into the own half of the next generation and tell every peer. Grid: any.
 
-    Example: rank 1 of 3, generation 6 before: x lies in half 1 (rows `pitch` apart), GENERATION is 7,
-    and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
+    Example: rank 1 of 3, generation 6 before: x lies in half 1 (rows `pitch` apart), GENERATION is
+    7, and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(signal_ptrs, rank) + 1
@@ -249,9 +251,9 @@ def _ag_gemm_kernel(
 ) -> None:
     """y_i = gathered @ w_i + bias_i for all i. Grid: COPY_PROGRAMS and at least one more.
 
-    Example: 2 ranks with 48 and 16 rows, BLOCK_M=32, one weight of 2 column tiles, 3 programs of which
-    1 copies. On rank 1, program 1 makes tiles (rows 48..63, column 0), (0..31, 0), (32..47, 0) and
-    program 2 those of column 1; both wait for rank 0's chunks before the second.
+    Example: 2 ranks with 48 and 16 rows, BLOCK_M=32, one weight of 2 column tiles, 3 programs of
+    which 1 copies. On rank 1, program 1 makes tiles (rows 48..63, column 0), (0..31, 0),
+    (32..47, 0) and program 2 those of column 1; both wait for rank 0's chunks before the second.
     """
     program = tl.program_id(0)
     generation = signals.last_generation(signal_ptrs, rank)
@@ -514,10 +516,10 @@ def _in_place(x: torch.Tensor) -> bool:
 
 
 def _publish(x: torch.Tensor, ws: Workspace, pitch: int, config: Config) -> None:
-    if workspace_bytes(x.shape[0], pitch, x.dtype) > ws.half_bytes:
+    if (needed := workspace_bytes(x.shape[0], pitch, x.dtype)) > ws.half_bytes:
         raise ValueError(
-            f"the workspace must hold {workspace_bytes(x.shape[0], pitch, x.dtype)} bytes a call, got "
-            f"{ws.half_bytes=}; ask for workspace_bytes(largest rows, largest columns, dtype)"
+            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
+            f"ask for workspace_bytes(largest rows, largest columns, dtype)"
         )
     blocks = -(-max(x.shape[0], 1) // config.copy_m)
     _publish_kernel[(min(config.programs, blocks),)](
@@ -562,7 +564,7 @@ def launch_all_gather_matmul(
     Returns:
         the gathered matrix (sum of sizes, K), contiguous, and the list of y_i (sum of sizes, N_i).
     """
-    (rows, K), M, W = x.shape, sum(sizes), ws.world_size
+    K, M, W = x.shape[1], sum(sizes), ws.world_size
     N = sum(w.shape[1] for w in weights)
     config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
     tiling, pitch = config.tiling, _pitch(K)
@@ -635,8 +637,8 @@ def launch_all_gather_contract(
         with_own, config: as in `launch_all_gather_matmul`.
 
     Returns:
-        the gathered matrix, contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the transpose
-        of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
+        the gathered matrix, contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
+        transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
     """
     K, W, N = sum(sizes), ws.world_size, w.shape[1]
     M = x.shape[1] if transposed else x.shape[0]

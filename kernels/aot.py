@@ -2,9 +2,9 @@
 
     python -m weft.kernels.aot --arch sm_90 gfx942 --json
 
-The launchers themselves are run, on tensors without memory: what would be launched is caught and given
-to Triton's compiler, so that the arguments, their alignment and the configuration are the real ones.
-Kernels must be plain `JITFunction`s, hence a process of its own with TRITON_INTERPRET=0.
+The launchers themselves are run, on tensors without memory: what would be launched is caught and
+given to Triton's compiler, so that the arguments, their alignment and the configuration are the
+real ones. Kernels must be plain `JITFunction`s, hence a process of its own with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _COPIES = ("UTMALDG", "LDGSTS", "buffer_load", "global_load", "LDG")
 class Report:
     """What one kernel needs on one chip.
 
-    `spills` counts bytes of local memory, and spilled registers on AMD. The instructions are the best
-    ones that occur: of the matrix units (else plain multiply-adds), and to bring operands in.
+    `spills` counts bytes of local memory, and spilled registers on AMD. The instructions are the
+    best that occur: of the matrix units (else plain multiply-adds), and to bring operands in.
     """
 
     case: str
@@ -300,7 +300,10 @@ def compile_all(
 
 def table(reports: Sequence[Report]) -> str:
     """The reports as text, one line each."""
-    head = f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} {'shared':>7}  {'matrix':8} copies"
+    head = (
+        f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} "
+        f"{'shared':>7}  {'matrix':8} copies"
+    )
     lines = [
         f"{r.arch:8} {r.dtype:9} {r.kernel:28} {r.case:16} {r.registers:4d} {r.spills:6d} "
         f"{r.shared_bytes:7d}  {r.matrix_instruction:8} {r.copy_instruction}"

@@ -1,7 +1,7 @@
 """What a chip can do, as far as kernels must know, and the tiles of a matmul that suit it.
 
-Everything here is a function of shapes, dtype and chip alone: ranks that run one call must come to the
-same tiles, so nothing is tuned by timing.
+Everything here is a function of shapes, dtype and chip alone: ranks that run one call must come to
+the same tiles, so nothing is tuned by timing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def chip_of(device: torch.device) -> Chip:
     return Chip(
         f"sm_{properties.major}{properties.minor}",
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        # Not in torch's type stubs.
+        int(getattr(properties, "shared_memory_per_block_optin", 48 << 10)),
         descriptors=properties.major >= 9,
     )
 
@@ -90,7 +91,7 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
         if chip.name.startswith("sm_8"):
             return Tiling(64, 64, 32, num_warps=4, num_stages=3)
         return Tiling(128, 128, 16, num_warps=8, num_stages=3)
-    if M <= 64 or M * N <= 128 * 128 * chip.cores // 2:
+    if M <= 64 or 128 * 128 * chip.cores // 2 >= M * N:
         # Small: more and smaller tiles, so that every core has one.
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64
         stages = 2 if chip.name.startswith("gfx") else 4

@@ -1,37 +1,39 @@
-"""matmul_all_reduce: the sum over ranks of x @ w, whole and bitwise the same on every rank, in one launch.
+"""matmul_all_reduce: the sum over ranks of x @ w, bitwise the same on every rank, in one launch.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair. bf16, fp16 or fp32 in
-and out; partial sums, their transport and their sum are fp32, one rounding.
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair. bf16, fp16 or fp32
+in and out; partial sums, their transport and their sum are fp32, one rounding.
 
-    y (M, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r @ w_r + bias          on all ranks
+    y (M, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r @ w_r + bias     on all ranks
 
 Tiles of (BLOCK_M, BLOCK_N) are numbered 0 .. T-1 and travel as blocks of their own, row after row.
 
 One shot, for few bytes (decode): one step, W - 1 copies of every partial tile. The half of a
 generation is W slots of T fp32 tiles.
 
-    rank r: tile t of x_r @ w_r --> slot r of every rank        then y = slot 0 + slot 1 + ... everywhere
+    rank r: tile t of x_r @ w_r --> slot r of every rank      all: y = slot 0 + slot 1 + ...
 
-Two shots, for more: each tile is added up by one owner, t % W, and sent around once it is finished. The
-half is W slots of ceil(T / W) fp32 tiles, then the T finished tiles in the output's dtype.
+Two shots, for more: each tile is added up by one owner, t % W, and sent around once it is finished.
+The half is W slots of ceil(T / W) fp32 tiles, then the T finished tiles in the output's dtype.
 
-    rank r: tile t of x_r @ w_r --> slot r of rank t % W        owner: sum --> finished t on every rank
+    rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 
 Protocol, in each program p. One shot: it makes the tiles t % P == p.
-  1. Store each tile in slot `rank` of every rank; signal the words (0, rank, p) of all peers: release
-     at system scope.
+  1. Store each tile in slot `rank` of every rank; signal the words (0, rank, p) of all peers:
+     release at system scope.
   2. Wait for the words (0, r, p) of all peers (acquire, system scope); add the slots in rank order.
 Two shots: tile j of an owner is t = j W + owner, and p makes those with j % P == p.
-  1. For the owners rank+1, rank+2, ..., rank: store the tiles in the owner's slot `rank`, signal its
-     word (0, rank, p).
-  2. Wait for the words (0, r, p) of all peers; add up the own tiles in rank order, store them in the
-     output and among the finished tiles of every peer; signal the words (1, rank, p) of all peers.
+  1. For the owners rank+1, rank+2, ..., rank: store the tiles in the owner's slot `rank`, signal
+     its word (0, rank, p).
+  2. Wait for the words (0, r, p) of all peers; add up the own tiles in rank order, store them in
+     the output and among the finished tiles of every peer; signal the words (1, rank, p) of all
+     peers.
   3. Wait for the words (1, r, p) of all peers; copy their finished tiles to the output.
 Then each program takes a ticket, and the last one sets GENERATION.
 
-Why it neither races nor deadlocks: between its waits a program signals everything that it has, and p
-waits for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold because each
-program signals every peer after this rank's last call has ended, and waits for every peer.
+Why it neither races nor deadlocks: between its waits a program signals everything that it has, and
+p waits for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold
+because each program signals every peer after this rank's last call has ended, and waits for every
+peer.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ from weft.kernels import tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
 
-# One shot receives (W - 1) x as many bytes as the partial sum has; two shots receive about 1.5 x, but
-# pay a second exchange of signals. At 450 GB/s and 5 us a step the two meet at about 1 MiB for W = 8.
+# One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay
+# a second exchange of signals. At 450 GB/s and 5 us a step they meet at about 1 MiB for 8 ranks.
 _ONE_SHOT_BYTES = 1 << 20
 
 
@@ -79,7 +81,7 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
     return Config(
         tiling,
         programs=max(1, min(chip.programs, count)),
-        two_shot=world_size > 2 and M * N * 4 > one_shot_bytes,
+        two_shot=world_size > 2 and one_shot_bytes < M * N * 4,
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
     )
@@ -270,8 +272,8 @@ def _gemm_two_shot_kernel(
 ) -> None:
     """y = scale * sum over ranks of x @ w, + bias. Grid: the same on all ranks.
 
-    Example: 2 ranks, 5 tiles, 2 programs: rank 0 owns tiles 0 2 4, rank 1 owns 1 3. Program 0 of both
-    ranks makes 0 4 for rank 0 and 1 for rank 1, program 1 makes 2 and 3.
+    Example: 2 ranks, 5 tiles, 2 programs: rank 0 owns tiles 0 2 4, rank 1 owns 1 3. Program 0 of
+    both ranks makes 0 4 for rank 0 and 1 for rank 1, program 1 makes 2 and 3.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(signal_ptrs, rank) + 1

@@ -1,38 +1,41 @@
 """matmul_reduce_scatter: each rank's chunk of the sum over ranks of x @ w, in one launch.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its own
-affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size and be
-empty. bf16, fp16 or fp32 in and out; partial sums, their transport and their sum are fp32, one rounding.
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its
+own affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size
+and be empty. bf16, fp16 or fp32 in and out; partial sums, their transport and their sum are fp32,
+one rounding.
 
-    y_d (rows of chunk d, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r[chunk d] @ w_r + bias
+    y_d (rows of chunk d, N) = scale * sum over r = 0, 1, ..., W-1 of x_r[chunk d] @ w_r + bias
 
-Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each holding
-this rank's chunk as tiles of (BLOCK_M, BLOCK_N) fp32, one after another:
+Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each
+holding this rank's chunk as tiles of (BLOCK_M, BLOCK_N) fp32, one after another:
 
     rank 0 makes chunk 1 --> rank 1, slot 0       rank 1 makes chunk 2 --> rank 2, slot 1      ...
            then  chunk 2 --> rank 2, slot 0              then  chunk 0 --> rank 0, slot 1
            last  chunk 0 --> rank 0, slot 0              last  chunk 1 --> rank 1, slot 1
     rank 0: y_0 = slot 0 + slot 1 + slot 2
 
-Tiles are numbered through all chunks: tile u of chunk d is number d * (tiles a chunk) + u, and program
-p of any rank makes those with number % P == p. So what p of the owner adds up was made by p of each
-peer, and the work is even although a chunk may have fewer tiles than there are programs.
+Tiles are numbered through all chunks: tile u of chunk d is number d * (tiles a chunk) + u, and
+program p of any rank makes those with number % P == p. So what p of the owner adds up was made by p
+of each peer, and the work is even although a chunk may have fewer tiles than there are programs.
 
 Protocol, in each program p
   1. For the destinations rank+1, rank+2, ..., rank: make the tiles, store them in the owner's slot
      `rank`; then signal the word (0, rank, p) of the owner's pad: release at system scope. It is
      signalled for empty chunks too.
-  2. Wait for the words (0, r, p) of all peers r (acquire, system scope): slots r now hold p's tiles.
+  2. Wait for the words (0, r, p) of all peers r (acquire, system scope): slots r now hold
+     p's tiles.
   3. Add the slots in rank order, store the output.
   4. Take a ticket; the last program sets GENERATION.
 
-Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for p.
-Slots of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold because
-each program signals every peer after this rank's last call has ended, and waits for every peer.
+Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for
+p. Slots of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold
+because each program signals every peer after this rank's last call has ended, and waits for every
+peer.
 
-The own partial sums pass through the own slot as well. Kept in registers they would have to wait there
-for the sums of lower ranks, a second accumulator of the tile's size; a round trip through L2 of 1/W of
-the tiles is cheaper than the smaller tile which that would force.
+The own partial sums pass through the own slot as well. Kept in registers they would have to wait
+there for the sums of lower ranks, a second accumulator of the tile's size; a round trip through L2
+of 1/W of the tiles is cheaper than the smaller tile which that would force.
 """
 
 from __future__ import annotations
@@ -128,10 +131,13 @@ def _gemm_rs_kernel(
     GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr,
 ) -> None:
-    """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias. Grid: the same on all ranks.
+    """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias.
 
-    Example: 2 ranks, offsets (0, 3, 5), one column tile, BLOCK_M=2: 2 tiles a chunk, numbers 0 1 | 2 3. Of
-    3 programs, program 0 makes tile 0 (rows 0, 1) and tile 3 (rows 5.., nothing), on both ranks.
+    Grid: the same on all ranks.
+
+    Example: 2 ranks, offsets (0, 3, 5), one column tile, BLOCK_M=2: 2 tiles a chunk, numbers 0 1 |
+    2 3. Of 3 programs, program 0 makes tile 0 (rows 0, 1) and tile 3 (rows 5.., nothing), on both
+    ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(signal_ptrs, rank) + 1

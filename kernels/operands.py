@@ -58,7 +58,7 @@ def described(
 
 
 def described_weight(w: torch.Tensor, tiling: Tiling, wanted: bool) -> tuple[Any, bool]:
-    """Descriptor of w (K, N) and whether it is of the transpose; None if not `wanted` or possible."""
+    """Descriptor of w (K, N), or None, and whether it is of the transpose."""
     if not wanted or not _describable(w):
         return None, False
     return _describe(w, (tiling.block_k, tiling.block_n))

@@ -1,8 +1,8 @@
 """Tile arithmetic shared by the fused kernels.
 
 Sizes: an output of (M, N) is cut into tiles of (BLOCK_M, BLOCK_N), the contraction into steps of
-BLOCK_K. Tiles at the edge read rows and columns modulo the size, so that the loop over K needs a mask
-for its last step at most, and nothing of theirs outside the output is stored.
+BLOCK_K. Tiles at the edge read rows and columns modulo the size, so that the loop over K needs a
+mask for its last step at most, and nothing of theirs outside the output is stored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from weft.collectives.signals import INTERPRETED
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-# Triton's own tl.cdiv and tl.zeros are kernels: interpreted only if triton was imported that way, and
-# torch may have imported it before.
+# Triton's own tl.cdiv and tl.zeros are kernels: interpreted only if triton was imported that way,
+# and torch may have imported it before.
 @triton.jit
 def cdiv(a, b):
     """a / b, rounded up."""
@@ -76,8 +76,10 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nearest = tl.where(x == x, nearest, bits >> 16)
-        return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result
 
 
 @triton.jit
@@ -116,6 +118,13 @@ def accumulate(
 
 
 @triton.jit
+def read_described(desc, row, column, TRANSPOSED: tl.constexpr):
+    """The block at (row, column) of a matrix, given a descriptor of it or of its transpose."""
+    # One return: Triton's compiler looks at what follows a return in a branch, too.
+    return desc.load([column, row]).T if TRANSPOSED else desc.load([row, column])
+
+
+@triton.jit
 def accumulate_described(
     acc,  # (BLOCK_M, BLOCK_N) fp32
     a_desc,  # of a (M, K), or of its transpose if A_TRANSPOSED
@@ -130,14 +139,8 @@ def accumulate_described(
     """`accumulate` through tensor descriptors, which read zeros outside the tensor."""
     for k in range(cdiv(K, BLOCK_K)):
         start_k = k * BLOCK_K
-        if A_TRANSPOSED:
-            a = a_desc.load([start_k, start_m]).T
-        else:
-            a = a_desc.load([start_m, start_k])
-        if B_TRANSPOSED:
-            b = b_desc.load([start_n, start_k]).T
-        else:
-            b = b_desc.load([start_k, start_n])
+        a = read_described(a_desc, start_m, start_k, A_TRANSPOSED)
+        b = read_described(b_desc, start_k, start_n, B_TRANSPOSED)
         acc = dot(a, b, acc)
     return acc
 
@@ -170,11 +173,8 @@ def accumulate_half_described(
             a = tl.load(a_ptrs)
         else:
             a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k * BLOCK_K, other=0.0)
-        start_k = tl.cast(first_k, tl.int32) + k * BLOCK_K
-        if B_TRANSPOSED:
-            b = b_desc.load([start_n, start_k]).T
-        else:
-            b = b_desc.load([start_k, start_n])
+        start_k = tl.cast(first_k + k * BLOCK_K, tl.int32)
+        b = read_described(b_desc, start_k, start_n, B_TRANSPOSED)
         acc = dot(a, b, acc)
         a_ptrs += step_a
     return acc
@@ -215,7 +215,7 @@ def store_block(block_ptr, acc):
 
 @triton.jit
 def sum_of_slots(slots_ptr, slot_stride, offs, COUNT: tl.constexpr):
-    """Sum over COUNT slots, `slot_stride` elements apart, of the elements at `offs`: in that order."""
+    """Sum of the elements at `offs` of COUNT slots, `slot_stride` elements apart, in order."""
     total = tl.load(slots_ptr + offs)
     for slot in tl.static_range(1, COUNT):
         total += tl.load(slots_ptr + slot * slot_stride + offs)
