@@ -230,9 +230,7 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of zeros, made without communication. `size` is global: integers, or one sequence."""
-    return _make(
-        torch.zeros, _size(size), dtype, layout, requires_grad, device_mesh, placements
-    )
+    return _make(torch.zeros, _size(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def ones(

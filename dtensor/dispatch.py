@@ -123,13 +123,25 @@ class Plan:
         result: the layout of the result, a tree of them, or the position of the argument that is
             written and returned.
         simple: nothing to do but run `local` and wrap its one result.
+        writes_first: nothing to do but run `local`, which writes the first argument.
     """
 
-    __slots__ = ("decomposed", "dynamic", "is_view", "local", "moves", "result", "simple", "writes")
+    __slots__ = (
+        "decomposed",
+        "dynamic",
+        "is_view",
+        "local",
+        "moves",
+        "result",
+        "simple",
+        "writes",
+        "writes_first",
+    )
 
     def __init__(self, local: Op, moves: list[Layout | None] | None, result: Any) -> None:
         self.local, self.moves, self.result = local, moves, result
         self.simple = False
+        self.writes_first = False
         self.is_view = False
         self.dynamic = False
         self.writes: tuple[int, ...] = ()
@@ -187,6 +199,9 @@ def _add(a: Any, key: list[Any], func: Op) -> Any:
         return a
     if kind is list or kind is tuple:
         key.append(len(a))
+        if len(a) > 1 and all(type(item) is DTensor and item._local is not None for item in a):
+            key.extend([item._layout for item in a])
+            return [item._local for item in a]
         return [_add(item, key, func) for item in a]
     if isinstance(a, torch.Tensor):
         if isinstance(a, DTensor):
@@ -219,6 +234,10 @@ def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None
             if local is None:
                 local, deferred = a._local_tensor, True
             local_args.append(local)
+        elif type(a) is int or type(a) is bool:
+            key.append(type(a))
+            key.append(a)
+            local_args.append(a)
         else:
             local_args.append(_add(a, key, func))
     local_kwargs: dict[str, Any] = {}
@@ -233,6 +252,15 @@ def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None
         plan = _plans[tuple(key)] = _make_plan(func, args, kwargs or {})
     if plan.simple and not (deferred and plan.is_view):
         return wrap(plan.local(*local_args, **local_kwargs), plan.result)
+    if plan.writes_first:
+        # In place, on the first argument or all of the first list, and nothing moves.
+        for hook in before_write:
+            hook()
+        for tensor in args[0] if plan.result is None else args[:1]:
+            if tensor._pending is not None:
+                _begin_write(tensor)
+        plan.local(*local_args, **local_kwargs)
+        return args[0] if plan.result is not None else None
     return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
@@ -252,7 +280,7 @@ def _follow(
         for hook in before_write:
             hook()
         for position in plan.writes:
-            _begin_write(tensors[position], plan)
+            _begin_write(tensors[position])
     if plan.moves is not None:
         moved = _moved(plan.moves, tensors)
         local_args, local_kwargs = _map(
@@ -309,7 +337,7 @@ class CopiedView:
         return None
 
 
-def _begin_write(tensor: torch.Tensor, plan: Plan) -> None:
+def _begin_write(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, DTensor) or tensor._pending is None:
         return
     if isinstance(tensor._pending, CopiedView):
@@ -322,9 +350,7 @@ def _begin_write(tensor: torch.Tensor, plan: Plan) -> None:
     tensor._pending = None
 
 
-def _moved(
-    moves: list[Layout | None], tensors: list[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     for target, tensor in zip(moves, tensors, strict=True):
         if not isinstance(tensor, DTensor):
             yield tensor
@@ -400,8 +426,16 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if writes and len(results) == 1 and _returns_argument(call):
         plan.result = writes[0]
         _check_unchanged(call, call.inputs[writes[0]], call.outputs[0])
+        plan.writes_first = writes == [0] and plan.moves is None and not plain[0]
         return plan
     if writes and not results:
+        first = args[0]
+        plan.writes_first = (
+            isinstance(first, (list, tuple))
+            and plan.moves is None
+            and writes == list(range(len(first)))
+            and not any(plain[: len(first)])
+        )
         return plan
     each = iter(results)
     plan.result = _map(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
@@ -446,8 +480,10 @@ def _returns_argument(call: Call) -> bool:
 
 def _is_view(call: Call) -> bool:
     schema = getattr(call.op, "_schema", None)
-    return schema is not None and not schema.is_mutable and any(
-        r.alias_info is not None for r in schema.returns
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and any(r.alias_info is not None for r in schema.returns)
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,15 @@ from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_matmul import linear as _linear_op
 from weft.dtensor.rules_matmul import linear_input_grad, linear_weight_grad
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, _FromLocal, _redistribute, _ToLocal, wrap, wrap_pending
+from weft.dtensor.tensor import (
+    DTensor,
+    _FromLocal,
+    _redistribute,
+    _ToLocal,
+    needs_grad,
+    wrap,
+    wrap_pending,
+)
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
@@ -174,7 +183,7 @@ def _gradients(x: Placements, w: Placements) -> tuple[Placements, Placements, Pl
 
 
 def _local(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    if needs_grad(tensor):
         return cast(torch.Tensor, _ToLocal.apply(tensor, grad_placements))
     return tensor._local_tensor
 
@@ -240,7 +249,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.bias_ndim = None if bias is None else bias.ndim
         if pending is not None:
-            return wrap_pending(pending, pending.layout, x.device)
+            return wrap_pending(pending, pending.layout, x._local_tensor.device)
         return _run_linear(x, w, bias)
 
     @staticmethod
@@ -307,7 +316,7 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
         or lx.mesh != lw.mesh
         or (lb is not None and lb.mesh != lx.mesh)
         or len({lx.dtype, lw.dtype, lx.dtype if lb is None else lb.dtype}) > 1
-        or torch.is_autocast_enabled(x.device.type)
+        or torch.is_autocast_enabled(x._layout.mesh.device_type)
     ):
         return NotImplemented
     fused = _fused_kind(lx, lw, lb) if lx.dtype.is_floating_point else None
@@ -316,12 +325,10 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
     pending = None
     if fused is not None and not (x.is_inference() or w.is_inference()):
         pending = PendingMatmul(x, w, bias, fused[2], fused[1])
-    if torch.is_grad_enabled() and (
-        x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    if needs_grad(x) or needs_grad(w) or (bias is not None and needs_grad(bias)):
         return _Linear.apply(x, w, bias, pending)
     if pending is not None:
-        return wrap_pending(pending, pending.layout, x.device)
+        return wrap_pending(pending, pending.layout, x._local_tensor.device)
     return _run_linear(x, w, bias)
 
 
@@ -338,13 +345,10 @@ def matmul(x: Any, w: Any, *, out: Any = None) -> Any:
     return linear(x, w.t())
 
 
+@lru_cache(maxsize=1024)
 def _transposed(layout: Layout) -> Layout:
-    placements = tuple(
-        Shard(1 - p.dim) if type(p) is Shard else p for p in layout.placements
-    )
-    return layout_of(
-        layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype
-    )
+    placements = tuple(Shard(1 - p.dim) if type(p) is Shard else p for p in layout.placements)
+    return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
 
 
 def addmm(bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
@@ -406,9 +410,7 @@ def attention(
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     # Rows of q that only this rank has give a term of the gradients of k and v.
-    of_shared = tuple(
-        Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs
-    )
+    of_shared = tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
     q_local = _local(_redistribute(query, q.with_placements(rows)), rows)
     k_local = _local(_redistribute(key, k.with_placements(shared)), of_shared)
     v_local = _local(_redistribute(value, v.with_placements(shared)), of_shared)
@@ -494,7 +496,7 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
         return NotImplemented
     layout = x._layout
     n_batch = len(layout.shape) - len(shape)
-    if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(x.device.type):
+    if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(x._layout.mesh.device_type):
         return NotImplemented
     for placement in layout.placements:
         if isinstance(placement, Partial) or shard_dim(placement) >= n_batch:

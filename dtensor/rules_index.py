@@ -62,8 +62,21 @@ def stack(call: Call) -> Choices:
     return Choices(_together(call, set(), shift_from=dim).strategies + _partials(call))
 
 
-@rule("sort", "topk", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "argsort", "flip",
-      "roll", "gather", "rot90", "_weight_norm_interface")
+@rule(
+    "sort",
+    "topk",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "argsort",
+    "flip",
+    "roll",
+    "gather",
+    "rot90",
+    "_weight_norm_interface",
+)
 def along_dim(call: Call) -> Choices:
     """The dims that are worked along are gathered, the others may be sharded."""
     ndim = len(call.inputs[0].shape)
@@ -188,5 +201,3 @@ def one_hot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
 def _one_hot_rule(call: Call) -> Choices:
     """The classes are a new last dim."""
     return mapped(call, {d: d for d in range(len(call.inputs[0].shape))})
-
-

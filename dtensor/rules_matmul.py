@@ -14,7 +14,13 @@ from weft.dtensor.layout import LINEAR_REDUCTIONS, Layout, distinct, is_shard, m
 
 
 def contraction(
-    call: Call, first: str, second: str, out: str, *, offset: int = 0, bias: int | None = None,
+    call: Call,
+    first: str,
+    second: str,
+    out: str,
+    *,
+    offset: int = 0,
+    bias: int | None = None,
 ) -> Choices:
     """Strategies of `out = einsum(first, second)`, plus a summand that is broadcast onto it.
 
@@ -151,5 +157,3 @@ def _linear_input_grad_rule(call: Call) -> Choices:
 def _linear_weight_grad_rule(call: Call) -> Choices:
     batch = string.ascii_uppercase[: len(call.inputs[0].shape) - 1]
     return contraction(call, batch + "n", batch + "k", "nk")
-
-

@@ -153,9 +153,7 @@ def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
         raise IndexError(f"{what} out of range: must be in [0, {size})")
 
 
-def _rows_in(
-    indices: torch.Tensor, run: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(which indices fall into the run, indices counted from its start, 0 where outside)."""
     start, length = run
     inside = (indices >= start) & (indices < start + length)
@@ -205,9 +203,7 @@ def embedding_backward(call: Call) -> Choices:
     if not call.bound["scale_grad_by_freq"]:
         shards = distinct(filter(is_shard, (*grad.placements, *indices.placements)))
         strategies += [
-            Strategy((p, p), (Partial("sum"),))
-            for p in shards
-            if shard_dim(p) < len(indices.shape)
+            Strategy((p, p), (Partial("sum"),)) for p in shards if shard_dim(p) < len(indices.shape)
         ]
         for p in grad.placements:
             if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
@@ -305,7 +301,11 @@ class _Loss:
         return all(i == 0 for over, i in pairs if over)
 
     def weights(
-        self, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, like: torch.dtype
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        like: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(class of each row or 0, its weight or 0), after checking the classes."""
         valid = target != ignore_index

@@ -150,7 +150,8 @@ def _may_stay_partial(call: Call, placement: Partial) -> bool:
     """A conversion to integers or booleans does not commute with a sum."""
     old, new = call.inputs[0].dtype, call.outputs[0].dtype
     return old == new or (
-        placement.reduce_op in LINEAR_REDUCTIONS and old.is_floating_point == new.is_floating_point
+        placement.reduce_op in LINEAR_REDUCTIONS
+        and old.is_floating_point == new.is_floating_point
         and new.is_floating_point
     )
 
@@ -162,8 +163,20 @@ def keep(call: Call) -> Choices:
 
 
 @rule(
-    "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "fill", "bernoulli", "normal", "uniform", "exponential", "random", "log_normal", "cauchy",
+    "empty_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "fill",
+    "bernoulli",
+    "normal",
+    "uniform",
+    "exponential",
+    "random",
+    "log_normal",
+    "cauchy",
     "geometric",
 )
 def fill(call: Call) -> Choices:
@@ -240,9 +253,7 @@ def foreach(call: Call) -> Chosen:
         part.outputs = [call.outputs[position + length * n] for n in range(n_results)] or [
             _meta(row[0])
         ]
-        writes = [
-            i for i, (number, at) in enumerate(rows) if starts[number] + at in written
-        ]
+        writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in written]
         choices = pointwise(part)
         plain = [False] * len(row)
         chosen = _choose(part, choices, writes, plain)

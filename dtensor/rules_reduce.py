@@ -65,9 +65,7 @@ def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
     )
 
 
-def _reduced_shards(
-    call: Call, dims: tuple[int, ...], result: Placement
-) -> list[Strategy]:
+def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> list[Strategy]:
     return [
         Strategy((p,), (result,))
         for p in distinct(call.inputs[0].placements)
@@ -126,8 +124,15 @@ def mean(call: Call) -> Choices:
     return Choices(strategies, localize)
 
 
-_EXTREMA = {"amax": "max", "max": "max", "amin": "min", "min": "min", "prod": "product",
-            "any": "max", "all": "min"}
+_EXTREMA = {
+    "amax": "max",
+    "max": "max",
+    "amin": "min",
+    "min": "min",
+    "prod": "product",
+    "any": "max",
+    "all": "min",
+}
 
 
 @rule("amax", "amin", "max", "min", "prod", "any", "all")
@@ -148,8 +153,21 @@ def extremum(call: Call) -> Choices:
     return Choices(strategies)
 
 
-@rule("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian",
-      "mode", "count_nonzero", "aminmax", "kthvalue")
+@rule(
+    "argmax",
+    "argmin",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "median",
+    "nanmedian",
+    "mode",
+    "count_nonzero",
+    "aminmax",
+    "kthvalue",
+)
 def gathered(call: Call) -> Choices:
     """Reduced dims are gathered, the others may be sharded."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
@@ -168,13 +186,22 @@ def vector_norm(call: Call) -> Choices | Decomposed:
     return Choices(strategies)
 
 
+def _reduced(layout: Layout) -> Layout:
+    """Terms of a sum have no norm, and cannot be compared: the same layout with sums taken."""
+    return layout.with_placements(
+        tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    )
+
+
+def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:
+    """(ranks, ...) norms of parts -> (...) norms. The 0-norm counts elements: counts add up."""
+    return every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
+
+
 def _norm_of_norms(op: Any, dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         layout = x._layout
-        # Terms of a sum have no norm of their own.
-        solid = layout.with_placements(
-            tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-        )
+        solid = _reduced(layout)
         local = move(x._local_tensor, layout, solid)
         order = next((a for a in args if isinstance(a, (int, float))), kwargs.get("ord", 2))
         dtype = kwargs.get("dtype") or local.dtype
@@ -203,15 +230,11 @@ def _norm_of_norms(op: Any, dims: tuple[int, ...], keepdim: bool) -> Callable[..
         gathered = stacked.with_placements(
             tuple(Replicate() if c else p for p, c in zip(placements, crossed, strict=True))
         )
-        every = move(norms, stacked, gathered)
-        # The 0-norm counts elements: counts add up.
-        total = every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
+        total = _norm_over_ranks(move(norms, stacked, gathered), order)
         out_placements = tuple(
             moved(p, shard_dim(p) - 1) if is_shard(p) else p for p in gathered.placements
         )
-        out = layout_of(
-            layout.mesh, out_placements, shape, contiguous_stride(shape), total.dtype
-        )
+        out = layout_of(layout.mesh, out_placements, shape, contiguous_stride(shape), total.dtype)
         return wrap(total, out)
 
     return run
@@ -235,9 +258,7 @@ def equal(call: Call) -> Decomposed:
     def run(a: DTensor, b: DTensor) -> bool:
         if a._layout.shape != b._layout.shape:
             return False
-        solid = a._layout.with_placements(
-            tuple(Replicate() if isinstance(p, Partial) else p for p in a._layout.placements)
-        )
+        solid = _reduced(a._layout)
         theirs = layout_of(
             solid.mesh, solid.placements, b._layout.shape, b._layout.stride, b._layout.dtype
         )
@@ -251,9 +272,7 @@ def equal(call: Call) -> Decomposed:
 def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
     """Whether every rank of the mesh says True."""
     one = torch.tensor([verdict], dtype=torch.uint8, device=device)
-    partial = layout_of(
-        layout.mesh, (Partial("min"),) * layout.mesh.ndim, (1,), (1,), torch.uint8
-    )
+    partial = layout_of(layout.mesh, (Partial("min"),) * layout.mesh.ndim, (1,), (1,), torch.uint8)
     return bool(move(one, partial, partial.replicated()).item())
 
 
@@ -272,8 +291,48 @@ def item(call: Call) -> Decomposed:
 def foreach_norm(call: Call) -> Decomposed:
     """The norms of all tensors: local norms first, then one exchange for the whole list."""
 
-    def run(tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None) -> Any:
-        norm = torch.ops.aten.linalg_vector_norm.default
-        return [dispatch(norm, (tensor, order), {"dtype": dtype}) for tensor in tensors]
+    def run(
+        tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
+    ) -> list[DTensor]:
+        norms: list[torch.Tensor] = []
+        crossed: list[tuple[bool, ...]] = []
+        for tensor in tensors:
+            layout = tensor._layout
+            solid = _reduced(layout)
+            local = move(tensor._local_tensor, layout, solid)
+            dims = tuple(range(local.dim()))
+            norms.append(_local_norm(local, order, dims, False, dtype or local.dtype))
+            crossed.append(tuple(map(is_shard, solid.placements)))
+        mesh, ndim = tensors[0]._layout.mesh, tensors[0]._layout.mesh.ndim
+        ranks, count = math.prod(tensors[0]._layout.place.sizes), len(norms)
+        mine = torch.stack(norms).unsqueeze(0)
+        # Row r: what rank r found. Replicas found the same: one of them counts.
+        source = layout_of(mesh, (Shard(0),) * ndim, (ranks, count), (count, 1), mine.dtype)
+        every = mine
+        if any(map(any, crossed)):
+            every = move(mine, source, source.replicated())
+        scalar = layout_of(mesh, (Replicate(),) * ndim, (), (), mine.dtype)
+        result: list[torch.Tensor] = [mine[0, i] for i in range(count)]
+        for pattern in dict.fromkeys(crossed):
+            if any(pattern):
+                rows = [
+                    r
+                    for r, coordinate in enumerate(source.place.coordinates)
+                    if all(cross or i == 0 for cross, i in zip(pattern, coordinate, strict=True))
+                ]
+                totals = _norm_over_ranks(every[rows], order)
+                for i, kind in enumerate(crossed):
+                    if kind == pattern:
+                        result[i] = totals[i]
+        return [wrap(norm, scalar) for norm in result]
 
-    return Decomposed(run)
+    meshes = {layout.mesh for layout in call.inputs}
+    dtypes = {layout.dtype for layout in call.inputs}
+    return Decomposed(run if len(meshes) == len(dtypes) == 1 else _one_by_one)
+
+
+def _one_by_one(
+    tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
+) -> list[Any]:
+    norm = torch.ops.aten.linalg_vector_norm.default
+    return [dispatch(norm, (tensor, order), {"dtype": dtype}) for tensor in tensors]

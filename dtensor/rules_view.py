@@ -105,8 +105,17 @@ def expand(call: Call) -> Choices:
     return Choices(choices.strategies, localize)
 
 
-@rule("select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "unfold",
-      "diagonal")
+@rule(
+    "select",
+    "slice",
+    "narrow",
+    "unbind",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unfold",
+    "diagonal",
+)
 def along(call: Call) -> Choices:
     """Cuts along some dims; a shard of another dim stays."""
     bound = call.bound
@@ -241,9 +250,7 @@ def _independent(source: Layout, mesh_dim: int, old: Shape, new: Shape) -> bool:
     """Whether the later mesh dims cut dims that are not reshaped together with this one."""
     for old_dims, _ in _groups(old, new):
         if shard_dim(source.placements[mesh_dim]) in old_dims:
-            return not any(
-                shard_dim(p) in old_dims for p in source.placements[mesh_dim + 1 :]
-            )
+            return not any(shard_dim(p) in old_dims for p in source.placements[mesh_dim + 1 :])
     return False
 
 
@@ -255,5 +262,3 @@ def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> A
         return x.reshape(size)
 
     return run
-
-

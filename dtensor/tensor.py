@@ -33,6 +33,7 @@ from weft.dtensor.redistribute import move
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -68,6 +69,14 @@ def wrap_pending(pending: Pending, layout: Layout, device: torch.device) -> DTen
     tensor._layout = layout
     tensor._pending = pending
     return tensor
+
+
+def needs_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd records what is done with `tensor`, asked without __torch_function__."""
+    if not torch.is_grad_enabled():
+        return False
+    with _no_function():
+        return tensor.requires_grad
 
 
 class DTensor(torch.Tensor):
@@ -163,9 +172,7 @@ class DTensor(torch.Tensor):
             return self._pending.value()
         return self._local
 
-    def to_local(
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part. Differentiable; shares its memory.
 
         Args:
@@ -173,7 +180,7 @@ class DTensor(torch.Tensor):
                 tensor is placed, `Replicate` for `Partial`. `Partial()` where each rank uses a
                 replica for something else.
         """
-        if not (torch.is_grad_enabled() and self.requires_grad):
+        if not needs_grad(self):
             return self._local_tensor
         layout = self._layout
         wanted = (
@@ -183,9 +190,7 @@ class DTensor(torch.Tensor):
         )
         return cast(torch.Tensor, _ToLocal.apply(self, wanted))
 
-    def full_tensor(
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective, differentiable."""
         layout = self._layout
         return _redistribute(self, layout.replicated()).to_local(grad_placements=grad_placements)
@@ -387,7 +392,7 @@ def _redistribute(
             return fused
     if forward_dtype is not None:
         target = target.with_dtype(forward_dtype)
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    if needs_grad(tensor):
         return cast(DTensor, _Redistribute.apply(tensor, target, backward_dtype))
     local = tensor._local_tensor.to(target.dtype)
     source = layout.with_dtype(target.dtype)
@@ -412,8 +417,9 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         source: Layout = ctx.source
         dtype = ctx.backward_dtype or grad.dtype
-        target = layout_of(source.mesh, source.placements, grad._layout.shape,
-                           grad._layout.stride, grad.dtype)
+        target = layout_of(
+            source.mesh, source.placements, grad._layout.shape, grad._layout.stride, grad.dtype
+        )
         # A gradient that is Partial where the target was Partial already is as good as reduced.
         back = _redistribute(grad, target, forward_dtype=dtype)
         return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None

@@ -141,8 +141,12 @@ def reductions_of_partial() -> None:
     for r in range(1, n):
         bits = bits & every[r]
     expected = {
-        "sum": every.sum(0), "avg": every.double().mean(0), "min": every[0], "max": every[-1],
-        "product": every.prod(0), "band": bits,
+        "sum": every.sum(0),
+        "avg": every.double().mean(0),
+        "min": every[0],
+        "max": every[-1],
+        "product": every.prod(0),
+        "band": bits,
     }
     for op, want in expected.items():
         local = values.double() if op == "avg" else values
@@ -314,8 +318,10 @@ def pending() -> None:
     # Both the result and its redistribution used.
     ours, plain = operands(), [t.clone().requires_grad_() for t in (xw, ww, bw)]
     y = F.linear(*ours)
-    ((y * 2).full_tensor().sum() + (y.redistribute(placements=[Shard(0)]) ** 2).sum()
-     .full_tensor()).backward()
+    (
+        (y * 2).full_tensor().sum()
+        + (y.redistribute(placements=[Shard(0)]) ** 2).sum().full_tensor()
+    ).backward()
     p = F.linear(*plain)
     ((p * 2).sum() + (p**2).sum()).backward()
     for a, b in zip(ours, plain, strict=True):
@@ -368,8 +374,18 @@ def strided() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "body",
-    [making, local_and_back, moving, reductions_of_partial, copies, writing, no_rule, modules,
-     pending, strided],
+    [
+        making,
+        local_and_back,
+        moving,
+        reductions_of_partial,
+        copies,
+        writing,
+        no_rule,
+        modules,
+        pending,
+        strided,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_api(ranks: Any, body: Any, world_size: int) -> None:

@@ -128,9 +128,17 @@ def place(model: Model, mesh: Any, batch: list[Any]) -> Model:
     """Tensor parallel along the last mesh dim; `batch`: placements of the other mesh dims."""
     columns, rows = Shard(0), Shard(1)
     plan = {
-        "embed.weight": rows, "q.weight": columns, "k.weight": columns, "v.weight": columns,
-        "q.bias": columns, "k.bias": columns, "v.bias": columns, "out.weight": rows,
-        "up.weight": columns, "down.weight": rows, "head.weight": columns,
+        "embed.weight": rows,
+        "q.weight": columns,
+        "k.weight": columns,
+        "v.weight": columns,
+        "q.bias": columns,
+        "k.bias": columns,
+        "v.bias": columns,
+        "out.weight": rows,
+        "up.weight": columns,
+        "down.weight": rows,
+        "head.weight": columns,
     }
 
     def partition(name: str, module: nn.Module, mesh: Any) -> None:
@@ -158,7 +166,9 @@ def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
         assert isinstance(result, DTensor)
         return result
 
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, foreach=True) for m in (reference, ours)]
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.02, foreach=True) for m in (reference, ours)
+    ]
     for step in range(3):
         ids = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(step))
         inputs, labels = ids[:, :-1], ids[:, 1:]

@@ -93,9 +93,7 @@ def _lower_bound(source: Layout, target: Layout) -> list[int]:
     needs = []
     for mine, wanted in zip(source.boxes, target.boxes, strict=True):
         own = math.prod(
-            sum(
-                max(0, min(a + n, b + m) - max(a, b)) for a, n in of_mine for b, m in of_wanted
-            )
+            sum(max(0, min(a + n, b + m) - max(a, b)) for a, n in of_mine for b, m in of_wanted)
             for of_mine, of_wanted in zip(mine, wanted, strict=True)
         )
         whole = math.prod(sum(n for _, n in runs) for runs in wanted)
