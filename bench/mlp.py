@@ -29,7 +29,6 @@ RATIOS = (
     ("weft", "arithmetic"),
     ("weft DTensor", "arithmetic"),
     ("torch DTensor", "weft"),
-    ("torch DTensor", "weft DTensor"),
 )
 
 

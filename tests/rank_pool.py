@@ -55,6 +55,7 @@ def _serve(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
+        pipe.send_bytes(b"ready")
         while True:
             try:
                 job = pipe.recv_bytes()
@@ -102,6 +103,11 @@ class RankPool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        # A time limit is for a body, not for starting Python and torch on a busy machine.
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(120):
+                raise RankError(f"rank {rank} did not start within 120 s")
+            pipe.recv_bytes()
 
     @property
     def pids(self) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+import weft.settings
 from weft.collectives.movement import chunk_sizes
 from weft.kernels.gathered_matmul import all_gather_matmul_reference
 from weft.kernels.reduced_matmul import matmul_all_reduce_reference
@@ -196,6 +197,39 @@ def test_random_shapes(ranks: Any, kind: str, W: int, engine: str) -> None:
     if kind == "reduce":
         for others in outs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outs[0], others, strict=True))
+
+
+def repeated_body(engine: weft.settings.Engine) -> list[torch.Tensor]:
+    """Everything that a training step gives, twice, with calls of other shapes between."""
+    rank = dist.get_rank()
+    dtypes = (torch.float32, torch.bfloat16)
+    runs: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        values: list[torch.Tensor] = []
+        for dtype in dtypes:
+            x = tensor((19, 24), dtype, rank, False).requires_grad_()
+            w = tensor((24, 21), dtype, 10 + rank, False).requires_grad_()
+            v = tensor((21, 24), dtype, 20 + rank, False).requires_grad_()
+            with weft.engine(engine):
+                h = weft.all_gather_matmul(x, w)
+                y = weft.matmul_reduce_scatter(h, v)
+                z = weft.matmul_all_reduce(h.detach(), v.detach())
+                y.backward(torch.ones_like(y))
+                weft.all_gather_matmul(x[:3], w)
+            values += [h, y, z, x.grad, w.grad, v.grad]  # type: ignore[list-item]
+        runs.append([value.detach().clone() for value in values])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    return runs[0][2 :: len(runs[0]) // len(dtypes)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("W", [2, 3])
+def test_results_are_bitwise_the_same_again_and_on_every_rank(
+    ranks: Any, W: int, engine: str
+) -> None:
+    first, *others = ranks(W, repeated_body, engine)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.sweep

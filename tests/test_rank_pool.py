@@ -1,0 +1,71 @@
+"""The ground that the tests stand on: failures and hangs of ranks are reported, with tracebacks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankError, RankPool
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    made = RankPool(2)
+    yield made
+    made.close()
+
+
+def failing_body(guilty: int) -> None:
+    if dist.get_rank() == guilty:
+        raise KeyError("the reason")
+
+
+def hanging_body() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)  # the line that the report must show
+
+
+def exiting_body() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def good_body(x: torch.Tensor) -> tuple[int, float]:
+    assert torch.empty(3).isnan().all(), "torch.empty is poisoned in ranks"
+    return dist.get_rank(), float(x.sum())
+
+
+def test_a_failure_carries_its_traceback_and_the_pool_goes_on(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"rank 0: KeyError[\s\S]*rank 1: KeyError") as caught:
+        ranks(2, _all_fail)
+    assert "in failing_body" in str(caught.value)
+    assert ranks(2, good_body, torch.ones(3)) == [(0, 3.0), (1, 3.0)]
+
+
+def _all_fail() -> None:
+    failing_body(dist.get_rank())
+
+
+def test_a_hang_is_reported_with_its_stack(pool: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 hangs at[\s\S]*in hanging_body"):
+        pool.run(hanging_body, timeout_s=2)
+    assert time.monotonic() - start < 10
+    assert not pool.alive
+
+
+def test_one_failing_rank_does_not_wait_for_the_time_limit(pool: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: KeyError"):
+        pool.run(failing_body, 1, timeout_s=100)
+    assert time.monotonic() - start < 15
+
+
+def test_a_rank_that_exits_is_reported(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 1: rank process ended"):
+        pool.run(exiting_body, timeout_s=20)
