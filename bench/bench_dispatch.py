@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import dtensor as weft_tensor
@@ -29,7 +30,7 @@ Row = tuple[str, bool, Callable[[], Any]]
 
 def rows(api: Any) -> Iterator[Row]:
     """(name, whether autograd records, the call) with DTensors made by `api`."""
-    mesh = torch_tensor.init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,))
     replicate, shard, columns = [api.Replicate()], [api.Shard(0)], [api.Shard(1)]
 
     def make(*shape: int, placements: Any, grad: bool = False) -> Any:
@@ -54,9 +55,9 @@ def rows(api: Any) -> Iterator[Row]:
     yield "softmax", False, lambda: torch.softmax(x, -1)
     yield "sum", False, lambda: x.sum()
     yield "matmul R @ S(1)", False, lambda: torch.mm(x3_2d, w_columns)
-    yield "linear 2-d", False, lambda: F.linear(x3_2d, w, b)
-    yield "linear 3-d", False, lambda: F.linear(x3, w, b)
-    yield "layer_norm", False, lambda: F.layer_norm(x, (8,), scale, scale)
+    yield "linear 2-d", False, lambda: functional.linear(x3_2d, w, b)
+    yield "linear 3-d", False, lambda: functional.linear(x3, w, b)
+    yield "layer_norm", False, lambda: functional.layer_norm(x, (8,), scale, scale)
     yield "t", False, lambda: x.t()
     yield "view", False, lambda: x.view(2, 4, 8)
     yield "detach", False, lambda: x.detach()
@@ -71,7 +72,8 @@ def rows(api: Any) -> Iterator[Row]:
     w2 = make(8, 16, placements=columns, grad=True)
 
     def mlp() -> Any:
-        return F.linear(F.relu(F.linear(x3, w1)), w2).redistribute(mesh, replicate)
+        y: Any = functional.linear(functional.relu(functional.linear(x3, w1)), w2)
+        return y.redistribute(mesh, replicate)
 
     def step() -> None:
         mlp().sum().to_local().backward()
@@ -114,7 +116,7 @@ def compare(rounds: int, calls: int, only: str) -> list[tuple[str, float, float]
             continue
         times: list[list[float]] = [[], []]
         with nullcontext() if records else torch.no_grad():
-            for column, (_, _, call) in enumerate((ours, theirs)):
+            for _, _, call in (ours, theirs):
                 microseconds(call, max(calls // 4, 5))
             for _ in range(rounds):
                 for column, (_, _, call) in enumerate((ours, theirs)):
@@ -124,7 +126,7 @@ def compare(rounds: int, calls: int, only: str) -> list[tuple[str, float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--only", default="", help="rows whose name contains this")

@@ -7,15 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor import (
-    functional,
-    rules_index,
-    rules_matmul,
-    rules_nn,
-    rules_pointwise,
-    rules_reduce,
-    rules_view,
-)
+# These register themselves: the rules in `dispatch`, the functions in `DTensor`.
+from weft.dtensor import functional as functional
+from weft.dtensor import rules_index as rules_index
+from weft.dtensor import rules_matmul as rules_matmul
+from weft.dtensor import rules_nn as rules_nn
+from weft.dtensor import rules_pointwise as rules_pointwise
+from weft.dtensor import rules_reduce as rules_reduce
+from weft.dtensor import rules_view as rules_view
 from weft.dtensor.api import (
     distribute_module,
     distribute_tensor,

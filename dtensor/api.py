@@ -93,7 +93,7 @@ def distribute_tensor(
         local = whole.new_empty(layout.local_shape)
     else:
         local = move(whole, _source(layout, src_data_rank), layout)
-    return wrap(local, layout).requires_grad_(tensor.requires_grad)
+    return cast(DTensor, wrap(local, layout).requires_grad_(tensor.requires_grad))
 
 
 def _source(layout: Layout, src_data_rank: int | None) -> Layout:
@@ -218,7 +218,7 @@ def _make(
     place = place.with_dtype(local.dtype)
     if place.has_partial and place.index is not None:
         local = move(local, place.replicated(), place)
-    return wrap(local, place).requires_grad_(requires_grad)
+    return cast(DTensor, wrap(local, place).requires_grad_(requires_grad))
 
 
 def zeros(
@@ -229,7 +229,7 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of zeros, made without communication. `size` is global: integers, or one sequence."""
+    """A DTensor of zeros, without communication. `size` is global: integers, or one sequence."""
     return _make(torch.zeros, _size(size), dtype, layout, requires_grad, device_mesh, placements)
 
 

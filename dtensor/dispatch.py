@@ -1,10 +1,10 @@
 """Dispatch: what an operation on DTensors does on each rank.
 
-The first call of an op with given layouts makes a plan: the rules (`rules_*.py`) offer strategies for
-one mesh dim, each mesh dim takes the one that moves the fewest bytes, the op runs once on meta
+The first call of an op with given layouts makes a plan: the rules (`rules_*.py`) offer strategies
+for one mesh dim, each mesh dim takes the one that moves the fewest bytes, the op runs once on meta
 tensors to learn the global result. Later calls cost a dictionary lookup, the local op and a wrap.
 
-    key = (op, layouts of its tensors, its other arguments)  ->  Plan(moves, local op, result layouts)
+    key = (op, layouts of its tensors, its other arguments) -> Plan(moves, local op, result)
 
 Numbers of type float are in the key by their type only: no plan depends on their value.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -150,15 +150,17 @@ class Plan:
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _rules: dict[str, Callable[[Call], Choices | Chosen | Decomposed]] = {}
-_DTENSOR_ONLY = (DTensor,)
 # Called before an op writes to its arguments: deferred results must be computed first.
 before_write: list[Callable[[], None]] = []
 
 
-def rule(*names: str) -> Callable[[Callable[[Call], Any]], Callable[[Call], Any]]:
+_RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
+
+
+def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
     """Register the decorated function as the rule of these ops (in-place variants included)."""
 
-    def register(function: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    def register(function: _RuleT) -> _RuleT:
         for name in names:
             _rules[name] = function
         return function
@@ -225,7 +227,7 @@ def _add(a: Any, key: list[Any], func: Op) -> Any:
 def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
     """Run `func` (an aten overload, or an op of ours with a rule) on DTensors, below autograd."""
     key: list[Any] = [func]
-    local_args = []
+    local_args: list[Any] = []
     deferred = False
     for a in args:
         if type(a) is DTensor:
@@ -413,7 +415,9 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         layout_of(mesh, placements, meta.shape, meta.stride, meta.dtype)
         for meta, placements in zip(call.outputs, decision.outputs, strict=True)
     ]
-    local = decision.localize(call, targets, results) if decision.localize else func
+    local = decision.localize(call, targets, results) if decision.localize else None
+    if local is None:
+        local = _QUICKER.get(func, func)
     if torch.Tag.nondeterministic_seeded in tags:
         where = call.inputs[writes[0]] if writes else (results or targets)[0]
         local = same_numbers(local, where)
@@ -444,6 +448,19 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
 
 
 _DYNAMIC = object()
+# The same ops by torch's own parsers: 0.6 us less than calling an overload object.
+_QUICKER: dict[Op, Op] = {
+    torch.ops.aten.add.Tensor: torch.add,
+    torch.ops.aten.sub.Tensor: torch.sub,
+    torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.div.Tensor: torch.div,
+    torch.ops.aten.relu.default: torch.relu,
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.add_.Tensor: torch.Tensor.add_,
+    torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
+    torch.ops.aten.detach.default: torch.detach,
+    torch.ops.aten.t.default: torch.t,
+}
 
 
 def _layout_of_argument(a: Any, mesh: Any) -> Any:
@@ -513,7 +530,7 @@ def _learn_outputs(call: Call) -> None:
         call.output_tree = _DYNAMIC
         return
     call.output_tree = _map(result, _meta_of)
-    call.outputs = [leaf for leaf in _meta_leaves(call.output_tree)]
+    call.outputs = list(_meta_leaves(call.output_tree))
 
 
 def _meta_argument(a: Any) -> Any:
@@ -616,4 +633,4 @@ def _torch_dispatch(
     return dispatch(func, args, kwargs)
 
 
-DTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment, method-assign]
+DTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]

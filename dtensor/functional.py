@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
 
 from weft.dtensor.dispatch import before_write, dispatch
 from weft.dtensor.layout import (
@@ -66,7 +66,7 @@ before_write.append(_settle_all)
 
 
 class PendingMatmul:
-    """`x @ w.T` whose contraction is sharded along one mesh dim: a Partial sum, not computed yet."""
+    """`x @ w.T`, its contraction sharded along one mesh dim: a Partial sum, not computed yet."""
 
     def __init__(
         self, x: DTensor, w: DTensor, bias: DTensor | None, layout: Layout, mesh_dim: int
@@ -98,7 +98,7 @@ class PendingMatmul:
             assert x is not None and w is not None
             with torch.no_grad():
                 own = bias if self.layout.coordinate[self.mesh_dim] == 0 else None
-                self.result = F.linear(x, w, own)
+                self.result = functional.linear(x, w, own)
             self.result_version = self.result._version
         return self.result
 
@@ -110,7 +110,7 @@ class PendingMatmul:
             return None
         if self.result is not None and self.result._version != self.result_version:
             return None
-        if tensor.requires_grad and tensor.grad_fn is None or not self._unchanged():
+        if (tensor.requires_grad and tensor.grad_fn is None) or not self._unchanged():
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and tensor.requires_grad):
             return _reduce_matmul(x, w, bias, target, self.mesh_dim)
@@ -216,12 +216,9 @@ def _gather_matmul(
 
 def _sizes_along(layout: Layout, mesh_dim: int, tensor_dim: int) -> list[int]:
     """Local sizes of `tensor_dim` on the ranks that differ from this one in `mesh_dim` only."""
-    here = layout.coordinate
-    indices = (
-        layout.place.index_of[(*here[:mesh_dim], i, *here[mesh_dim + 1 :])]
-        for i in range(layout.place.sizes[mesh_dim])
-    )
-    return [layout.shape_at(index)[tensor_dim] for index in indices]
+    before, after = layout.coordinate[:mesh_dim], layout.coordinate[mesh_dim + 1 :]
+    coordinates = [(*before, i, *after) for i in range(layout.place.sizes[mesh_dim])]
+    return [layout.shape_at(layout.place.index_of[c])[tensor_dim] for c in coordinates]
 
 
 def _reduce_matmul(
@@ -259,8 +256,7 @@ class _Linear(torch.autograd.Function):
         batch = list(range(grad.ndim - 1))
         if torch.is_grad_enabled():
             of_x = grad.matmul(w) if need_x else None
-            rows = grad.reshape(-1, grad.shape[-1]).t()
-            of_w = rows @ x.reshape(-1, x.shape[-1]) if need_w else None
+            of_w = grad.flatten(0, -2).t() @ x.flatten(0, -2) if need_w else None
             return of_x, of_w, grad.sum(batch) if need_bias else None, None
         return (
             dispatch(linear_input_grad, (grad, w)) if need_x else None,
@@ -431,7 +427,7 @@ def attention(
             # A rank without heads or rows takes part in the gradients of what it was given.
             used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
             return q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
-        return F.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             q_local, k_local, v_local, mask_local, dropout_p, is_causal, **options
         )
 
@@ -496,7 +492,7 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
         return NotImplemented
     layout = x._layout
     n_batch = len(layout.shape) - len(shape)
-    if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(x._layout.mesh.device_type):
+    if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(layout.mesh.device_type):
         return NotImplemented
     for placement in layout.placements:
         if isinstance(placement, Partial) or shard_dim(placement) >= n_batch:
@@ -514,12 +510,12 @@ def layer_norm(
     x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     """`F.layer_norm` of rows that no rank shares."""
-    return _row_norm(F.layer_norm, x, normalized_shape, (weight, bias), eps)
+    return _row_norm(functional.layer_norm, x, normalized_shape, (weight, bias), eps)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """`F.rms_norm` of rows that no rank shares."""
-    return _row_norm(F.rms_norm, x, normalized_shape, (weight,), eps)
+    return _row_norm(functional.rms_norm, x, normalized_shape, (weight,), eps)
 
 
 def one_hot(tensor: Any, num_classes: int = -1) -> Any:
@@ -533,7 +529,7 @@ _aten = torch.ops.aten
 _Handler = Callable[..., Any]
 
 _handlers: dict[Any, _Handler] = {
-    F.linear: linear,
+    functional.linear: linear,
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
@@ -541,11 +537,11 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.mm: matmul,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
-    F.scaled_dot_product_attention: attention,
-    F.embedding: embedding,
-    F.one_hot: one_hot,
-    F.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
+    functional.scaled_dot_product_attention: attention,
+    functional.embedding: embedding,
+    functional.one_hot: one_hot,
+    functional.layer_norm: layer_norm,
+    functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
 }
 # Without autograd these functions are just the op: no need to go through torch's dispatcher.
@@ -571,7 +567,7 @@ def _torch_function(
         result = handler(*args, **kwargs) if kwargs else handler(*args)
         if result is not _UNHANDLED:
             return result
-    elif func in _direct and not torch.is_grad_enabled() and not kwargs and len(args) == 2:
+    elif func in _direct and not kwargs and not torch.is_grad_enabled():
         return dispatch(_direct[func], args)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs) if kwargs else func(*args)

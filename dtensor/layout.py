@@ -1,9 +1,9 @@
 """Layouts: which part of a global tensor each rank of a mesh holds.
 
 A layout is (mesh, placements, global shape, stride, dtype). Along each tensor dim it gives a rank
-its *runs*: (start, length) pairs of global indices, in the order of the rank's local tensor. A plain
-`Shard` gives one run, `_StridedShard` several. The product of the runs over the dims is the rank's
-box. Placements apply from left to right: a later mesh dim cuts what the earlier ones left.
+its *runs*: (start, length) pairs of global indices, in the order of the rank's local tensor. A
+plain `Shard` gives one run, `_StridedShard` several. The product of the runs over the dims is the
+rank's box. Placements apply from left to right: a later mesh dim cuts what the earlier ones left.
 
     shape (5, 4), mesh (2, 2), [Shard(0), Shard(1)]      rank 0: rows [0, 3), columns [0, 2)
                                                          rank 3: rows [3, 5), columns [2, 4)
@@ -54,6 +54,11 @@ def distinct(placements: Iterable[Placement]) -> list[Placement]:
     return list(dict.fromkeys(placements))
 
 
+def pieces_of(placement: Placement) -> int:
+    """Into how many pieces a shard first divides its dim, to take a part of each."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
 def chunk(length: int, parts: int, index: int) -> Run:
     """(start, length) of part `index` of `torch.chunk`; trailing parts may be empty."""
     full = -(-length // parts)
@@ -86,7 +91,7 @@ def _take(runs: Runs, start: int, length: int) -> list[Run]:
 def _cut(runs: Runs, placement: Placement, parts: int, index: int) -> Runs:
     """What rank `index` of `parts` keeps of `runs` under a shard placement."""
     total = sum(size for _, size in runs)
-    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    pieces = pieces_of(placement)
     kept: list[Run] = []
     for piece in range(pieces):
         offset, size = chunk(total, pieces, piece)

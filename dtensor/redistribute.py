@@ -1,17 +1,17 @@
 """Redistribution: from one layout to any other, in one pull.
 
 Each rank cuts its target box by the source boxes and takes every piece from the nearest rank that
-holds it: itself first, else a replica that differs in the innermost mesh dims, the replicas in turn.
+holds it: itself first, else a replica that differs in the innermost mesh dims, replicas in turn.
 These are the fewest bytes that can be received, in one step, for any pair of layouts.
 
     1. A rank that others pull from writes its local tensor into symmetric memory.
     2. It signals all.                                      (release)
     3. It waits for each rank that it pulls from, copies the pieces in place.    (acquire)
 
-A `Partial` source has several holders of a piece: they are added (max, ...) in rank order, half types
-in fp32, so that replicas are bitwise equal. Where reducing shards first and pulling them afterwards
-moves fewer bytes, that makes two steps. Where no symmetric memory spans the mesh, the same pieces
-travel by one all-to-all of the process group.
+A `Partial` source has several holders of a piece: they are added (max, ...) in rank order, half
+types in fp32, so that replicas are bitwise equal. Where reducing shards first and pulling them
+afterwards moves fewer bytes, that makes two steps. Where no symmetric memory spans the mesh, the
+same pieces travel by one all-to-all of the process group.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from weft.dtensor.layout import (
     Runs,
     Shape,
     check_partials,
-    distinct,
     contiguous_stride,
+    distinct,
     is_shard,
     layout_of,
     normalize,
@@ -349,6 +349,8 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
 
     The result shares no memory with `local`, unless the layouts are the same.
     """
+    if source.index is None and target.index is None:
+        return local.new_empty(0, dtype=target.dtype)
     for step in plan(source, target).steps:
         if settings.tracing():
             settings.record("redistribute", "local" if step.is_local else "pull", str(step))
@@ -442,7 +444,7 @@ def _assemble_all_to_all(
                 for holder in piece.holders
                 if source_ranks[holder] == me
             ]
-    receives = {rank: 0 for rank in group.ranks}
+    receives = dict.fromkeys(group.ranks, 0)
     for piece in pieces:
         for holder in piece.holders:
             if source_ranks[holder] != me:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -137,7 +136,7 @@ def linear_input_grad(grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def linear_weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """(..., N), (..., K) -> (N, K): gradient of `linear` with respect to w."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 @rule("linear")

@@ -163,7 +163,7 @@ def _rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor,
 @rule("embedding")
 def embedding(call: Call) -> Choices:
     """(weight, indices): rows of a weight that is sharded by rows are a Partial sum."""
-    weight, indices = call.inputs
+    indices = call.inputs[1]
     last = len(indices.shape)
     replicate = Replicate()
     strategies = [
@@ -215,9 +215,9 @@ def embedding_weight_grad(
     grad: torch.Tensor, indices: torch.Tensor, weight: torch.Tensor, padding_idx: int
 ) -> torch.Tensor:
     """(..., D), (...) -> (V, D): gradient of the embedding, as large as this part of `weight`."""
-    return torch.ops.aten.embedding_dense_backward(
-        grad, indices, weight.shape[0], padding_idx, False
-    )
+    backward = torch.ops.aten.embedding_dense_backward
+    result: torch.Tensor = backward(grad, indices, weight.shape[0], padding_idx, False)
+    return result
 
 
 @rule("embedding_weight_grad")
@@ -296,7 +296,7 @@ class _Loss:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this rank counts its rows: one rank along the mesh dims that share the classes."""
+        """Whether this rank counts its rows: one rank along the mesh dims that cut the classes."""
         pairs = zip(self.over_classes, self.input.coordinate, strict=True)
         return all(i == 0 for over, i in pairs if over)
 

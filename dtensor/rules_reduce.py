@@ -248,7 +248,8 @@ def _local_norm(
         neutral = math.inf if order < 0 else 0.0
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.full(shape, neutral, dtype=dtype, device=x.device)
-    return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+    result: torch.Tensor = torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+    return result
 
 
 @rule("equal")

@@ -21,12 +21,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from weft.dtensor.dispatch import Call, Choices, Chosen, Strategy, rule
 from weft.dtensor.layout import (
     Layout,
-    Placements,
     Shape,
     chunk,
     distinct,
     is_shard,
     moved,
+    pieces_of,
     shard_dim,
 )
 
@@ -140,7 +140,7 @@ def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:
 def _pattern(shape: Shape, dims: range, placement: Placement, parts: int) -> Pattern | None:
     """What `placement` selects in the flattened `dims`; None where it does not repeat evenly."""
     dim = shard_dim(placement)
-    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    pieces = pieces_of(placement)
     size, inner = shape[dim], math.prod(shape[d] for d in dims if d > dim)
     if size % pieces:
         return None
@@ -196,7 +196,7 @@ def _viewed(
 def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
     """The shape that every rank has after a shard, None where they differ."""
     dim = shard_dim(placement)
-    pieces = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    pieces = pieces_of(placement)
     if shape[dim] % (parts * pieces):
         return None
     return tuple(n // parts if d == dim else n for d, n in enumerate(shape))

@@ -96,7 +96,7 @@ class DTensor(torch.Tensor):
         cls, local_tensor: torch.Tensor, layout: Layout, *, requires_grad: bool = False
     ) -> DTensor:
         """Wrap `local_tensor` as this rank's part of `layout`. No communication, no autograd."""
-        return wrap(local_tensor, layout).requires_grad_(requires_grad)
+        return cast(DTensor, wrap(local_tensor, layout).requires_grad_(requires_grad))
 
     # torch.Tensor has no __init__ of its own: the arguments are __new__'s.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -258,7 +258,7 @@ class DTensor(torch.Tensor):
     def ndim(self) -> int:  # type: ignore[override]
         return len(self._layout.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._layout.mesh}, "
             f"placements={self._layout.placements})"
@@ -301,7 +301,7 @@ def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param:
     tensor = wrap(local, layout)
     if is_param:
         return cast(DTensor, torch.nn.Parameter(tensor, requires_grad))
-    return tensor.requires_grad_(requires_grad)
+    return cast(DTensor, tensor.requires_grad_(requires_grad))
 
 
 def _gradient_placements(placements: Placements) -> Placements:

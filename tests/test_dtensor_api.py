@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 import weft
 from weft import dtensor
@@ -231,7 +231,7 @@ def writing() -> None:
         partial.exp_()
     partial.add_(1)
     assert partial.full_tensor().tolist() == [dist.get_world_size() + 1.0] * 4
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match="got mixed"):
         _ = x + torch.ones(4, 6)
     assert torch.equal((x + torch.ones(1)).full_tensor(), x.full_tensor() + 1)
     x.zero_()
@@ -250,7 +250,7 @@ def no_rule() -> None:
     assert any(d.engine == "replicated" for d in told)
     assert torch.equal(torch.nonzero(x > 0).full_tensor(), torch.nonzero(whole > 0))
     with pytest.raises(IndexError, match="embedding index out of range"):
-        F.embedding(distribute_tensor(torch.tensor([9]), mesh), x)
+        functional.embedding(distribute_tensor(torch.tensor([9]), mesh), x)
 
 
 class Net(nn.Module):
@@ -292,7 +292,7 @@ def modules() -> None:
 def pending() -> None:
     mesh, rank = world(), dist.get_rank()
     xw, ww, bw = torch.randn(2, 6, 5), torch.randn(3, 5), torch.randn(3)
-    want = F.linear(xw, ww, bw)
+    want = functional.linear(xw, ww, bw)
 
     def operands(grad: bool = True) -> list[DTensor]:
         tensors = ((xw, [Shard(2)]), (ww, [Shard(1)]), (bw, [Replicate()]))
@@ -303,7 +303,7 @@ def pending() -> None:
         return told.result, any(d.op == op for d in told)
 
     for target, op in (([Shard(1)], "matmul_reduce_scatter"), ([Replicate()], "matmul_all_reduce")):
-        y = F.linear(*operands())
+        y = functional.linear(*operands())
         assert y.placements == (Partial(),) and y._local is None
         if rank == 0:
             str(y)  # one rank may look: all fuse still
@@ -313,35 +313,36 @@ def pending() -> None:
         torch.testing.assert_close(y.full_tensor().detach(), want)
     # Columns gathered: no fused op gives that, but the value is the same.
     torch.testing.assert_close(
-        F.linear(*operands()).redistribute(placements=[Shard(2)]).full_tensor().detach(), want
+        functional.linear(*operands()).redistribute(placements=[Shard(2)]).full_tensor().detach(),
+        want,
     )
     # Both the result and its redistribution used.
     ours, plain = operands(), [t.clone().requires_grad_() for t in (xw, ww, bw)]
-    y = F.linear(*ours)
+    y = functional.linear(*ours)
     (
         (y * 2).full_tensor().sum()
         + (y.redistribute(placements=[Shard(0)]) ** 2).sum().full_tensor()
     ).backward()
-    p = F.linear(*plain)
+    p = functional.linear(*plain)
     ((p * 2).sum() + (p**2).sum()).backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
     # Written before it is computed: an operand, or the result.
     x, w, b = operands(False)
-    y = F.linear(x, w, b)
+    y = functional.linear(x, w, b)
     w.add_(1)
     torch.testing.assert_close(y.redistribute(placements=[Shard(1)]).full_tensor(), want)
     x, w, b = operands(False)
-    y = F.linear(x, w, b)
+    y = functional.linear(x, w, b)
     y.mul_(2)
     torch.testing.assert_close(y.redistribute(placements=[Shard(1)]).full_tensor(), 2 * want)
     x, w, b = operands(False)
-    y = F.linear(x, w, b)
+    y = functional.linear(x, w, b)
     x._local_tensor.zero_()
     with pytest.raises(RuntimeError, match="modified in place"):
         y.full_tensor()
     # A hook on the result sees its gradient: not fused.
-    y, seen = F.linear(*operands()), []
+    y, seen = functional.linear(*operands()), []
     y.register_hook(lambda g: seen.append(g.shape))
     _, fused = engines("matmul_reduce_scatter", lambda: y.redistribute(placements=[Shard(1)]))
     assert not fused
@@ -349,13 +350,13 @@ def pending() -> None:
     assert len(seen) == 1
     # Without gradients nothing of the kind appears afterwards.
     with torch.no_grad():
-        y = F.linear(*operands())
+        y = functional.linear(*operands())
     assert not y.redistribute(placements=[Shard(1)]).requires_grad
     # Sequence shards are gathered by the matmul.
     x = distribute_tensor(xw, mesh, [Shard(1)])
     w = distribute_tensor(ww, mesh, [Shard(0)])
     b = distribute_tensor(bw, mesh, [Shard(0)])
-    y, fused = engines("all_gather_matmul", lambda: F.linear(x, w, b))
+    y, fused = engines("all_gather_matmul", lambda: functional.linear(x, w, b))
     assert fused and y.placements == (Shard(2),)
     torch.testing.assert_close(y.full_tensor(), want)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -54,8 +54,8 @@ def pointwise() -> dict[str, Case]:
         "pow": (lambda x: x**2, [a]),
         "exp tanh": (lambda x: x.exp().tanh(), [a]),
         "relu": (torch.relu, [a]),
-        "gelu": (F.gelu, [a]),
-        "silu": (F.silu, [a]),
+        "gelu": (functional.gelu, [a]),
+        "silu": (functional.silu, [a]),
         "sigmoid": (torch.sigmoid, [a]),
         "where": (torch.where, [mask, a, b]),
         "masked_fill": (lambda x, m: x.masked_fill(m, -1.5), [a, mask]),
@@ -107,9 +107,9 @@ def reductions() -> dict[str, Case]:
         "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0, keepdim=True), [a]),
         "x.norm": (lambda x: x.norm(), [a]),
         "logsumexp": (lambda x: x.logsumexp(1), [a]),
-        "mse": (F.mse_loss, [r(7, 3), r(7, 3)]),
-        "smooth l1": (F.smooth_l1_loss, [r(5, 3), r(5, 3)]),
-        "bce": (F.binary_cross_entropy_with_logits, [r(7), torch.rand(7).double()]),
+        "mse": (functional.mse_loss, [r(7, 3), r(7, 3)]),
+        "smooth l1": (functional.smooth_l1_loss, [r(5, 3), r(5, 3)]),
+        "bce": (functional.binary_cross_entropy_with_logits, [r(7), torch.rand(7).double()]),
     }
 
 
@@ -142,7 +142,7 @@ def views() -> dict[str, Case]:
         "transpose view": (lambda x: x.transpose(0, 1).reshape(6, 20).cos(), [a]),
         "repeat": (lambda x: x.repeat(1, 2).cos(), [b]),
         "repeat_interleave": (lambda x: x.repeat_interleave(2, 1).cos(), [b]),
-        "pad": (lambda x: F.pad(x, (1, 2)).cos(), [b]),
+        "pad": (lambda x: functional.pad(x, (1, 2)).cos(), [b]),
         "flip": (lambda x: x.flip(0).cos(), [b]),
         "roll": (lambda x: x.roll(1, 1).cos(), [b]),
         "tril": (lambda x: x.tril().cos(), [a]),
@@ -157,7 +157,7 @@ def views() -> dict[str, Case]:
         "index_select": (lambda x, i: x.index_select(0, i).cos(), [b, ints(4, 5)]),
         "mask": (lambda x, m: x[m], [b, ints(2, 4, 6).bool()]),
         "diagonal": (lambda x: x.diagonal(0, 0, 1).cos(), [a]),
-        "one_hot": (lambda i: F.one_hot(i, 4), [ints(4, 5)]),
+        "one_hot": (lambda i: functional.one_hot(i, 4), [ints(4, 5)]),
         "complex path": (
             lambda x: x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(-2).cos().sum(0),
             [r(3, 2, 6)],
@@ -179,13 +179,16 @@ def matmuls() -> dict[str, Case]:
         "matmul batched": (torch.matmul, [r(2, 3, 4, 5), r(2, 3, 5, 2)]),
         "matmul broadcast": (torch.matmul, [r(2, 3, 4, 5), r(3, 5, 2)]),
         "einsum": (lambda p, q: torch.einsum("bij,bjk->bik", p, q), [r(3, 4, 5), r(3, 5, 2)]),
-        "linear": (F.linear, [x, w]),
-        "linear bias": (F.linear, [x, w, b]),
-        "linear 2-d": (F.linear, [m, w, b]),
-        "linear 1-d": (F.linear, [r(6), w, b]),
-        "linear small": (F.linear, [r(1, 6), r(2, 6)]),
+        "linear": (functional.linear, [x, w]),
+        "linear bias": (functional.linear, [x, w, b]),
+        "linear 2-d": (functional.linear, [m, w, b]),
+        "linear 1-d": (functional.linear, [r(6), w, b]),
+        "linear small": (functional.linear, [r(1, 6), r(2, 6)]),
         "dot": (torch.dot, [r(5), r(5)]),
-        "chain": (lambda p, q, s: F.linear(F.relu(F.linear(p, q)), s), [x, w, r(6, 7)]),
+        "chain": (
+            lambda p, q, s: functional.linear(functional.relu(functional.linear(p, q)), s),
+            [x, w, r(6, 7)],
+        ),
     }
 
 
@@ -195,49 +198,51 @@ def layers() -> dict[str, Case]:
     logits, labels = r(5, 7), torch.tensor([1, 6, -100, 0, 3])
     q, k, v = r(2, 4, 5, 3), r(2, 4, 6, 3), r(2, 4, 6, 3)
     return {
-        "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [x, w, b]),
-        "layer_norm plain": (lambda x: F.layer_norm(x, (6,)), [x]),
-        "layer_norm 2 dims": (lambda x: F.layer_norm(x, (5, 6)), [x]),
-        "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [x, w]),
-        "softmax": (lambda x: F.softmax(x, -1), [x]),
-        "softmax 1": (lambda x: F.softmax(x, 1), [x]),
-        "log_softmax": (lambda x: F.log_softmax(x, -1), [x]),
-        "embedding": (F.embedding, [ids, table]),
-        "embedding pad": (lambda i, t: F.embedding(i, t, padding_idx=3), [ids, table]),
-        "cross_entropy": (F.cross_entropy, [logits, labels]),
+        "layer_norm": (lambda x, w, b: functional.layer_norm(x, (6,), w, b), [x, w, b]),
+        "layer_norm plain": (lambda x: functional.layer_norm(x, (6,)), [x]),
+        "layer_norm 2 dims": (lambda x: functional.layer_norm(x, (5, 6)), [x]),
+        "rms_norm": (lambda x, w: functional.rms_norm(x, (6,), w), [x, w]),
+        "softmax": (lambda x: functional.softmax(x, -1), [x]),
+        "softmax 1": (lambda x: functional.softmax(x, 1), [x]),
+        "log_softmax": (lambda x: functional.log_softmax(x, -1), [x]),
+        "embedding": (functional.embedding, [ids, table]),
+        "embedding pad": (lambda i, t: functional.embedding(i, t, padding_idx=3), [ids, table]),
+        "cross_entropy": (functional.cross_entropy, [logits, labels]),
         "cross_entropy sum": (
-            lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+            lambda x, t: functional.cross_entropy(x, t, reduction="sum"),
             [logits, labels],
         ),
         "cross_entropy none": (
-            lambda x, t: F.cross_entropy(x, t, reduction="none"),
+            lambda x, t: functional.cross_entropy(x, t, reduction="none"),
             [logits, labels],
         ),
         "cross_entropy weight": (
-            lambda x, t, w: F.cross_entropy(x, t, w.detach() + 0 * w.detach()) + 0 * w.sum(),
+            lambda x, t, w: (
+                functional.cross_entropy(x, t, w.detach() + 0 * w.detach()) + 0 * w.sum()
+            ),
             [logits, labels, torch.rand(7).double()],
         ),
         "cross_entropy smooth": (
-            lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+            lambda x, t: functional.cross_entropy(x, t, label_smoothing=0.1),
             [logits, labels],
         ),
-        "cross_entropy nd": (F.cross_entropy, [r(3, 7, 5), ints(7, 3, 5)]),
+        "cross_entropy nd": (functional.cross_entropy, [r(3, 7, 5), ints(7, 3, 5)]),
         "cross_entropy flat": (
-            lambda x, t: F.cross_entropy(x.view(-1, 7), t.view(-1)),
+            lambda x, t: functional.cross_entropy(x.view(-1, 7), t.view(-1)),
             [r(2, 5, 7), ints(7, 2, 5)],
         ),
-        "nll": (lambda x, t: F.nll_loss(x.log_softmax(1), t), [logits, labels]),
-        "attention": (F.scaled_dot_product_attention, [q, k, v]),
+        "nll": (lambda x, t: functional.nll_loss(x.log_softmax(1), t), [logits, labels]),
+        "attention": (functional.scaled_dot_product_attention, [q, k, v]),
         "attention causal": (
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
             [q, q * 2, q * 3],
         ),
         "attention mask": (
-            lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+            lambda q, k, v, m: functional.scaled_dot_product_attention(q, k, v, m),
             [q, k, v, r(4, 5, 6)],
         ),
         "attention gqa": (
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
             [q, r(2, 2, 6, 3), r(2, 2, 6, 3)],
         ),
     }

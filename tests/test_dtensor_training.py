@@ -1,4 +1,4 @@
-"""Training: optimizers over steps, gradient clipping, and a transformer block, as on one process."""
+"""Training as on one process: optimizers over steps, gradient clipping, a transformer block."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from weft.dtensor import (
     DTensor,
@@ -105,9 +105,9 @@ class Block(nn.Module):
             part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self._end(self.out(y.transpose(1, 2).flatten(-2)), x)
-        return x + self._end(self.down(F.silu(self.up(self.norm2(x)))), x)
+        return x + self._end(self.down(functional.silu(self.up(self.norm2(x)))), x)
 
     def _end(self, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return y.redistribute(placements=like.placements) if isinstance(y, DTensor) else y
@@ -172,10 +172,10 @@ def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
     for step in range(3):
         ids = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(step))
         inputs, labels = ids[:, :-1], ids[:, 1:]
-        loss = F.cross_entropy(reference(inputs).flatten(0, 1), labels.flatten())
+        loss = functional.cross_entropy(reference(inputs).flatten(0, 1), labels.flatten())
         logits = forward(distribute_tensor(inputs.contiguous(), mesh, [*batch, Replicate()]))
         targets = distribute_tensor(labels.contiguous(), mesh, [*batch, Replicate()])
-        our_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        our_loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         assert same(our_loss.detach(), loss.detach()), step
         loss.backward()
         our_loss.backward()
