@@ -154,7 +154,9 @@ def set_generation(signal_ptrs, rank, generation):
 # sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release
 # is cumulative, so that it covers what the other threads stored before the barrier. In the code for
 # gfx942 the barrier is a bare s_barrier and the release is buffer_wbl2 sc0 sc1 + s_waitcnt vmcnt(0)
-# of the signalling wave.
+# of the signalling wave: other waves' stores are covered only as far as requests of one work-group
+# stay in order on their way to L2, as LLVM's memory model takes them to. Not tried on such a chip.
+# Triton 3.9 puts a barrier before its atomics itself; ours then costs a second bar.sync.
 @triton.jit
 def signal(ptr, value):
     """Publish all that this program has stored, to any rank: release `value`. One writer a slot."""

@@ -90,7 +90,8 @@ def config_for(
     Args:
         contract: each rank brings its part of the contraction instead.
     """
-    tiling = tiling_for(chip, M if contract else -(-M // world_size), N, dtype)
+    pieces = 1 if contract else world_size
+    tiling = tiling_for(chip, -(-M // pieces), N, dtype, pieces)
     if chip is INTERPRETER:
         return Config(tiling, chip.programs, 1, 16, 32, 32)
     # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB a program in

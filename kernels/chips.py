@@ -74,8 +74,8 @@ class Tiling:
     num_stages: int = 3
 
 
-def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
-    """Tiles for an (M, N) output of one rank's share of the work.
+def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
+    """Tiles for `pieces` outputs of (M, N) each, made by one launch; no tile spans two of them.
 
     K plays no part: it may differ from rank to rank, and the tiles must not.
     """
@@ -88,16 +88,18 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
             return Tiling(64, 64, 32, num_warps=4, num_stages=2)
         if M <= 32:
             return Tiling(32, 32, 32, num_warps=4, num_stages=3)
-        if chip.name.startswith("sm_8"):
+        if not chip.descriptors:
             return Tiling(64, 64, 32, num_warps=4, num_stages=3)
         return Tiling(128, 128, 16, num_warps=8, num_stages=3)
-    if M <= 64 or 128 * 128 * chip.cores // 2 >= M * N:
+    if M <= 64 or pieces * M * N <= 128 * 128 * chip.cores // 2:
         # Small: more and smaller tiles, so that every core has one.
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64
         stages = 2 if chip.name.startswith("gfx") else 4
         return Tiling(block_m, 64, 64, num_warps=4, num_stages=stages)
     if chip.name.startswith("gfx"):
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
-    if chip.name.startswith("sm_8"):
-        return Tiling(128, 128, 32, num_warps=8, num_stages=4)
-    return Tiling(128, 256, 64, num_warps=8, num_stages=4)
+    wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
+    stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
+    if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
+        return wide
+    return Tiling(128, 128, 32, num_warps=8, num_stages=4)

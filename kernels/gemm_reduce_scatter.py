@@ -73,7 +73,7 @@ class Config:
 
 def config_for(chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
     """The launch for chunks of at most (chunk, N). K plays no part, as ranks may differ in it."""
-    tiling = tiling_for(chip, chunk, N, dtype)
+    tiling = tiling_for(chip, chunk, N, dtype, world_size)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(
         tiling,

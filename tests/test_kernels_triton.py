@@ -18,7 +18,7 @@ from weft.collectives import signals, workspace
 from weft.collectives.pad import MAX_PROGRAMS
 from weft.errors import PeerTimeout
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
-from weft.kernels.chips import INTERPRETER, KNOWN, Tiling
+from weft.kernels.chips import INTERPRETER, KNOWN, Chip, Tiling
 
 pytestmark = pytest.mark.skipif(
     not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
@@ -309,14 +309,65 @@ def test_an_absent_peer_is_named_and_nothing_hangs(ranks, which):
 def test_configurations_do_not_depend_on_the_rank_or_on_k():
     for op in (gemm_reduce_scatter, gemm_all_reduce):
         assert "K" not in inspect.signature(op.config_for).parameters
-    for chip in KNOWN:
+    for chip in (*KNOWN, Chip("sm_120", 170, 99 << 10, descriptors=True)):
         for M, N in itertools.product((1, 16, 100, 8192), (1, 64, 8192)):
             for dtype in (torch.bfloat16, torch.float32):
                 config = gemm_reduce_scatter.config_for(M, N, dtype, 8, chip)
                 assert 1 <= config.programs <= min(chip.cores, MAX_PROGRAMS)
                 assert config.tiling.block_m % config.reduce_m == 0
+                t = config.tiling
+                stage_bytes = (t.block_m + t.block_n) * t.block_k * dtype.itemsize
+                assert stage_bytes * (t.num_stages - 1) <= chip.shared_bytes
                 gather = all_gather_gemm.config_for(M, N, dtype, 8, chip)
                 assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
+
+
+def nothing_to_do() -> None:
+    """Sizes of zero: every rank must still signal, or the next call hangs."""
+    ws = workspace(None, 1 << 16, channel="zero")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    for M, N, K in ((0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0), (1, 5, 3)):
+        sizes = chunk_sizes(M, W)
+        x, w = matrix(M, K, torch.float32, rank), matrix(K, N, torch.float32, rank)
+        want = sum(
+            matrix(M, K, torch.float32, r) @ matrix(K, N, torch.float32, r) for r in range(W)
+        )
+        y = gemm_all_reduce.launch_matmul_all_reduce(x, w, ws)
+        torch.testing.assert_close(y, want)
+        y = gemm_reduce_scatter.launch_matmul_reduce_scatter([x], [w], ws, sizes)
+        torch.testing.assert_close(y, want.split(sizes)[rank])
+        full = matrix(M, K, torch.float32, 9)
+        shard = full.split(sizes)[rank]
+        gathered, (y,) = all_gather_gemm.launch_all_gather_matmul(
+            shard, [w], ws, sizes, with_own=True
+        )
+        torch.testing.assert_close(gathered, full)
+        torch.testing.assert_close(y, full @ w)
+        dy = matrix(M, N, torch.float32, rank)
+        _, y = all_gather_gemm.launch_all_gather_contract(shard, dy, ws, sizes, transposed=True)
+        torch.testing.assert_close(y, full.T @ dy)
+    ws.check("nothing_to_do")
+
+
+def test_sizes_of_zero(ranks):
+    ranks(3, nothing_to_do)
+
+
+def example_of_the_contraction() -> None:
+    """The numbers of the kernel's docstring: y = x_0^T @ w[0:3] + x_1^T @ w[3:5]."""
+    ws = workspace(None, 1 << 12, channel="example")
+    shards = torch.arange(1.0, 11.0).view(5, 2).split([3, 2])
+    w = torch.eye(5)
+    gathered, y = all_gather_gemm.launch_all_gather_contract(
+        shards[ws.rank], w, ws, [3, 2], transposed=True, with_own=True
+    )
+    assert torch.equal(gathered, torch.cat(shards))
+    assert torch.equal(y, torch.cat(shards).T)
+
+
+def test_example_of_the_contraction(ranks):
+    ranks(2, example_of_the_contraction)
 
 
 def too_small() -> None:
