@@ -151,7 +151,7 @@ class RankPool:
         missing = [r for r in range(self.world_size) if r not in replies]
         if not failed and not missing:
             return [replies[r][1] for r in range(self.world_size)]
-        lines = [f"rank {r}: {value[0]}\n{value[1]}" for r, value in failed.items()]
+        lines = [f"rank {r}: {value[0]}\n{value[1]}" for r, value in sorted(failed.items())]
         lines += [f"rank {r} hangs at\n{self._stack(r)}" for r in missing]
         if missing or len(failed) < self.world_size:
             self.close()  # ranks are out of step: the next test gets new ones
