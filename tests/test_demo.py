@@ -20,7 +20,7 @@ from weft import cli
 from weft.demo.data import standard_library
 from weft.demo.launch import RankError, launch
 from weft.demo.model import Llama, Shape
-from weft.demo.train import Run
+from weft.demo.train import Run, train
 
 ROOT = Path(__file__).parent.parent
 TINY = "--steps 4 --d-model 32 --layers 2 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
@@ -62,6 +62,16 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "all_gather_matmul" in (tmp_path / "explain.txt").read_text()
     assert (tmp_path / "text.txt").read_text().rstrip("\n") == report["text"].rstrip("\n")
+
+
+def test_three_ranks_with_uneven_sequences_train_alike() -> None:
+    shape = Shape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
+    run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, text_bytes=4)
+    (reference,) = launch(1, train, run, on_progress=lambda _: None)
+    ranks = launch(3, train, run, on_progress=lambda _: None)
+    for result in ranks:
+        assert result.losses == pytest.approx(reference.losses, abs=1e-5)
+        assert result.text == ranks[0].text
 
 
 @pytest.mark.parametrize(

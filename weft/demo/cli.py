@@ -109,7 +109,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape.check(ranks)
     except ValueError as error:
         p.error(str(error))
-    run = Run(shape, args.steps, args.batch, args.lr, args.seed, device, args.engine)
+    interpreted = device == "cpu" and args.engine == "triton"  # a forward takes a second or more
+    run = Run(
+        shape,
+        args.steps,
+        args.batch,
+        args.lr,
+        args.seed,
+        device,
+        args.engine,
+        text_bytes=16 if interpreted else 320,
+    )
     try:
         run_demo(run, ranks, args.out)
     except RankError as failure:

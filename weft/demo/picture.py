@@ -55,7 +55,7 @@ def draw(comparison: Comparison, path: Path) -> None:
             layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
         )
         figure.suptitle(
-            f"weft demo   {comparison.parameters / 1e6:.1f} M parameter Llama, {shape.layers} "
+            f"weft demo   {comparison.parameters / 1e6:.2g} M parameter Llama, {shape.layers} "
             f"layers of {shape.d_model}, tensor + sequence parallel on {ranks} "
             f"{comparison.run.device.upper()} ranks",
             fontsize=14,
@@ -143,6 +143,7 @@ def _draw_text(axes: Axes, comparison: Comparison) -> None:
     card = FancyBboxPatch((0.012, 0.012), 0.976, 0.976, "round,pad=0,rounding_size=0.02", fc=_INK)
     axes.add_patch(card)
     shown = "\n".join(lines[:_TEXT_LINES]).replace("$", r"\$")  # a $ would start a formula
+    shown = "".join(c if c.isascii() else "\ufffd" for c in shown)  # the font may lack the others
     axes.text(
         0.04, 0.94, shown, color=_PAPER, family="monospace", fontsize=8.5, va="top", linespacing=1.4
     )

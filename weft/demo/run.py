@@ -37,7 +37,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     backend = _prepare(run, ranks)
     parameters = sum(p.numel() for p in Llama(run.shape).parameters())
     console.print(
-        f"a Llama of {parameters / 1e6:.1f} M parameters, {run.steps} steps of "
+        f"a Llama of {parameters / 1e6:.2g} M parameters, {run.steps} steps of "
         f"{run.tokens_per_step} bytes of the Python standard library, on {run.device}"
     )
     columns = (

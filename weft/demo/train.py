@@ -88,8 +88,9 @@ def train(rank: int, progress: Callable[[Any], None], run: Run) -> Result:
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss of step {step} is {loss}: lower --lr (it is {run.lr:g})")
     result.held_out = trainer.held_out_loss()
-    result.text = trainer.generate() if trainer.sharded else ""
     if trainer.sharded:
+        # Each byte is a sign of life: an interpreted kernel takes its time.
+        result.text = trainer.generate(lambda: progress((run.steps, result.losses[-1])))
         collectives.close()
         dist.destroy_process_group()
     return result
@@ -136,8 +137,8 @@ class _Trainer:
         return sum(losses) / len(losses)
 
     @torch.no_grad()
-    def generate(self) -> str:
-        """A few lines of text, byte by byte. Every rank draws the same."""
+    def generate(self, alive: Callable[[], None]) -> str:
+        """A few lines of text, byte by byte, `alive` called at each. Every rank draws the same."""
         generator = torch.Generator().manual_seed(self.run.seed)
         seq_len = self.run.shape.seq_len
         text = list(_PROMPT.encode())
@@ -149,6 +150,7 @@ class _Trainer:
             logits = self._whole(self.model(self._replicated(tokens)))[0, len(seen) - 1]
             chances = torch.softmax(logits.double().cpu() / _TEMPERATURE, dim=-1)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
+            alive()
         shown = bytes(text).decode(errors="replace").replace("\t", "    ")
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in shown)
 
