@@ -386,6 +386,8 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
                 f"x.redistribute(mesh, placements)"
             )
     writes = _written(call)
+    if call.inputs[0].index is None:
+        return _outside(call, writes)
     if call.name == "masked_fill_":
         call.name = "masked_fill"
     find = _rules.get(call.name) or _rules.get(call.name.removesuffix("_"))
@@ -444,6 +446,26 @@ def _make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     each = iter(results)
     plan.result = _map(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
     plan.simple = isinstance(plan.result, Layout) and not (plan.moves or writes)
+    return plan
+
+
+def _outside(call: Call, writes: list[int]) -> Plan:
+    """What a process that is not in the mesh does: nothing, and gets results of global shape."""
+    _learn_outputs(call)
+    placements = (Replicate(),) * call.mesh.ndim
+    plan = Plan(lambda *args, **kwargs: None, None, None)
+    if writes:
+        plan.writes = tuple(writes)
+        plan.result = writes[0] if _returns_argument(call) else None
+        return plan
+
+    def result(value: Any) -> Any:
+        if not isinstance(value, Meta):
+            return value
+        layout = layout_of(call.mesh, placements, value.shape, value.stride, value.dtype)
+        return wrap(torch.empty(0, dtype=value.dtype), layout)
+
+    plan.decomposed = lambda *args, **kwargs: _map(call.output_tree, result)
     return plan
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 import weft
 from weft import dtensor
 from weft.dtensor import (
+    DeviceMesh,
     DTensor,
     Partial,
     Replicate,
@@ -370,6 +371,22 @@ def strided() -> None:
         assert flat.to_local().numel() == 24 // mesh.size()
     layout = layout_of(mesh, flat.placements, (24,), (1,), torch.float32)
     assert layout is flat._layout
+
+
+def part_of_the_world() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    inside = dist.get_rank() < 2
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    y = (x * 2).view(2, 3).sum(1)
+    x.add_(1)
+    assert y.shape == (2,)
+    assert x.to_local().numel() == (3 if inside else 0)
+    if inside:
+        assert y.full_tensor().tolist() == [6.0, 24.0]
+
+
+def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
+    ranks(3, part_of_the_world)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -264,12 +264,14 @@ def choices(t: torch.Tensor, partial: bool) -> list[Any]:
     return placements
 
 
-def layouts(args: list[torch.Tensor], mesh_ndim: int, limit: int) -> list[list[list[Any]]]:
+def layouts(
+    args: list[torch.Tensor], mesh_ndim: int, limit: int, seed: int
+) -> list[list[list[Any]]]:
     """All combinations, or `limit` random ones, the same on every rank."""
     per_tensor = [list(itertools.product(choices(t, True), repeat=mesh_ndim)) for t in args]
     every = list(itertools.product(*per_tensor))
     if len(every) > limit:
-        every = random.Random(0).sample(every, limit)
+        every = random.Random(seed).sample(every, limit)
     return [[list(p) for p in combination] for combination in every]
 
 
@@ -282,7 +284,7 @@ def close(ours: Any, theirs: torch.Tensor) -> bool:
     )
 
 
-def run_case(name: str, case: Case, mesh: Any, limit: int) -> list[str]:
+def run_case(name: str, case: Case, mesh: Any, limit: int, seed: int = 0) -> list[str]:
     function, args = case
     wrong: list[str] = []
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in args]
@@ -293,7 +295,7 @@ def run_case(name: str, case: Case, mesh: Any, limit: int) -> list[str]:
     ]
     wanted = [t for t in leaves if t.requires_grad]
     grads = torch.autograd.grad(sum(terms), wanted) if terms else ()
-    for combination in layouts(args, mesh.ndim, limit):
+    for combination in layouts(args, mesh.ndim, limit, seed):
         label = f"{name} {combination}"
         ours = [
             distribute_tensor(t.detach(), mesh, p).requires_grad_(t.requires_grad)
@@ -319,16 +321,26 @@ def run_case(name: str, case: Case, mesh: Any, limit: int) -> list[str]:
     return wrong
 
 
-def run_family(family: str, mesh_shape: tuple[int, ...], limit: int) -> list[str]:
+def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int = 0) -> list[str]:
     mesh = init_device_mesh("cpu", mesh_shape)
     torch.manual_seed(0)
     cases = FAMILIES[family]().items()
-    return [wrong for name, case in cases for wrong in run_case(name, case, mesh, limit)]
+    return [wrong for name, case in cases for wrong in run_case(name, case, mesh, limit, seed)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh).numel()
-    for wrong in ranks(world_size, run_family, family, mesh, 12 if len(mesh) == 1 else 8):
+    for wrong in ranks(world_size, run_family, family, mesh, 7):
+        assert wrong == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_family_sweep(ranks: Any, family: str, mesh: tuple[int, ...], seed: int) -> None:
+    world_size = torch.Size(mesh).numel()
+    for wrong in ranks(world_size, run_family, family, mesh, 40, seed, timeout_s=600):
         assert wrong == []
