@@ -94,11 +94,12 @@ def config_for(
     tiling = tiling_for(chip, -(-M // pieces), N, dtype, pieces)
     if chip is INTERPRETER:
         return Config(tiling, chip.programs, 1, 16, 32, 32)
-    # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB a program in
-    # one load, from an eighth of the cores. With one rank nothing is fetched.
+    # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB (8 warps)
+    # a program in one load, from an eighth of the cores. With one rank nothing is fetched.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
+    copy_n = 512 * tiling.num_warps // dtype.itemsize
     descriptors = chip.descriptors and dtype != torch.float32
-    return Config(tiling, chip.programs, copy_programs, 32, 16, 4096 // dtype.itemsize, descriptors)
+    return Config(tiling, chip.programs, copy_programs, 32, 16, copy_n, descriptors)
 
 
 @triton.jit(do_not_specialize=["rank"])
