@@ -16,6 +16,10 @@ _COMMANDS = {
     "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
 }
 
+# What the commands draw with, and the library itself does without.
+_EXTRAS = ("matplotlib", "rich")
+_INSTALL_EXTRAS = "pip install 'weft[bench]'"
+
 _EPILOG = """\
 examples:
   weft demo                         two minutes: train, compare, draw out/demo/demo.png
@@ -48,5 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parsed = parser.parse_args(given)
     module, _ = _COMMANDS[parsed.command]
-    command: Callable[[list[str]], int | None] = importlib.import_module(module).main
-    return command(parsed.args) or 0
+    try:
+        command: Callable[[list[str]], int | None] = importlib.import_module(module).main
+        return command(parsed.args) or 0
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+            raise
+        print(f"weft {parsed.command} needs {error.name}: {_INSTALL_EXTRAS}", file=sys.stderr)
+        return 2

@@ -88,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status is 0 if both runs ended."""
     p = parser()
     args = p.parse_args(argv)
-    missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        p.error(f"the demo needs {' and '.join(missing)}: pip install 'weft[bench]'")
+    for name in ("matplotlib", "rich"):
+        if importlib.util.find_spec(name) is None:  # now, and not when the training is over
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     import torch
 
@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda" and not gpus:
         p.error("--device cuda: torch sees no GPU here; leave --device away to run on the CPU")
     ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
+    if ranks == 1:
+        p.error("--ranks 1: the one-process reference runs anyway, give at least 2 to compare")
     shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
     try:
         shape.check(ranks)
