@@ -31,7 +31,7 @@ from weft.dtensor.layout import (
 )
 from weft.dtensor.random import same_numbers
 from weft.dtensor.redistribute import move, transition_bytes
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, before_write, wrap
 
 Op = Callable[..., Any]
 _MAX_PLANS = 8192
@@ -150,8 +150,6 @@ class Plan:
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _rules: dict[str, Callable[[Call], Choices | Chosen | Decomposed]] = {}
-# Called before an op writes to its arguments: deferred results must be computed first.
-before_write: list[Callable[[], None]] = []
 
 
 _RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from weft.dtensor.dispatch import before_write, dispatch
+from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -44,6 +44,7 @@ from weft.dtensor.tensor import (
     _FromLocal,
     _redistribute,
     _ToLocal,
+    before_write,
     needs_grad,
     wrap,
     wrap_pending,

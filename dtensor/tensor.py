@@ -8,7 +8,7 @@ takes them apart (matmul, attention) by `weft.dtensor.functional`. Both install 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+# Called before a DTensor is written: deferred results must be computed first.
+before_write: list[Callable[[], None]] = []
 
 
 class Pending(Protocol):
@@ -257,6 +261,24 @@ class DTensor(torch.Tensor):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self._layout.shape)
+
+    @property
+    def data(self) -> DTensor:
+        """The same values, apart from autograd. Setting it replaces values and layout."""
+        return wrap(self._local_tensor, self._layout)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise RuntimeError(
+                f"the data of a DTensor can only be set to a DTensor, got a torch.Tensor of shape "
+                f"{tuple(value.shape)}: distribute_tensor it first"
+            )
+        for hook in before_write:
+            hook()
+        with _no_function():
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local, self._layout, self._pending = value._local_tensor, value._layout, None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (

@@ -235,6 +235,17 @@ def writing() -> None:
     with pytest.raises(RuntimeError, match="got mixed"):
         _ = x + torch.ones(4, 6)
     assert torch.equal((x + torch.ones(1)).full_tensor(), x.full_tensor() + 1)
+    p = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    p.data.mul_(2)
+    torch.testing.assert_close(p.full_tensor().detach(), 2 * whole)
+    p.data = distribute_tensor(whole, mesh, [Shard(1)])
+    assert p.placements == (Shard(1),) and isinstance(p, nn.Parameter)
+    torch.testing.assert_close(p.full_tensor().detach(), whole)
+    with pytest.raises(RuntimeError, match="only be set to a DTensor"):
+        p.data = whole
+    linear = nn.Linear(2, 2)
+    distribute_module(linear, mesh).double()
+    assert linear.weight.dtype == linear.weight.to_local().dtype == torch.float64
     x.zero_()
     nn.init.normal_(x)
     assert x.full_tensor().unique().numel() == 24
