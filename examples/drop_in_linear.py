@@ -45,9 +45,10 @@ def main() -> None:
     out = model(x.chunk(world_size)[rank])  # (TOKENS / W, FEATURES) in, and out
     out.square().mean().backward()
 
-    difference = (out - expected).abs().max().item()
+    difference = weft.collectives.all_reduce((out - expected).abs().max(), reduce_op="max").item()
     held = sum(p.numel() for p in model.parameters())
-    print(f"rank {rank}: {held} parameters, difference from one process {difference:.1e}")
+    if rank == 0:
+        print(f"{held} parameters a rank, largest difference from one process: {difference:.1e}")
     weft.close()
     dist.destroy_process_group()
 

@@ -214,6 +214,6 @@ def test_examples_run_on_two_ranks(script: str) -> None:
         str(ROOT / "examples" / script),
     )
     assert done.returncode == 0, done.stderr
-    differences = re.findall(r"difference from one process:? (\S+)", done.stdout)
+    differences = re.findall(r"difference from one process: (\S+)", done.stdout)
     assert differences
     assert all(float(difference) < 1e-5 for difference in differences)
