@@ -295,16 +295,21 @@ def foreach_norm(call: Call) -> Decomposed:
     def run(
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
     ) -> list[DTensor]:
-        norms: list[torch.Tensor] = []
+        locals_: list[torch.Tensor] = []
         crossed: list[tuple[bool, ...]] = []
         for tensor in tensors:
             layout = tensor._layout
             solid = _reduced(layout)
-            local = move(tensor._local_tensor, layout, solid)
-            dims = tuple(range(local.dim()))
-            norms.append(_local_norm(local, order, dims, False, dtype or local.dtype))
+            locals_.append(move(tensor._local_tensor, layout, solid))
             crossed.append(tuple(map(is_shard, solid.placements)))
         mesh, ndim = tensors[0]._layout.mesh, tensors[0]._layout.mesh.ndim
+        if all(local.numel() for local in locals_):
+            norms = torch._foreach_norm(locals_, order, dtype=dtype)
+        else:
+            norms = tuple(
+                _local_norm(t, order, tuple(range(t.dim())), False, dtype or t.dtype)
+                for t in locals_
+            )
         ranks, count = math.prod(tensors[0]._layout.place.sizes), len(norms)
         mine = torch.stack(norms).unsqueeze(0)
         # Row r: what rank r found. Replicas found the same: one of them counts.
@@ -313,7 +318,7 @@ def foreach_norm(call: Call) -> Decomposed:
         if any(map(any, crossed)):
             every = move(mine, source, source.replicated())
         scalar = layout_of(mesh, (Replicate(),) * ndim, (), (), mine.dtype)
-        result: list[torch.Tensor] = [mine[0, i] for i in range(count)]
+        result = list(mine[0].unbind())
         for pattern in dict.fromkeys(crossed):
             if any(pattern):
                 rows = [
@@ -321,7 +326,7 @@ def foreach_norm(call: Call) -> Decomposed:
                     for r, coordinate in enumerate(source.place.coordinates)
                     if all(cross or i == 0 for cross, i in zip(pattern, coordinate, strict=True))
                 ]
-                totals = _norm_over_ranks(every[rows], order)
+                totals = _norm_over_ranks(every[rows], order).unbind()
                 for i, kind in enumerate(crossed):
                     if kind == pattern:
                         result[i] = totals[i]
