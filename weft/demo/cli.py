@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument(name, type=_positive, default=default, metavar="N", help=text + shown)
 
     size("--ranks", None, "processes that share the model (2 on the CPU, else one a GPU)")
-    size("--steps", 320, "training steps, in each of the two runs")
+    size("--steps", 280, "training steps, in each of the two runs")
     size("--d-model", 256, "features of a byte between the layers")
     size("--layers", 4, "blocks of attention and feed-forward")
     size("--heads", 8, "query heads")
