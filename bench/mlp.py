@@ -3,7 +3,9 @@
     x (S/W, H) -gather-> (S, F/W) -> GELU -> (S, F/W) -scatter-> y (S/W, H), forward and backward
 
 Variants:
-    arithmetic      this rank's matmuls and GELU on inputs that are there already: the bound
+    arithmetic      this rank's matmuls and GELU, by the library that weft takes for its own, on
+                    inputs that are there already: the bound
+    torch alone     the same by nn.Linear
     weft            ColumnParallelLinear and RowParallelLinear
     weft DTensor    parallelize_module of weft.dtensor
     torch DTensor   parallelize_module of torch.distributed.tensor, on Gloo
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from weft import ColumnParallelLinear, RowParallelLinear
 from weft.bench.harness import Case, case, interleaved
+from weft.kernels.dense import WeightGrad, mm
 
 SHAPES = ((512, 512, 2048), (2048, 512, 2048), (256, 2048, 4096), (4096, 256, 512))
 BASELINE = "torch DTensor"
@@ -42,6 +45,28 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(self.act(self.up(x)))
         return y
+
+
+class _Local(nn.Linear):
+    """nn.Linear on the matmuls that the host engine uses, with no communication."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _LocalMatmul.apply(input, self.weight.t())
+        return y
+
+
+class _LocalMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return mm(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        grad = WeightGrad(w)
+        grad.add(x, dy)
+        return mm(dy, w.t()), grad.result()
 
 
 def _parallelized(model: nn.Module, package: Any, placements: Any) -> nn.Module:
@@ -83,7 +108,8 @@ def variants(tokens: int, hidden: int, ffn: int) -> dict[str, Callable[[], torch
     whole = MLP(up, down)
     ours = MLP(ColumnParallelLinear.from_linear(up), RowParallelLinear.from_linear(down))
     share = ffn // world_size
-    alone = MLP(nn.Linear(hidden, share, bias=False), nn.Linear(share, hidden, bias=False))
+    plain = MLP(nn.Linear(hidden, share, bias=False), nn.Linear(share, hidden, bias=False))
+    alone = MLP(_Local(hidden, share, bias=False), _Local(share, hidden, bias=False))
     models = {
         "weft": ours,
         "weft DTensor": _parallelized(copy.deepcopy(whole), weft_parallel, weft_placements),
@@ -102,7 +128,8 @@ def variants(tokens: int, hidden: int, ffn: int) -> dict[str, Callable[[], torch
             x.grad, x_reference.grad.chunk(world_size)[rank], rtol=1e-4, atol=1e-4
         )
     steps: dict[str, Callable[[], torch.Tensor]] = {
-        "arithmetic": lambda: _step(alone, x_alone, dy_whole)
+        "arithmetic": lambda: _step(alone, x_alone, dy_whole),
+        "torch alone": lambda: _step(plain, x_alone, dy_whole),
     }
     for name, model in models.items():
         steps[name] = lambda model=model: _step(model, x, dy)  # type: ignore[misc]

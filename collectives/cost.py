@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,16 @@ class Machine:
         return calls * self.wire_us + nbytes / max(self.wire, 1e-9)
 
 
+# Of virtual ranks: to measure them would say nothing, and every rank must choose alike.
+_NOMINAL = Machine({str(torch.float32): 1e5}, 1e4, 10.0, 1e3, 200.0)
+
 _machines: dict[tuple[Group, str], Machine] = {}
 
 
 def machine(group: Group, device: torch.device) -> Machine:
     """The rates for `group` on `device`. Collective the first time in a process."""
+    if group.virtual is not None:
+        return _NOMINAL
     key = (group, device.type)
     found = _machines.get(key)
     if found is None:
@@ -87,31 +93,38 @@ def _broadcast(group: Group, values: list[Any]) -> None:
 
 
 def _path(group: Group, device: torch.device) -> Path:
-    if device.type == "cuda":
-        chip = torch.cuda.get_device_name(device)
-    else:
-        with open("/proc/cpuinfo") as info:
-            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-        chip = f"{names[0] if names else platform.machine()} x{os.cpu_count()}"
-    conditions = (
-        chip,
+    conditions = _digest(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         torch.__version__,
         torch.get_num_threads(),
         group.world_size,
         dist.get_backend(group.pg),
         group.why,
+        sorted(Machine.__dataclass_fields__),
     )
-    digest = hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]
-    return settings.cache_dir() / f"machine-{digest}.json"
+    return settings.cache_dir() / f"machine-{conditions}.json"
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo") as info:
+        told = [line.split(":")[1].strip() for line in info if line.startswith(_CPU_FIELDS)]
+    # Virtual machines hide the model's name, but not these.
+    return f"{sorted(set(told)) or platform.machine()} x{os.cpu_count()}"
+
+
+_CPU_FIELDS = ("model name", "cpu family", "model\t", "stepping")
+
+
+def _digest(*conditions: object) -> str:
+    return hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]
 
 
 def _load(path: Path) -> dict[str, Any] | None:
     try:
-        rates: dict[str, Any] = json.loads(path.read_text())
-        Machine(**rates)
-    except (FileNotFoundError, PermissionError, json.JSONDecodeError, TypeError):
-        return None  # absent, or of another version: measure
-    return rates
+        kept: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, PermissionError, json.JSONDecodeError):
+        return None
+    return kept
 
 
 def _save(path: Path, rates: dict[str, Any]) -> None:
@@ -125,25 +138,58 @@ def _save(path: Path, rates: dict[str, Any]) -> None:
         return  # a read-only home: the next process measures again
 
 
+@lru_cache(maxsize=1)
+def onednn_is_quicker() -> bool:
+    """Whether oneDNN multiplies fp32 on this CPU clearly quicker than what torch.mm calls.
+
+    Measured once on a machine and kept: the two round differently, and results must be the same
+    from run to run.
+    """
+    path = settings.cache_dir() / f"matmul-{_digest(_cpu_name(), torch.__version__)}.json"
+    kept = _load(path)
+    if kept is None:
+        kept = {"onednn_is_quicker": _compare_matmuls()}
+        _save(path, kept)
+    return bool(kept["onednn_is_quicker"])
+
+
+def _compare_matmuls() -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    x = torch.ones(384, 384)
+    linear = torch.ops.mkldnn._linear_pointwise
+    plain = _timed(lambda: x @ x.t(), 9)
+    return plain > 1.2 * _timed(lambda: linear(x, x, None, "none", [], ""), 9)
+
+
+def _timed(call: Callable[[], object], repeats: int, device: torch.device | None = None) -> float:
+    """Median time of a call in us, after one that is not counted."""
+
+    def synchronize() -> None:
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return max(statistics.median(times), 1e-3)
+
+
 def _measure(group: Group, device: torch.device) -> Machine:
     def timed(call: Callable[[], object], repeats: int) -> float:
-        call()
-        times = []
-        for _ in range(repeats):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - start) * 1e6)
-        return max(statistics.median(times), 1e-3)
+        return _timed(call, repeats, device)
 
     size = _MATMUL_SIZE[device.type]
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, dtype=dtype, device=device)
-        flops[str(dtype)] = 2 * size**3 / timed(lambda a=a: a @ a, 5)  # type: ignore[misc]
+        us = timed(lambda a=a: a @ a, 5)  # type: ignore[misc]
+        flops[str(dtype)] = 2 * size**3 / us
     if device.type == "cuda":
         flops[str(torch.float16)] = flops[str(torch.bfloat16)]
 

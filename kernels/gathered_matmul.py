@@ -8,8 +8,8 @@ W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r c
 
 Forward, host engine. Every rank copies its shard into symmetric memory and signals; it multiplies
 its own shard, then each peer's in place, as that peer signals (on a GPU: as the copy engines bring
-it, in a stream of their own). Nothing is gathered: y is written chunk by chunk. Shards of few rows are gathered after all, as a small matmul wastes more than the
-copy costs.
+it, in a stream of their own). Nothing is gathered: y is written chunk by chunk. Shards of few rows
+are gathered after all, as a small matmul wastes more than the copy costs.
 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
 the partial sums next, so that peers' shards arrive under the first product, and peers' partial sums
@@ -40,7 +40,7 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike
 from weft.collectives.movement import offsets
-from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
+from weft.kernels.dense import WeightGrad, allocates, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 
 # Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
@@ -253,14 +253,19 @@ def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tenso
     return whole
 
 
+def in_chunks(x: torch.Tensor, weights: list[torch.Tensor], rows: list[int]) -> bool:
+    """Whether shards are better multiplied one by one, in place, than gathered first."""
+    return max(rows) >= _CHUNK_ROWS and not any(allocates(x, w) for w in weights)
+
+
 def row_chunks(
-    ex: Exchange, x: torch.Tensor, rows: list[int]
+    ex: Exchange, x: torch.Tensor, rows: list[int], weights: list[torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The published shards as (first row, rows) to multiply: in place, or gathered if few."""
-    if max(rows) < _CHUNK_ROWS:
-        yield 0, gather_shards(ex, x, rows)
-    else:
+    """The published shards as (first row, rows) to multiply: in place, or gathered."""
+    if in_chunks(x, weights, rows):
         yield from _shards(ex, x, rows)
+    else:
+        yield 0, gather_shards(ex, x, rows)
 
 
 def shard_bytes(x: torch.Tensor, rows: list[int]) -> int:
@@ -276,16 +281,18 @@ def _host_forward(
     rows: list[int],
     keep: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    M = sum(rows)
-    ys = [x.new_empty(M, w.shape[1]) for w in weights]
+    pairs = list(zip(weights, biases, strict=True))
     nbytes = shard_bytes(x, rows)
     with exchange(group, nbytes, "all_gather_matmul", x.device, channel="host gather") as ex:
         publish(ex, x)
-        gathered = gather_shards(ex, x, rows) if keep else None
-        for start, chunk in row_chunks(ex, x, rows) if gathered is None else [(0, gathered)]:
-            for y, w, bias in zip(ys, weights, biases, strict=True):
+        if keep or not in_chunks(x, weights, rows):
+            gathered = gather_shards(ex, x, rows)
+            return [mm(gathered, w, bias) for w, bias in pairs], gathered
+        ys = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
+        for start, chunk in _shards(ex, x, rows):
+            for y, (w, bias) in zip(ys, pairs, strict=True):
                 mm(chunk, w, bias, out=y[start : start + len(chunk)])
-    return ys, gathered
+    return ys, None
 
 
 def _host_backward(
@@ -312,50 +319,66 @@ def _host_backward(
             scatter = stack.enter_context(
                 exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
             )
-            partial = scatter.local((M, K), wire)
-            for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
-                mm(dy, w.t(), out=partial, accumulate=i > 0)
-            if dgathered is not None:
-                partial.add_(dgathered)
-            scatter.signal_all()
+            plus = dgathered
+            for dy, w in zip(dys[1:], weights[1:], strict=True):
+                plus = mm(dy, w.t(), plus=plus, out=x.new_empty(M, K, dtype=wire))
+            own = publish_product(scatter, dys[0], weights[0].t(), rows, wire, plus)
         if any(needs_w):
             pairs = [
                 (i, WeightGrad(w), dys[i])
                 for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
                 if need
             ]
-            for start, chunk in row_chunks(gather, x, rows):
+            for start, chunk in row_chunks(gather, x, rows, weights):
                 for _, grad, dy in pairs:
                     grad.add(chunk, dy[start : start + len(chunk)])
             for i, grad, _ in pairs:
                 dws[i] = grad.result()
         if needs_x:
-            start = offsets(rows)[group.rank]
-            dx = reduce_rows(scatter, start, rows[group.rank], K, wire, x.dtype)
+            dx = reduce_rows(scatter, own, offsets(rows)[group.rank], x.dtype)
     return dx, dws
+
+
+def publish_product(
+    ex: Exchange,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rows: list[int],
+    wire: torch.dtype,
+    plus: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Show all peers their rows of x @ w (+ plus); return this rank's own rows of it."""
+    shown = ex.local((x.shape[0], w.shape[1]), wire)
+    start = offsets(rows)[ex.rank]
+    stop = start + rows[ex.rank]
+    if allocates(x, w) and x.dtype == wire:
+        product = mm(x, w, plus=plus)
+        shown[:start].copy_(product[:start])
+        shown[stop:].copy_(product[stop:])
+    else:
+        product = mm(x, w, plus=plus, out=shown)
+    ex.signal_all()
+    return product[start:stop]
 
 
 def reduce_rows(
     ex: Exchange,
+    own: torch.Tensor,
     start: int,
-    rows: int,
-    columns: int,
-    wire: torch.dtype,
     dtype: torch.dtype,
     *,
     average: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows start.. of the sum (or average) of every rank's published matrix (+ bias), as `dtype`.
+    """The sum (or average) of every rank's rows start.. (+ bias), as `dtype`; `own` are this
+    rank's.
 
     Added in fp32 in rank order, with one rounding.
     """
     ex.wait_all()
-    shape, offset = (rows, columns), start * columns * wire.itemsize
-    terms = [
-        ex.local(shape, wire, offset) if r == ex.rank else ex.peer(r, shape, wire, offset)
-        for r in range(ex.world_size)
-    ]
+    shape, wire = tuple(own.shape), own.dtype
+    offset = start * own.shape[1] * wire.itemsize
+    terms = [own if r == ex.rank else ex.peer(r, shape, wire, offset) for r in range(ex.world_size)]
     half = wire in (torch.bfloat16, torch.float16)
     first = terms[0].float() if half else terms[0]
     total = torch.add(first, terms[1]) if len(terms) > 1 else first.clone()

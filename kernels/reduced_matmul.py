@@ -141,11 +141,12 @@ def _host_forward(
     own = starts[group.rank]
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        mm(x, w, out=ex.local((M, N), wire))
+        shown = mm(x, w, out=ex.local((M, N), wire))
         ex.signal_all()
         if one_shot:
-            return reduce_rows(ex, 0, M, N, wire, x.dtype, average=average, bias=bias)
-        part = reduce_rows(ex, own, rows[group.rank], N, wire, x.dtype, average=average, bias=bias)
+            return reduce_rows(ex, shown, 0, x.dtype, average=average, bias=bias)
+        part = shown[own : own + rows[group.rank]]
+        part = reduce_rows(ex, part, own, x.dtype, average=average, bias=bias)
     y = x.new_empty(M, N)
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         ex.local(tuple(part.shape), x.dtype).copy_(part)

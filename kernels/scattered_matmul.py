@@ -33,6 +33,7 @@ from weft.kernels.gathered_matmul import (
     check_operands,
     gather_workspace,
     publish,
+    publish_product,
     reduce_rows,
     row_chunks,
     shard_bytes,
@@ -170,12 +171,9 @@ def _host_forward(
     M, N, wire = x.shape[0], w.shape[1], wire_dtype(x)
     op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        mm(x, w, out=ex.local((M, N), wire))
-        ex.signal_all()
+        own = publish_product(ex, x, w, rows, wire)
         start = offsets(rows)[group.rank]
-        return reduce_rows(
-            ex, start, rows[group.rank], N, wire, x.dtype, average=average, bias=bias
-        )
+        return reduce_rows(ex, own, start, x.dtype, average=average, bias=bias)
 
 
 def _host_backward(
@@ -188,7 +186,7 @@ def _host_backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     needs_x, needs_w, needs_b = needs
-    dx = torch.empty_like(x) if needs_x else None
+    dx = None
     grad = WeightGrad(w) if needs_w else None
     accumulator = torch.promote_types(w.dtype, torch.float32)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
@@ -198,9 +196,12 @@ def _host_backward(
     op = "matmul_reduce_scatter backward"
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
         publish(ex, own)
-        for start, chunk in row_chunks(ex, own, rows):
+        for start, chunk in row_chunks(ex, own, rows, [w.t()]):
             stop = start + len(chunk)
-            if dx is not None:
+            if needs_x and len(chunk) == len(x):
+                dx = mm(chunk, w.t())
+            elif needs_x:
+                dx = torch.empty_like(x) if dx is None else dx
                 mm(chunk, w.t(), out=dx[start:stop])
             if grad is not None:
                 grad.add(x[start:stop], chunk)
