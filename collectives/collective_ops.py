@@ -65,9 +65,7 @@ def known_sizes(
     check_call(group, call)
     if sizes is None:
         if group.why:
-            every: list[Any] = [None] * group.world_size
-            dist.all_gather_object(every, x.shape[dim], group=group.pg)
-            return every
+            return group.gather_objects(x.shape[dim])
         return agree(group, call, x.shape[dim])
     if len(sizes) != group.world_size or sizes[group.rank] != x.shape[dim]:
         raise ValueError(

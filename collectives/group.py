@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from weft.collectives.symmetric import Memory, SymmetricBuffer, Waiter
 
 GroupLike = Any  # ProcessGroup | 1-D DeviceMesh | Group | None
 
@@ -45,31 +48,51 @@ def _stat(pid: str) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+class Ranks(Protocol):
+    """Ranks that are not processes, as `weft.sim` runs them: what they bring along."""
+
+    def gather(self, rank: int, value: Any) -> list[Any]: ...
+    def memory(self, rank: int, pad_bytes: int, data_bytes: int) -> Memory: ...
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """The ranks that take part in a call. Made by `resolve`, one object a process group.
 
     Attributes:
-        pg: the process group.
+        pg: the process group; None if virtual.
         rank, world_size: this rank's number in the group, and how many there are.
         ranks: global rank of each, in group order.
         processes: where each runs; empty where symmetric memory does not reach.
         why: why symmetric memory does not reach; empty where it does.
+        virtual: what runs the ranks if they are not processes.
     """
 
-    pg: dist.ProcessGroup
+    pg: Any  # ProcessGroup | None
     rank: int
     world_size: int
     ranks: tuple[int, ...]
     processes: tuple[Process, ...]
     why: str = ""
+    virtual: Ranks | None = None
 
     @property
-    def backend(self) -> Literal["posix", "cuda"] | None:
+    def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
         """The symmetric memory behind the group's default device; None where none reaches."""
         if self.why:
             return None
+        if self.virtual is not None:
+            return "virtual"
         return "cuda" if torch.cuda.is_available() else "posix"
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. For set-up only: it is slow."""
+        if self.virtual is not None:
+            return self.virtual.gather(self.rank, value)
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.pg)
+        return values
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
@@ -78,8 +101,17 @@ class Group:
 _groups: dict[str, Group] = {}
 
 
+class _Here(threading.local):
+    world: Group | None = None
+
+
+# The world of a thread that runs a virtual rank.
+here = _Here()
+
+
 def resolve(group: GroupLike = None) -> Group:
-    """The `Group` of a ProcessGroup, a 1-D DeviceMesh, or None for the world.
+    """The `Group` of a ProcessGroup, a 1-D DeviceMesh, or None for the world: on a virtual rank,
+    that of the virtual ranks.
 
     The first call for a process group is collective: its ranks tell each other where they run.
 
@@ -89,6 +121,8 @@ def resolve(group: GroupLike = None) -> Group:
     """
     if isinstance(group, Group):
         return group
+    if group is None and here.world is not None:
+        return here.world
     pg = _process_group(group)
     known = _groups.get(pg.group_name)
     # Names are used again after destroy_process_group: the object decides.
@@ -127,8 +161,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         return Group(pg, rank, world_size, ranks, (Process.here(),))
     if (backend := dist.get_backend(pg)) not in ("gloo", "nccl", "mpi", "undefined"):
         return Group(pg, rank, world_size, ranks, (), f"{backend} ranks share no memory")
-    processes: list[Any] = [None] * world_size
-    dist.all_gather_object(processes, Process.here(), group=pg)
+    processes: list[Process] = Group(pg, rank, world_size, ranks, ()).gather_objects(Process.here())
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)

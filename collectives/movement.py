@@ -318,7 +318,7 @@ def _use_memory(op: str, group: Group, x: torch.Tensor) -> bool:
     engine = settings.current_engine()
     if group.why:
         use, why = False, group.why
-    elif engine == "generic":
+    elif engine == "generic" and group.virtual is None:
         use, why = False, "asked for"
     elif x.is_cuda and engine != "host":
         use, why = False, "the process group's own collectives on GPUs"

@@ -5,6 +5,7 @@
       ...                        (addresses differ from rank to rank; the bytes are the same)
 
 Two backends, chosen by the device: `posix` (CPU ranks of one host) and `cuda` (torch's own).
+Virtual ranks bring a third.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PosixMemory:
                 os.ftruncate(fd, total)
             except OSError as failure:
                 error = str(failure)
-        owner_fd, error = _gather(group, (fd, error))[0]
+        owner_fd, error = group.gather_objects((fd, error))[0]
         if not error:
             try:
                 if group.rank != 0:
@@ -62,7 +63,7 @@ class PosixMemory:
             except OSError as failure:
                 error = str(failure)
         # Everybody hears of a failure anywhere; and rank 0 keeps its file open until all have it.
-        errors = _gather(group, error)
+        errors = group.gather_objects(error)
         if fd >= 0:
             os.close(fd)
         if any(errors):
@@ -89,7 +90,7 @@ class CudaMemory:
             for r in range(group.world_size)
         ]
         torch.cuda.synchronize(device)
-        _gather(group, None)  # no rank signals before all pads are zero
+        group.gather_objects(None)  # no rank signals before all pads are zero
 
 
 class LocalMemory:
@@ -98,12 +99,6 @@ class LocalMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.multicast_ptr = 0
         self.segments = [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
-
-
-def _gather(group: Group, value: Any) -> list[Any]:
-    values: list[Any] = [None] * group.world_size
-    dist.all_gather_object(values, value, group=group.pg)
-    return values
 
 
 def default_device(group: Group) -> torch.device:
@@ -140,6 +135,8 @@ class SymmetricBuffer:
             error = f"at most {pad.MAX_RANKS} ranks share memory, got {group.world_size}"
         elif device.type not in ("cpu", "cuda"):
             error = f"symmetric memory is on cpu or cuda, got {device=}"
+        elif group.virtual is not None and device.type != "cpu":
+            error = f"memory of virtual ranks is on cpu, got {device=}"
         if group.why:
             raise NotImplementedError(
                 f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
@@ -156,7 +153,9 @@ class SymmetricBuffer:
         self._nbytes = math.prod(shape) * dtype.itemsize
         nbytes = -(-(self._offset + self._nbytes) // 4096) * 4096
         memory: Memory
-        if group.world_size == 1:
+        if group.virtual is not None:
+            memory = group.virtual.memory(self.rank, self._offset, self._nbytes)
+        elif group.world_size == 1:
             memory = LocalMemory(nbytes, device)
         elif device.type == "cpu":
             memory = PosixMemory(nbytes, group)
@@ -203,6 +202,12 @@ class SymmetricBuffer:
         words: memoryview = memoryview(segment.numpy()).cast("q")  # type: ignore[arg-type]
         return words
 
+    def waiter(self, timeout: float | None = None) -> Waiter:
+        """Host-side signals on this buffer's pads; CPU only. `timeout` as in `barrier`."""
+        if self.group.virtual is not None:
+            return self.group.virtual.waiter(self)
+        return Waiter(self, timeout)
+
     def check_open(self) -> None:
         """Raise if `close` was called."""
         if self._memory is None:
@@ -227,7 +232,7 @@ class SymmetricBuffer:
             stream_signals.barrier(self, channel)
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
-        waiter = Waiter(self, timeout)
+        waiter = self.waiter(timeout)
         for peer in range(self.world_size):
             waiter.post(peer, generation, word=channel)
         for peer in range(self.world_size):
@@ -245,7 +250,7 @@ class SymmetricBuffer:
 
 
 def _agree_on_spec(group: Group, spec: tuple[Any, ...], error: str) -> None:
-    specs = _gather(group, (spec, error))
+    specs = group.gather_objects((spec, error))
     for rank, (_, text) in enumerate(specs):
         if text:
             raise ValueError(text if rank == group.rank else f"on rank {rank}: {text}")

@@ -17,10 +17,9 @@ import torch
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, resolve
+from weft.collectives.group import Group, GroupLike, here, resolve
 from weft.collectives.symmetric import (
     SymmetricBuffer,
-    Waiter,
     close_buffers,
     default_device,
 )
@@ -46,7 +45,7 @@ class Workspace:
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
         if device.type == "cpu":
-            self.waiter = Waiter(self.buffer)
+            self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         else:
             self._status = torch.zeros(4, dtype=torch.int64, pin_memory=True)
@@ -146,5 +145,14 @@ def close() -> None:
     Call it on every rank, once no call is under way; `destroy_process_group` comes after it. Later
     calls make new workspaces. At exit it is not needed: nothing outlives the processes.
     """
+    if here.world is not None:
+        forget(here.world)
+        return
     _workspaces.clear()
     close_buffers()
+
+
+def forget(group: Group) -> None:
+    """Drop the workspaces of `group`, if it has any."""
+    for key in [key for key in _workspaces if key[0] is group]:
+        del _workspaces[key]

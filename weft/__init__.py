@@ -30,7 +30,7 @@ try:
 except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
-_FOLDERS = ("bench", "collectives", "dtensor", "kernels")
+_FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 _HOME = {
     "close": "weft.collectives",
     "MismatchError": "weft.errors",

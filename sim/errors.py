@@ -1,0 +1,28 @@
+"""What a simulation finds."""
+
+from __future__ import annotations
+
+from weft.errors import WeftError
+
+
+class SimError(WeftError):
+    """Something that would hang or corrupt on real ranks.
+
+    Attributes:
+        seed, schedule: `sim.run(..., seed=seed, schedule=schedule)` shows it again.
+    """
+
+    seed: int | None = None
+    schedule: int | tuple[int, ...] | None = None
+
+
+class DeadlockError(SimError):
+    """No rank can move: each waits for a signal that nobody is left to send."""
+
+
+class RaceError(SimError):
+    """Two accesses to the same memory, one of them a write, that no signal puts in order."""
+
+
+class OutOfBoundsError(SimError):
+    """An access outside of the buffer that it was aimed at."""

@@ -1,0 +1,94 @@
+"""Accesses of torch ops to shared memory: which of their tensors are read, which are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.sim.races import READ, WRITE
+
+# They take a tensor for its shape and dtype alone.
+_SHAPE_ONLY = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("is_pinned", "_unsafe_view", "sym_size", "sym_stride", "size", "stride"),
+    )
+)
+
+Note = Callable[[torch.Tensor, str], None]
+
+
+class HostAccesses(TorchDispatchMode):
+    """Calls `note(tensor, READ or WRITE)` for the tensors of every op of this thread."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ not in _SHAPE_ONLY:
+            schema = func._schema.arguments
+            for argument, value in zip(schema, args, strict=False):
+                self._look(argument, value)
+            if kwargs:
+                by_name = {argument.name: argument for argument in schema}
+                for name, value in kwargs.items():
+                    self._look(by_name[name], value)
+        return func(*args, **kwargs)
+
+    def _look(self, argument: Any, value: Any) -> None:
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                alias = argument.alias_info
+                if alias is None:
+                    self._note(tensor, READ)
+                elif alias.is_write:
+                    self._note(tensor, WRITE)
+
+
+class PythonReads(TorchFunctionMode):
+    """The same for `tolist`, which reads memory without an op."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") == "tolist":
+            self._note(args[0], READ)
+        return func(*args, **(kwargs or {}))
+
+
+def addresses(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Address of every element of `tensor`."""
+    offsets: np.ndarray[Any, np.dtype[np.uint64]]
+    itemsize = tensor.element_size()
+    if tensor.is_contiguous():
+        offsets = np.arange(tensor.numel(), dtype=np.uint64) * np.uint64(itemsize)
+    else:
+        offsets = np.zeros(tensor.shape, np.uint64)
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            along = np.arange(size, dtype=np.uint64) * np.uint64(stride * itemsize)
+            offsets += along.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    offsets = offsets.reshape(-1) + np.uint64(tensor.data_ptr())
+    return offsets

@@ -1,0 +1,286 @@
+"""All that `weft.sim` hooks in Triton's interpreter, and nothing else in it.
+
+    builder.create_masked_load / _store     every load and store of a kernel goes through these
+    builder.create_atomic_rmw / _cas        and every atomic through these,
+    builder.create_atomic_load / _store / _poll     which Triton has since 3.9
+    builder.create_barrier                  tl.debug_barrier
+    InterpreterBuilder.grid_idx, grid_dim   kept a thread, as several kernels run at once
+    GridExecutor.__call__                   one launch
+    _patch_lang                             replaces functions of tl, for all threads together
+
+`requirements()` tells what a new Triton has moved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton.runtime import interpreter
+
+Array = npt.NDArray[Any]
+
+
+class Observer(Protocol):
+    """What is told of every operation. Each call is made by the thread that runs the kernel."""
+
+    def active(self) -> bool:
+        """Whether this thread is a virtual rank."""
+
+    def access(self, addresses: Array, itemsize: int, kind: str) -> None:
+        """A load ("reads") or store ("writes") of the elements at `addresses` comes next."""
+
+    def atomic(
+        self, addresses: Array, itemsize: int, sem: str, scope: str, run: Callable[[], Any]
+    ) -> Any:
+        """An atomic: `run()` does it and returns (what it returned, whether memory changed, the
+        values seen)."""
+
+    def barrier(self) -> None:
+        """tl.debug_barrier."""
+
+    def launch(
+        self,
+        kernel: str,
+        arguments: list[Any],
+        programs: list[tuple[int, int, int]],
+        run: Callable[[tuple[int, int, int]], None],
+    ) -> None:
+        """Run all programs of a launch."""
+
+
+_ATOMICS = frozenset(f"create_atomic_{name}" for name in ("rmw", "cas", "load", "store", "poll"))
+
+
+def requirements() -> list[str]:
+    """What is missing in this Triton, in words; empty if all hooks fit."""
+    missing = []
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    want = {
+        "create_masked_load": ["ptrs", "mask"],
+        "create_masked_store": ["ptrs", "value", "mask"],
+        "create_atomic_cas": ["ptr", "cmp", "val", "sem", "scope"],
+        "create_atomic_rmw": ["rmwOp", "ptr", "val", "mask", "sem", "scope"],
+        "create_barrier": [],
+        "set_grid_idx": ["x", "y", "z"],
+        "set_grid_dim": ["nx", "ny", "nz"],
+    }
+    for name, names in want.items():
+        method = getattr(builder, name, None)
+        if method is None:
+            missing.append(f"InterpreterBuilder.{name} is gone")
+            continue
+        found = list(inspect.signature(method).parameters)[1 : 1 + len(names)]
+        if found != names:
+            missing.append(f"InterpreterBuilder.{name} takes {found}, not {names}")
+    for name in ("_patch_lang", "GridExecutor", "InterpretedFunction", "interpreter_builder"):
+        if not hasattr(interpreter, name):
+            missing.append(f"triton.runtime.interpreter.{name} is gone")
+    executor = getattr(interpreter, "GridExecutor", None)
+    source = inspect.getsource(executor.__call__) if executor else ""
+    for text in ("_patch_lang(self.fn)", "self.fn(**args)", "set_grid_idx", "set_grid_dim"):
+        if text not in source:
+            missing.append(f"GridExecutor.__call__ does not contain {text!r} any more")
+    for name in vars(builder or object):
+        if "atomic" in name and name not in _ATOMICS:
+            missing.append(f"InterpreterBuilder.{name} is an atomic that is not hooked")
+    return missing
+
+
+class _Grid(threading.local):
+    idx: tuple[int, int, int] | None = None
+    dim: tuple[int, int, int] | None = None
+
+
+class _NoPatch:
+    def restore(self) -> None:
+        """Nothing was patched."""
+
+
+class _Collected:
+    """Stands for a kernel while its grid is walked, then hands over all programs at once."""
+
+    def __init__(self, fn: Any, observer: Observer, arguments: list[Any], grid: _Grid) -> None:
+        self.__signature__ = inspect.signature(fn)
+        self.__globals__, self.__name__ = fn.__globals__, fn.__name__
+        self._fn, self._observer, self._arguments, self._grid = fn, observer, arguments, grid
+        self._left: int | None = None
+
+    def __call__(self, **args: Any) -> None:
+        dim = self._grid.dim
+        assert dim is not None
+        if self._left is None:
+            self._left = dim[0] * dim[1] * dim[2]
+        self._left -= 1
+        if self._left:
+            return
+        self._left = None
+
+        def run(program: tuple[int, int, int]) -> None:
+            self._grid.idx, self._grid.dim = program, dim
+            self._fn(**args)
+
+        programs = list(product(*map(range, dim)))
+        self._observer.launch(self._fn.__name__, self._arguments, programs, run)  # type: ignore[arg-type]
+
+
+def _name(value: Any, default: str) -> str:
+    text = str(value).split(".")[-1].lower() if value is not None else default
+    return {"acquire_release": "acq_rel", "system": "sys"}.get(text, text)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def installed(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every operation of kernels interpreted in this process, inside the block.
+
+    Raises:
+        RuntimeError: a simulation runs already, or this Triton does not fit.
+    """
+    if missing := requirements():
+        raise RuntimeError(f"weft.sim does not know this Triton: {'; '.join(missing)}")
+    if not _lock.acquire(blocking=False):
+        raise RuntimeError("one simulation runs at a time in a process")
+    try:
+        with _patched(observer):
+            yield
+    finally:
+        _lock.release()
+
+
+@contextmanager
+def _patched(observer: Observer) -> Iterator[None]:
+    builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas, barrier = builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_barrier
+    execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    grid = _Grid()
+
+    def note(ptrs: Any, mask: Any, what: str) -> None:
+        live = np.asarray(mask.data if hasattr(mask, "data") else mask)
+        addresses = ptrs.data
+        if live.all():
+            live_addresses = addresses.reshape(-1)
+        else:
+            live_addresses = addresses[np.broadcast_to(live, addresses.shape)]
+        if live_addresses.size:
+            observer.access(live_addresses, _itemsize(ptrs), what)
+
+    def masked_load(ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        if observer.active():
+            note(ptrs, mask, "reads")
+        return load(ptrs, mask, *rest, **kwargs)
+
+    def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        if observer.active():
+            note(ptrs, mask, "writes")
+        return store(ptrs, value, mask, *rest, **kwargs)
+
+    def atomic_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        if not observer.active():
+            return cas(ptr, cmp, val, sem, scope)
+
+        def run() -> tuple[Any, bool, Array]:
+            out = cas(ptr, cmp, val, sem, scope)
+            swapped = out.data == cmp.data
+            return out, bool((swapped & (val.data != out.data)).any()), out.data
+
+        return observer.atomic(
+            ptr.data.reshape(-1), _itemsize(ptr), _name(sem, "acq_rel"), _name(scope, "gpu"), run
+        )
+
+    def atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        def run() -> tuple[Any, bool, Array]:
+            out = rmw(op, ptr, val, mask, sem, scope)
+            # Adding 0 is how a load is spelled; all others are writers, whatever they write.
+            vain = _name(op, "") in ("add", "fadd", "or") and not val.data.any()
+            return out, not vain, out.data
+
+        return _atomic(ptr, mask, sem, scope, run)
+
+    def atomic_load(ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
+        def run() -> tuple[Any, bool, Array]:
+            out = load(ptr, mask, None, None, True)
+            return out, False, out.data
+
+        return _atomic(ptr, mask, sem, scope, run)
+
+    def atomic_store(ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
+        return _atomic(ptr, mask, sem, scope, lambda: (store(ptr, val, mask, None), True, val.data))
+
+    def _atomic(ptr: Any, mask: Any, sem: Any, scope: Any, run: Any) -> Any:
+        live = np.broadcast_to(mask.data, ptr.data.shape)
+        if not observer.active() or not live.any():
+            return run()[0]
+        order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
+        return observer.atomic(ptr.data[live].reshape(-1), _itemsize(ptr), order, reach, run)
+
+    def atomic_poll(ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
+        if not observer.active():
+            return builder_poll(ptr, expected, timeout_ns, sem, scope)
+        every = types.SimpleNamespace(data=np.ones(ptr.data.shape, bool))
+        while True:
+            matched = atomic_load(ptr, every, sem, scope).data == expected.data
+            if matched.all():
+                return interpreter.TensorHandle(matched, tl.int1)
+
+    def create_barrier(*args: Any) -> Any:
+        if observer.active():
+            observer.barrier()
+        return barrier(*args)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if observer.active():
+            self.fn = _Collected(self.fn, observer, [*args, *kwargs.values()], grid)
+        execute(self, *args, **kwargs)
+
+    everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})
+    scope = patch_lang(everything)
+    hooks = {
+        "create_masked_load": masked_load,
+        "create_masked_store": masked_store,
+        "create_atomic_cas": atomic_cas,
+        "create_atomic_rmw": atomic_rmw,
+        "create_barrier": create_barrier,
+    }
+    builder_poll: Any = getattr(builder, "create_atomic_poll", None)
+    if builder_poll is not None:
+        hooks["create_atomic_load"] = atomic_load
+        hooks["create_atomic_store"] = atomic_store
+        hooks["create_atomic_poll"] = atomic_poll
+    try:
+        for name, hook in hooks.items():
+            setattr(builder, name, hook)
+        for name in ("grid_idx", "grid_dim"):
+            vars(builder).pop(name, None)
+        kind.grid_idx = _per_thread(grid, "idx")
+        kind.grid_dim = _per_thread(grid, "dim")
+        interpreter.GridExecutor.__call__ = call
+        interpreter._patch_lang = lambda fn: _NoPatch()
+        yield
+    finally:
+        interpreter._patch_lang = patch_lang
+        interpreter.GridExecutor.__call__ = execute
+        del kind.grid_idx, kind.grid_dim
+        for name in hooks:
+            delattr(builder, name)
+        scope.restore()
+
+
+def _per_thread(grid: _Grid, name: str) -> property:
+    return property(lambda _: getattr(grid, name), lambda _, value: setattr(grid, name, value))
+
+
+def _itemsize(ptr: Any) -> int:
+    bits: int = ptr.get_element_ty().primitive_bitwidth
+    return max(1, bits // 8)

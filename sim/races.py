@@ -1,0 +1,373 @@
+"""Races on shared memory, by vector clocks: the model's memory order, not this processor's.
+
+Every strand (a rank's host code, each program of a launch) numbers its accesses; its clock holds,
+for each strand, the last access of that strand that it is ordered after. A release publishes the
+clock at the signal's address, an acquire of that address joins it; a launch and its end, and a
+rendezvous, join as well. Two accesses to one granule, one of them a write, are a race unless the
+later one's clock covers the earlier one's number.
+
+Scopes: between ranks a release and its acquire count at `sys` scope only, between programs of a
+rank at `gpu` or `sys`. What a program has stored since its last `tl.debug_barrier` may be on its
+way in other threads than the one that signals, and is not published, where Triton puts no barrier
+before an atomic itself (before 3.9).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+
+from weft.sim.errors import OutOfBoundsError, RaceError
+from weft.sim.sites import Sites
+
+if TYPE_CHECKING:
+    from weft.sim.scheduler import Strand
+
+Array = npt.NDArray[Any]
+
+_BARRIER_BEFORE_ATOMICS = hasattr(tl, "atomic_load")
+READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
+
+
+@dataclass
+class Region:
+    """Memory from `start` to `end`, whose accesses are kept by granules of `granule` bytes.
+
+    Attributes:
+        name: what it is, for messages; `guard` regions must not be touched at all.
+        defined: whether what was never written may be read.
+        words: a pad: bytes are counted in words in messages.
+    """
+
+    start: int
+    end: int
+    name: str
+    granule: int = 4
+    defined: bool = True
+    guard: bool = False
+    writer: Array = field(default_factory=lambda: np.empty(0))  # slot of the last write, or -1
+    written: Array = field(default_factory=lambda: np.empty(0))  # its number there
+    reads: Array = field(default_factory=lambda: np.empty((0, 0)))  # last number of each slot
+    atomics: Array | None = None
+    touched: int = 0  # granules from here on have no history
+
+    def make(self, slots: int) -> None:
+        """Set up an empty history for clocks of `slots` entries."""
+        count = -(-(self.end - self.start) // self.granule)
+        # Slot + 1, so that fresh pages, which are zero, say "never": large buffers cost nothing.
+        self.writer = np.zeros(count, np.int16)
+        self.written = np.zeros(count, np.int32)
+        self.reads = np.zeros((count, slots), np.int32)
+        self.atomics = None
+
+    def refine(self, granule: int) -> None:
+        """Keep the history by smaller granules from now on."""
+        old, touched, factor = self, self.touched, self.granule // granule
+        writer, written, reads, atomics = old.writer, old.written, old.reads, old.atomics
+        self.granule = granule
+        self.make(reads.shape[1])
+        self.touched = touched * factor
+        self.writer[: self.touched] = writer[:touched].repeat(factor)
+        self.written[: self.touched] = written[:touched].repeat(factor)
+        self.reads[: self.touched] = reads[:touched].repeat(factor, axis=0)
+        if atomics is not None:
+            self.atomics = np.zeros_like(self.reads)
+            self.atomics[: self.touched] = atomics[:touched].repeat(factor, axis=0)
+
+    def widen(self, slots: int) -> None:
+        """Room for clocks of `slots` entries."""
+        for name in ("reads", "atomics"):
+            old = getattr(self, name)
+            if old is not None:
+                new = np.zeros((len(old), slots), np.int32)
+                new[: self.touched, : old.shape[1]] = old[: self.touched]
+                setattr(self, name, new)
+
+
+@dataclass
+class Signal:
+    """What has been published at one address: to everybody, and within a rank."""
+
+    everywhere: Array | None = None
+    within: dict[int, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One access of a strand."""
+
+    site: int
+    what: str
+    kind: str
+    scope: str
+
+
+class Detector:
+    """Clocks of all strands, and the history of all memory that several of them can reach."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._starts: list[int] = []
+        self._regions: list[Region] = []
+        self._capacity = 16
+        self.clocks: list[Array] = []
+        self._events: list[list[Event | None]] = []
+        self._ranks: list[int] = []
+        self._barriers: list[int] = []  # number of the last access before a strand's last barrier
+        self._signals: dict[int, Signal] = {}
+        self._releases: list[list[tuple[int, int]]] = []  # (number, site) of each release
+
+    # Memory
+
+    def add(self, region: Region) -> None:
+        """Watch `region` from now on."""
+        if not region.guard:
+            region.make(self._capacity)
+        at = bisect.bisect_left(self._starts, region.start)
+        self._starts.insert(at, region.start)
+        self._regions.insert(at, region)
+
+    def remove(self, region: Region) -> None:
+        """Forget `region`."""
+        at = self._regions.index(region)
+        del self._starts[at], self._regions[at]
+
+    def find(self, address: int) -> Region | None:
+        """The region that holds `address`, if any."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address >= self._regions[at].end:
+            return None
+        return self._regions[at]
+
+    # Clocks
+
+    def new_slot(self, rank: int) -> int:
+        """A clock for one more strand of `rank`."""
+        slot = len(self.clocks)
+        if slot == self._capacity:
+            self._capacity *= 2
+            self.clocks = [np.pad(clock, (0, slot)) for clock in self.clocks]
+            for region in self._regions:
+                if not region.guard:
+                    region.widen(self._capacity)
+            for signal in self._signals.values():
+                signal.within = {r: np.pad(c, (0, slot)) for r, c in signal.within.items()}
+                if signal.everywhere is not None:
+                    signal.everywhere = np.pad(signal.everywhere, (0, slot))
+        self.clocks.append(np.zeros(self._capacity, np.int32))
+        self._events.append([None])
+        self._ranks.append(rank)
+        self._barriers.append(0)
+        self._releases.append([])
+        return slot
+
+    def join(self, slot: int, others: list[int]) -> None:
+        """Strand `slot` goes on after all that `others` have done so far."""
+        clock = self.clocks[slot]
+        for other in others:
+            np.maximum(clock, self.clocks[other], out=clock)
+
+    def barrier(self, slot: int) -> None:
+        """The threads of a program have met."""
+        self._barriers[slot] = len(self._events[slot]) - 1
+
+    def release(self, slot: int, address: int, scope: str, *, host: bool = False) -> None:
+        """Publish at `address` what strand `slot` is ordered after."""
+        if scope == "cta":
+            return
+        clock, rank = self.clocks[slot].copy(), self._ranks[slot]
+        if not host and not _BARRIER_BEFORE_ATOMICS:
+            if self._barriers[slot] == clock[slot] - 1:
+                self._barriers[slot] += 1  # nothing but the atomic itself came after the barrier
+            clock[slot] = self._barriers[slot]
+        signal = self._signals.setdefault(address, Signal())
+        known = signal.within.get(rank)
+        signal.within[rank] = clock if known is None else np.maximum(known, clock)
+        if scope == "sys":
+            known = signal.everywhere
+            signal.everywhere = clock if known is None else np.maximum(known, clock)
+            self._releases[slot].append((int(clock[slot]), self._events[slot][-1].site))  # type: ignore[union-attr]
+
+    def acquire(self, slot: int, address: int, scope: str) -> None:
+        """Be ordered after what has been published at `address`."""
+        signal = self._signals.get(address)
+        if signal is None or scope == "cta":
+            return
+        clock = self.clocks[slot]
+        own = signal.within.get(self._ranks[slot])
+        if own is not None:
+            np.maximum(clock, own, out=clock)
+        if scope == "sys" and signal.everywhere is not None:
+            np.maximum(clock, signal.everywhere, out=clock)
+
+    # Accesses
+
+    def access(
+        self, strand: Strand, addresses: Array, itemsize: int, kind: str, scope: str = "sys"
+    ) -> None:
+        """Check and note an access to `itemsize` bytes at each of `addresses` (at least one)."""
+        low, high = int(addresses.min()), int(addresses.max())
+        first = bisect.bisect_right(self._starts, low) - 1
+        last = bisect.bisect_right(self._starts, high) - 1
+        if first == last:
+            if first < 0:
+                return
+            region = self._regions[first]
+            if low >= region.end:
+                return
+            if high + itemsize <= region.end:
+                self._access(region, strand, addresses, itemsize, kind, scope)
+                return
+        at = np.searchsorted(np.asarray(self._starts, np.uint64), addresses, side="right") - 1
+        for number in np.unique(at):
+            if number < 0:
+                continue
+            region = self._regions[number]
+            inside = addresses[(at == number) & (addresses < np.uint64(region.end))]
+            if inside.size:
+                over = int(inside.max()) + itemsize > region.end
+                self._access(region, strand, inside, itemsize, kind, scope, over)
+
+    def _access(
+        self,
+        region: Region,
+        strand: Strand,
+        addresses: Array,
+        itemsize: int,
+        kind: str,
+        scope: str,
+        over: bool = False,
+    ) -> None:
+        if region.guard or over:
+            raise OutOfBoundsError(
+                f"rank {strand.rank}, {strand.what}, {kind} {addresses.size} elements of "
+                f"{itemsize} bytes {region.name}, from byte {int(addresses.min()) - region.start} "
+                f"on:\n  {self._sites.text(self._sites.here())}"
+            )
+        offsets = addresses.astype(np.int64) - region.start
+        smallest = itemsize
+        if offsets.size < 3 or itemsize < region.granule:
+            while (offsets % smallest).any():
+                smallest //= 2
+        if smallest < region.granule:
+            region.refine(smallest)
+        granule = region.granule
+        index = offsets // granule
+        if itemsize > granule:
+            index = (index[:, None] + np.arange(itemsize // granule)).reshape(-1)
+        self._check(region, strand, index, kind, scope)
+
+    def _check(self, region: Region, strand: Strand, index: Array, kind: str, scope: str) -> None:
+        slot = strand.slot
+        clock = self.clocks[slot]
+        event = Event(self._sites.here(), strand.what, kind, scope)
+        events = self._events[slot]
+        number = len(events)
+        events.append(event)
+        clock[slot] = number
+        region.touched = max(region.touched, int(index.max()) + 1)
+
+        writer, written = region.writer[index], region.written[index]
+        late = written > clock[writer - 1]
+        late &= writer != 0
+        if late.any():
+            at = int(np.argmax(late))
+            self._race(region, strand, event, index[late], int(writer[at]) - 1, int(written[at]))
+        if not region.defined and kind != WRITE and not writer.all():
+            never = writer == 0
+            if region.atomics is not None:
+                never &= ~region.atomics[index].any(1)
+            if never.any():
+                raise RaceError(
+                    f"rank {strand.rank}, {strand.what}, {kind} {self._where(region, index[never])}"
+                    f", which nobody has written: symmetric memory is not cleared\n"
+                    f"  {self._sites.text(event.site)}"
+                )
+        if region.atomics is not None:
+            self._check_atomics(region, strand, event, index)
+        if kind in (WRITE, ATOMIC):
+            self._check_reads(region, strand, event, index)
+        if kind == WRITE:
+            region.writer[index], region.written[index] = slot + 1, number
+        elif kind in (READ, ATOMIC_READ):
+            region.reads[index, slot] = number
+        else:
+            if region.atomics is None:
+                region.atomics = np.zeros_like(region.reads)
+            region.atomics[index, slot] = number
+
+    def _check_reads(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
+        late = region.reads[index] > self.clocks[strand.slot]
+        if late.any():
+            self._first_that_counts(region, strand, event, index, region.reads, late)
+
+    def _check_atomics(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
+        assert region.atomics is not None
+        late = region.atomics[index] > self.clocks[strand.slot]
+        if late.any():
+            self._first_that_counts(region, strand, event, index, region.atomics, late)
+
+    def _first_that_counts(
+        self, region: Region, strand: Strand, event: Event, index: Array, table: Array, late: Array
+    ) -> None:
+        """Unordered atomics are no race if the scope of both reaches the other."""
+        for other in np.flatnonzero(late.any(0)):
+            rows = index[late[:, other]]
+            number = int(table[rows[0], other])
+            earlier = self._events[other][number]
+            assert earlier is not None
+            if event.kind in (ATOMIC, ATOMIC_READ) and earlier.kind in (ATOMIC, ATOMIC_READ):
+                near = self._ranks[other] == strand.rank
+                enough = ("gpu", "sys") if near else ("sys",)
+                if event.scope in enough and earlier.scope in enough:
+                    continue
+            self._race(region, strand, event, rows, int(other), number)
+
+    def _race(
+        self, region: Region, strand: Strand, event: Event, index: Array, slot: int, number: int
+    ) -> None:
+        earlier = self._events[slot][number]
+        assert earlier is not None
+        rank, atomic = self._ranks[slot], (ATOMIC, ATOMIC_READ)
+        if event.kind in atomic and earlier.kind in atomic:
+            why = (
+                f"both are atomic, but at scope {earlier.scope} and {event.scope}: "
+                f"{'programs of one rank need gpu' if rank == strand.rank else 'ranks need sys'}"
+            )
+        else:
+            why = self._missing(slot, number, rank, strand)
+        raise RaceError(
+            f"{self._where(region, index)}:\n"
+            f"  rank {rank}, {earlier.what}, {earlier.kind} it at "
+            f"{self._sites.text(earlier.site)}\n"
+            f"  rank {strand.rank}, {event.what}, {event.kind} it at "
+            f"{self._sites.text(event.site)}\n"
+            f"  with nothing between to order them: {why}"
+        )
+
+    def _missing(self, slot: int, number: int, rank: int, strand: Strand) -> str:
+        after = [site for upto, site in self._releases[slot] if upto >= number]
+        if rank == strand.rank:
+            return "between programs of one launch only signals order, at gpu scope or wider"
+        if after:
+            return (
+                f"rank {rank} has signalled after it, first at {self._sites.text(after[0])}, but "
+                f"rank {strand.rank} has not waited for that (acquire, scope sys)"
+            )
+        return (
+            f"rank {rank} has released nothing to other ranks since (sem release, scope sys"
+            + ("" if _BARRIER_BEFORE_ATOMICS else "; in a kernel after a tl.debug_barrier")
+            + ")"
+        )
+
+    @staticmethod
+    def _where(region: Region, index: Array) -> str:
+        low, high = int(index.min()) * region.granule, (int(index.max()) + 1) * region.granule
+        if region.granule == 8:
+            return f"{region.name}, words {low // 8} to {high // 8 - 1}"
+        return f"{region.name}, bytes {low} to {high - 1}"

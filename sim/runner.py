@@ -1,0 +1,209 @@
+"""sim.run: the ranks of one function, in one process, under as many interleavings as wanted."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Literal
+
+import torch
+
+from weft.collectives import pad, signals
+from weft.sim import interpreter_hooks
+from weft.sim.errors import SimError
+from weft.sim.scheduler import Scheduler, local, positions
+from weft.sim.schedules import Directed, Policy, Priorities, Systematic, Uniform
+from weft.sim.sites import Sites
+from weft.sim.world import Programs, World
+
+Schedule = int | tuple[int, ...]
+
+_BOUNDS = (1, 2)  # preemptions of the systematic schedules, in this order
+
+
+class Results(list[Any]):
+    """The ranks' results of the first schedule, in rank order.
+
+    Attributes:
+        schedules: how many were run.
+        points: choices of who goes on, in all of them; for `schedules="exhaustive"` these are the
+            distinct states from which more than one rank could go on.
+    """
+
+    schedules: int = 0
+    points: int = 0
+
+
+def run(
+    world_size: int,
+    fn: Callable[[int], Any],
+    *,
+    seed: int = 0,
+    schedules: int | Literal["exhaustive"] = 1,
+    schedule: Schedule | None = None,
+    races: bool = True,
+    programs: Programs = "sequential",
+    timeout: float = 60.0,
+) -> Results:
+    """Run `fn(rank)` on `world_size` virtual ranks in this process, and check it.
+
+    Inside, `group=None` is the virtual world: collectives, fused ops, and kernels of anybody on
+    `weft.collectives.empty(...)` buffers work, on CPU and without torch.distributed. Ranks run one
+    at a time and hand over at signal operations only, in an order that follows from `seed`.
+
+    Args:
+        fn: called once a rank and schedule, with the rank. The ranks share Python's memory: they
+            must talk to each other through weft only.
+        schedules: how many different interleavings to try; of more than 100, the first half are
+            random and the others systematic, with few preemptions. "exhaustive" tries all: for the
+            smallest cases.
+        schedule: try only this one, as an error named it.
+        races: check every access to shared memory.
+        programs: "sequential" runs the programs of a launch in turn, "concurrent" as strands of
+            their own, each of which may be anywhere.
+        timeout: seconds that one schedule may take.
+
+    Returns:
+        fn's results of the first schedule, in rank order.
+
+    Raises:
+        DeadlockError: no rank can move.
+        RaceError: two accesses that nothing orders, or a read of what was never written.
+        OutOfBoundsError: an access next to a symmetric buffer.
+        TimeoutError: a schedule took longer than `timeout`.
+        Exception: what `fn` raised, as it was raised; a note names rank, seed and schedule.
+
+    Example:
+        >>> def mean(rank):
+        ...     return weft.collectives.all_reduce(torch.tensor([float(rank)]), reduce_op="avg")
+        >>> weft.sim.run(3, mean, schedules=20)
+        [tensor([1.]), tensor([1.]), tensor([1.])]
+    """
+    if not 1 <= world_size <= pad.MAX_RANKS:
+        raise ValueError(f"world_size must be in 1..{pad.MAX_RANKS}, got {world_size}")
+    if isinstance(schedules, int) and schedules < 1:
+        raise ValueError(f"schedules must be at least 1, or 'exhaustive', got {schedules}")
+    if programs not in ("sequential", "concurrent"):
+        raise ValueError(f"programs must be 'sequential' or 'concurrent', got {programs!r}")
+    if local.strand is not None:
+        raise RuntimeError("sim.run inside of sim.run: call it from outside of the ranks")
+    results: Results | None = None
+    schedules_run = points = 0
+    random_state = torch.get_rng_state()
+    for name, policy in _policies(seed, schedules, schedule):
+        torch.set_rng_state(random_state)
+        values, switches = _run_one(
+            world_size, fn, policy, seed, name, races=races, programs=programs, timeout=timeout
+        )
+        results = Results(values) if results is None else results
+        schedules_run += 1
+        points += switches
+    assert results is not None
+    results.schedules, results.points = schedules_run, points
+    return results
+
+
+def _policies(
+    seed: int, schedules: int | str, schedule: Schedule | None
+) -> Iterator[tuple[Schedule, Policy]]:
+    if schedule is not None:
+        yield schedule, _policy(seed, schedule)
+        return
+    if schedules == "exhaustive":
+        yield from Systematic(None)
+        return
+    assert isinstance(schedules, int)
+    at_random = schedules if schedules <= 100 else schedules // 2
+    for number in range(at_random):
+        yield number, _policy(seed, number)
+    left, seen = schedules - at_random, set()
+    for bound in _BOUNDS:
+        for choices, policy in Systematic(bound):
+            if not left:
+                return
+            if choices not in seen:
+                seen.add(choices)
+                left -= 1
+                yield choices, policy
+    for number in count(at_random):
+        if not left:
+            return
+        left -= 1
+        yield number, _policy(seed, number)
+
+
+def _policy(seed: int, schedule: Schedule) -> Policy:
+    if isinstance(schedule, tuple):
+        return Directed(schedule)
+    return Priorities(seed, schedule) if schedule % 2 else Uniform(seed, schedule)
+
+
+def _run_one(
+    world_size: int,
+    fn: Callable[[int], Any],
+    policy: Policy,
+    seed: int,
+    schedule: Schedule,
+    *,
+    races: bool,
+    programs: Programs,
+    timeout: float,
+) -> tuple[list[Any], int]:
+    sites = Sites()
+    scheduler = Scheduler(policy, sites)
+    world = World(world_size, scheduler, sites, races, programs)
+    results: list[Any] = [None] * world_size
+    failed: list[int] = []
+
+    def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
+        def body() -> None:
+            strand = local.strand
+            assert strand is not None
+            with world.rank(strand):
+                try:
+                    results[rank] = fn(rank)
+                except Exception:
+                    failed.append(rank)
+                    raise
+
+        return lambda: context.run(body)
+
+    with interpreter_hooks.installed(world), _polls(world):
+        for rank in range(world_size):
+            strand = world.new_strand(rank)
+            strand.random_state = torch.get_rng_state()
+            scheduler.start(strand, body_of(rank, contextvars.copy_context()))
+        scheduler.begin()
+        if not scheduler.finished.wait(timeout):
+            where = positions(sites, scheduler)
+            scheduler.fail(
+                TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{where}")
+            )
+            scheduler.finished.wait(1)
+    error = scheduler.failure
+    if error is not None:
+        again = f"shown again by sim.run(..., {seed=}, {schedule=})"
+        if isinstance(error, SimError):
+            error.seed, error.schedule = seed, schedule
+            error.args = (f"{error.args[0]}\n{again}",)
+        elif hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"{f'on virtual rank {failed[0]}; ' if failed else ''}{again}")
+        raise error
+    return results, scheduler.switches
+
+
+@contextmanager
+def _polls(world: World) -> Iterator[None]:
+    """Waits of weft's own kernels hand over to other ranks."""
+    before = signals.on_poll
+
+    def on_poll(address: int, value: int) -> int:
+        return world.poll(address, value) if world.active() else before(address, value)
+
+    signals.on_poll = on_poll
+    try:
+        yield
+    finally:
+        signals.on_poll = before

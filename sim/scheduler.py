@@ -1,0 +1,219 @@
+"""One thread of control at a time: strands hand a baton over at signal operations.
+
+A strand is a rank's host code, or one program of a kernel that it has launched. Before each
+operation that another strand could see (`point`), the policy picks who goes on among all that can;
+so a seed fixes the interleaving. A strand that polls in vain sleeps until a word that it polled
+changes. When all sleep, nobody will ever wake them: a deadlock, found at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.sim.errors import DeadlockError
+from weft.sim.schedules import Policy
+from weft.sim.sites import Sites
+
+# Vain polls in a row after which a strand that cannot say what it waits for is taken to spin.
+_VAIN_POLLS = 64
+
+
+class Stop(BaseException):
+    """Unwinds a strand after another one has failed. Not an Exception: kernels wrap those."""
+
+
+@dataclass(eq=False)
+class Strand:
+    """A thread of control.
+
+    Attributes:
+        rank, slot: the rank, and the number of this strand's clock.
+        what: "host", or the kernel and its program.
+        waits_for: tells what it waits for, while it sleeps.
+    """
+
+    rank: int
+    slot: int
+    what: str = "host"
+    site: int = -1
+    waits_for: Callable[[], str] | None = None
+    blocked: Callable[[], bool] | None = None
+    words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then
+    vain: int = 0
+    random_state: torch.Tensor | None = None
+    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+class _Local(threading.local):
+    strand: Strand | None = None
+
+
+local = _Local()
+
+
+class Scheduler:
+    """Runs strands one at a time in an order that `policy` picks."""
+
+    def __init__(self, policy: Policy, sites: Sites) -> None:
+        self.policy, self.sites = policy, sites
+        self.live: list[Strand] = []
+        self.versions: dict[int, int] = {}  # address of a signal word -> times it changed
+        self.failure: BaseException | None = None
+        self.finished = threading.Event()
+        self.switches = 0
+
+    def start(self, strand: Strand, body: Callable[[], None]) -> None:
+        """Let `body` run as `strand`, from when it is first picked."""
+        self.live.append(strand)
+
+        def run_strand() -> None:
+            local.strand = strand
+            strand.baton.acquire()
+            try:
+                if self.failure is None:
+                    body()
+            except Stop:
+                pass
+            except BaseException as error:
+                self.fail(error)
+            self._leave(strand)
+
+        threading.Thread(target=run_strand, daemon=True, name=f"rank {strand.rank}").start()
+
+    def begin(self) -> None:
+        """Give the baton to the first strand."""
+        self._pick(self.live, None).baton.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop everything: `error` is what the simulation found. The first one counts."""
+        if self.failure is None:
+            self.failure = error
+        for strand in list(self.live):
+            strand.baton.release()
+
+    def stop(self, error: BaseException) -> Stop:
+        """`fail`, and what to raise in the strand that found it."""
+        self.fail(error)
+        return Stop()
+
+    def check(self) -> None:
+        """Raise if the simulation has failed meanwhile."""
+        if self.failure is not None:
+            raise Stop()
+
+    def point(self, strand: Strand) -> None:
+        """A signal operation is about to happen: whoever the policy picks goes first."""
+        strand.site = self.sites.here()
+        self._switch(strand)
+
+    def changed(self, address: int) -> None:
+        """The signal word at `address` has a new value."""
+        self.versions[address] = self.versions.get(address, 0) + 1
+
+    def progressed(self, strand: Strand) -> None:
+        """`strand` has done something others can see: its next polls are not in vain."""
+        if strand.words:
+            strand.words.clear()
+            strand.vain = 0
+
+    def polled(self, strand: Strand, address: int) -> None:
+        """`strand` has read the word at `address`, and may do so again until it changes."""
+        version = self.versions.get(address, 0)
+        if strand.words.get(address) == version:
+            strand.vain += 1
+        else:
+            strand.words[address] = version
+            strand.vain = 0
+
+    def sleep_until(
+        self, strand: Strand, awake: Callable[[], bool], waits_for: Callable[[], str]
+    ) -> None:
+        """Let others run until `awake()`."""
+        strand.site = self.sites.here()
+        strand.blocked, strand.waits_for = (lambda: not awake()), waits_for
+        self._switch(strand)
+        strand.blocked = strand.waits_for = None
+
+    def sleep_on(self, strand: Strand, address: int, waits_for: Callable[[], str]) -> None:
+        """Let others run until the word at `address` changes."""
+        version = self.versions.get(address, 0)
+        versions = self.versions
+        self.sleep_until(strand, lambda: versions.get(address, 0) != version, waits_for)
+
+    def describe(self) -> str:
+        """Where every live strand is, one line each."""
+        lines = []
+        for strand in self.live:
+            waits = f", waits for {strand.waits_for()}" if strand.waits_for else ""
+            lines.append(
+                f"  rank {strand.rank}, {strand.what}: {self.sites.text(strand.site)}{waits}"
+            )
+        return "\n".join(lines)
+
+    def _idle(self, strand: Strand) -> bool:
+        # It polls words that have not changed since it last looked at all of them.
+        if not strand.vain:
+            return False
+        versions = self.versions
+        return all(versions.get(word, 0) == version for word, version in strand.words.items())
+
+    def _pick(self, live: list[Strand], current: Strand | None) -> Strand:
+        able = [s for s in live if s.blocked is None or not s.blocked()]
+        busy = [s for s in able if not self._idle(s)]
+        if not busy:
+            spinning = [s for s in able if s.vain <= _VAIN_POLLS]
+            if not spinning:
+                raise self.stop(self._deadlock())
+            # Fair, and not for the policy to decide: it makes no difference who spins.
+            return min(spinning, key=lambda s: s.vain)
+        return busy[0] if len(busy) == 1 else self.policy.pick(busy, current)
+
+    def _deadlock(self) -> DeadlockError:
+        for strand in self.live:
+            if strand.waits_for is None and strand.words:
+                words = ", ".join(hex(word) for word in strand.words)
+                strand.waits_for = lambda words=words: f"a change of the words at {words}"
+        return DeadlockError(f"no rank can move:\n{self.describe()}")
+
+    def _switch(self, strand: Strand) -> None:
+        self.check()
+        chosen = self._pick(self.live, strand)
+        if chosen is strand:
+            return
+        self.switches += 1
+        if chosen.rank != strand.rank:
+            strand.random_state = torch.get_rng_state()
+        chosen.baton.release()
+        strand.baton.acquire()
+        self.check()
+        if strand.random_state is not None:
+            torch.set_rng_state(strand.random_state)
+            strand.random_state = None
+
+    def _leave(self, strand: Strand) -> None:
+        if strand in self.live:
+            self.live.remove(strand)
+        if not self.live:
+            self.finished.set()
+        elif self.failure is None:
+            try:
+                chosen = self._pick(self.live, strand)
+            except Stop:
+                return
+            chosen.baton.release()
+
+
+def positions(sites: Sites, scheduler: Scheduler) -> str:
+    """Python's view of where strands are, for a simulation that ran out of time."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [scheduler.describe()]
+    for ident, frame in frames.items():
+        if names.get(ident, "").startswith("rank "):
+            lines.append(f"  {names[ident]} is at {frame.f_code.co_filename}:{frame.f_lineno}")
+    return "\n".join(lines)

@@ -1,0 +1,439 @@
+"""The virtual world: what ranks share in one schedule, and what happens when they touch it.
+
+It stands in for what processes bring along (`weft.collectives.group.Ranks`) and observes the
+interpreter (`interpreter_hooks.Observer`), torch ops (`host_access`) and host-side signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from weft.collectives import pad
+from weft.collectives.group import Group, here
+from weft.collectives.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.workspace import forget
+from weft.sim.errors import SimError
+from weft.sim.host_access import HostAccesses, PythonReads, addresses
+from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region
+from weft.sim.scheduler import Scheduler, Strand, local
+from weft.sim.sites import Sites
+
+Programs = Literal["sequential", "concurrent"]
+
+_GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
+_ALIGN = 4096
+_LANES = 8  # programs of a launch that have a clock of their own, if they run in turn
+
+
+class VirtualMemory:
+    """Every rank's segment, between guards."""
+
+    multicast_ptr = 0
+
+    def __init__(self, segments: list[torch.Tensor]) -> None:
+        self.segments = segments
+
+
+class World:
+    """One schedule of `world_size` virtual ranks."""
+
+    def __init__(
+        self, world_size: int, scheduler: Scheduler, sites: Sites, races: bool, programs: Programs
+    ) -> None:
+        self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
+        self.detector = Detector(sites) if races else None
+        self.groups = [
+            Group(None, rank, world_size, tuple(range(world_size)), (), virtual=self)
+            for rank in range(world_size)
+        ]
+        self._sites = sites
+        self._meetings: list[dict[int, Any]] = []
+        self._met = [0] * world_size
+        self._pads: dict[int, tuple[int, int]] = {}  # start of a pad -> (rank, bytes)
+        self._values: dict[int, int] = {}  # last value seen of a polled word
+        self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
+        self._slots = 0
+        self._alive: list[np.ndarray[Any, Any]] = []
+
+    def new_strand(self, rank: int, what: str = "host", slot: int | None = None) -> Strand:
+        """A strand with a clock."""
+        if slot is None:
+            slot = self._new_slot(rank)
+        return Strand(rank, slot, what)
+
+    def _new_slot(self, rank: int) -> int:
+        self._slots += 1
+        return self.detector.new_slot(rank) if self.detector else self._slots - 1
+
+    @contextmanager
+    def rank(self, strand: Strand) -> Iterator[None]:
+        """This thread is the host of a rank inside the block."""
+        here.world = self.groups[strand.rank]
+        try:
+            if self.detector is None:
+                yield
+            else:
+                with HostAccesses(self._host_access), PythonReads(self._host_access):
+                    yield
+        finally:
+            forget(self.groups[strand.rank])
+            here.world = None
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except SimError as error:
+            raise self.scheduler.stop(error) from None
+
+    # What processes bring along
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's `value`: nobody goes on before all have come."""
+        strand = _strand()
+        number = self._met[rank]
+        self._met[rank] += 1
+        while len(self._meetings) <= number:
+            self._meetings.append({})
+        meeting = self._meetings[number]
+        clock = None
+        if self.detector:
+            clock = self.detector.clocks[strand.slot].copy()
+        meeting[rank] = (value, clock)
+
+        def waits_for() -> str:
+            absent = [r for r in range(self.world_size) if r not in meeting]
+            return f"rank {', '.join(map(str, absent))} to ask for the same symmetric memory"
+
+        self.scheduler.sleep_until(strand, lambda: len(meeting) == self.world_size, waits_for)
+        if self.detector:
+            own = self.detector.clocks[strand.slot]
+            for _, clock in meeting.values():
+                np.maximum(own[: len(clock)], clock, out=own[: len(clock)])
+        return [meeting[r][0] for r in range(self.world_size)]
+
+    def memory(self, rank: int, pad_bytes: int, data_bytes: int) -> VirtualMemory:
+        """Zeroed pads and data that holds nothing yet."""
+        number = self._met[rank]
+        if rank == 0:
+            self._made = [
+                self._allocate(r, number, pad_bytes, data_bytes) for r in range(self.world_size)
+            ]
+            self.gather(rank, self._made)
+            return VirtualMemory(self._made)
+        segments: list[torch.Tensor] = self.gather(rank, None)[0]
+        return VirtualMemory(segments)
+
+    def _allocate(self, rank: int, number: int, pad_bytes: int, data_bytes: int) -> torch.Tensor:
+        total = pad_bytes + data_bytes
+        block = np.zeros(total + 2 * _GUARD_BYTES + _ALIGN, np.uint8)
+        self._alive.append(block)
+        base = block.ctypes.data
+        start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
+        self._pads[start] = (rank, pad_bytes)
+        if self.detector:
+            data, end = start + pad_bytes, start + total
+            what = f"symmetric buffer {number} of rank {rank}"
+            last = base + len(block)
+            for region in (
+                Region(base, start, f"before {what}", guard=True),
+                Region(start, data, f"signal pad of {what}", granule=8),
+                Region(data, end, what, defined=False),
+                Region(end, last, f"past the end of {what}", guard=True),
+            ):
+                if region.end > region.start:
+                    self.detector.add(region)
+        return torch.from_numpy(block)[start - base : start - base + total]
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Host-side signals between virtual ranks."""
+        return VirtualWaiter(self, buffer)
+
+    # What the interpreter tells
+
+    def active(self) -> bool:
+        strand = local.strand
+        return strand is not None
+
+    def access(self, accessed: np.ndarray[Any, Any], itemsize: int, kind: str) -> None:
+        strand = _strand()
+        self.scheduler.check()
+        if self.detector:
+            with self._reporting():
+                self.detector.access(strand, accessed, itemsize, kind)
+        if kind == WRITE:
+            self._stored(strand, accessed)
+
+    def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any]) -> None:
+        # A plain store may be what another strand polls for: a race, but no deadlock.
+        low, high = int(accessed.min()), int(accessed.max())
+        for address in self._values:
+            if low <= address <= high:
+                self.scheduler.changed(address)
+
+    def atomic(
+        self,
+        accessed: np.ndarray[Any, Any],
+        itemsize: int,
+        sem: str,
+        scope: str,
+        run: Callable[[], tuple[Any, bool, np.ndarray[Any, Any]]],
+    ) -> Any:
+        strand, scheduler = _strand(), self.scheduler
+        first = int(accessed[0])
+        # With programs in turn, what stays within the rank concerns no other strand.
+        if scope == "sys" or strand.vain or self.programs == "concurrent":
+            scheduler.point(strand)
+        else:
+            strand.site = self._sites.here()
+        out, changed, seen = run()
+        if self.detector:
+            detector, kind = self.detector, ATOMIC if changed else ATOMIC_READ
+            with self._reporting():
+                detector.access(strand, accessed, itemsize, kind, scope)
+            for address in map(int, accessed):
+                if sem in ("acquire", "acq_rel"):
+                    detector.acquire(strand.slot, address, scope)
+                if sem in ("release", "acq_rel") and changed:
+                    detector.release(strand.slot, address, scope)
+        self._values[first] = int(seen.reshape(-1)[0])
+        if changed:
+            for address in map(int, accessed):
+                scheduler.changed(address)
+            scheduler.progressed(strand)
+        else:
+            scheduler.polled(strand, first)
+        return out
+
+    def barrier(self) -> None:
+        if self.detector:
+            self.detector.barrier(_strand().slot)
+
+    def poll(self, address: int, value: int) -> int:
+        """A kernel awaits `value` at `address`: it goes on when the word changes."""
+        strand = _strand()
+        self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
+        return 0
+
+    def _awaited(self, address: int, value: int) -> str:
+        seen = self._values.get(address, 0)
+        for start, (rank, nbytes) in self._pads.items():
+            word = (address - start) // pad.WORD_BYTES
+            if start <= address < start + nbytes:
+                return f"{value} in {self._word(rank, word)}, which is {seen}"
+        return f"{value} in the word at {address:#x}, which is {seen}"
+
+    def _word(self, owner: int, word: int) -> str:
+        if word >= pad.KERNEL_SLOTS:
+            rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
+            phase, source = divmod(rest, self.world_size)
+            return (
+                f"word (phase {phase}, rank {source}, program {program}) of rank {owner}'s pad: "
+                f"rank {source} should have signalled"
+            )
+        if word >= pad.HOST_SLOTS:
+            source = (word - pad.HOST_SLOTS) // pad.LINE
+            return (
+                f"word ({source}, {(word - pad.HOST_SLOTS) % pad.LINE}) of rank {owner}'s pad: "
+                f"rank {source} should have signalled"
+            )
+        return f"word {word} of rank {owner}'s pad"
+
+    def launch(
+        self,
+        kernel: str,
+        arguments: list[Any],
+        programs: list[tuple[int, int, int]],
+        run: Callable[[tuple[int, int, int]], None],
+    ) -> None:
+        """Programs start after all that the host did, and the host goes on after all of them."""
+        host = _strand()
+        concurrent = self.programs == "concurrent"
+        lanes = len(programs) if concurrent else min(len(programs), _LANES)
+        slots = self._lanes.setdefault(host.rank, [])
+        while len(slots) < lanes:
+            slots.append(self._new_slot(host.rank))
+        if self.detector:
+            for slot in slots[:lanes]:
+                self.detector.join(slot, [host.slot])
+                self.detector.barrier(slot)
+        with self._arguments(arguments):
+            if concurrent:
+                self._run_concurrently(host, kernel, programs, slots, run)
+            else:
+                # The thread stays the host's; only the clock and the name are the program's.
+                own = host.slot, host.what
+                for number, program in enumerate(programs):
+                    host.slot, host.what = slots[number % lanes], _program(kernel, program)
+                    run(program)
+                host.slot, host.what = own
+        if self.detector:
+            self.detector.join(host.slot, slots[:lanes])
+
+    def _run_concurrently(
+        self,
+        host: Strand,
+        kernel: str,
+        programs: list[tuple[int, int, int]],
+        slots: list[int],
+        run: Callable[[tuple[int, int, int]], None],
+    ) -> None:
+        left = set(programs)
+        errors: list[Exception] = []
+
+        def body(program: tuple[int, int, int]) -> Callable[[], None]:
+            def run_program() -> None:
+                here.world = self.groups[host.rank]
+                try:
+                    run(program)
+                except Exception as error:
+                    errors.append(error)
+                left.discard(program)
+
+            return run_program
+
+        for program, slot in zip(programs, slots, strict=False):
+            strand = self.new_strand(host.rank, _program(kernel, program), slot)
+            self.scheduler.start(strand, body(program))
+        self.scheduler.sleep_until(
+            host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
+        )
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _arguments(self, arguments: list[Any]) -> Iterator[None]:
+        """Watch the tensors that a kernel is given, for the time of the launch."""
+        if self.detector is None:
+            yield
+            return
+        regions = []
+        for storage in _storages(arguments):
+            start, nbytes = storage.data_ptr(), storage.nbytes()
+            if nbytes and self.detector.find(start) is None:
+                region = Region(start, start + nbytes, f"an argument of {nbytes} bytes")
+                self.detector.add(region)
+                regions.append(region)
+        try:
+            yield
+        finally:
+            for region in regions:
+                self.detector.remove(region)
+
+    # What torch and the host do
+
+    def _host_access(self, tensor: torch.Tensor, kind: str) -> None:
+        assert self.detector is not None
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+            return
+        if self.detector.find(tensor.data_ptr()) is None:
+            return
+        with self._reporting():
+            self.detector.access(_strand(), addresses(tensor), tensor.element_size(), kind)
+
+    def post(self, address: int, write: Callable[[], None]) -> None:
+        """A host-side release: `write` stores the word at `address`."""
+        strand = _strand()
+        self.scheduler.point(strand)
+        if self.detector:
+            with self._reporting():
+                self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC)
+            self.detector.release(strand.slot, address, "sys", host=True)
+        write()
+        self.scheduler.changed(address)
+
+    def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
+        """A host-side acquire: until the word at `address` is at least `value`."""
+        strand = _strand()
+        self.scheduler.point(strand)
+        while True:
+            seen = self._values[address] = read()
+            if self.detector:
+                with self._reporting():
+                    self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC_READ)
+                self.detector.acquire(strand.slot, address, "sys")
+            if seen >= value:
+                return
+            self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
+
+    def word_access(self, address: int, kind: str) -> None:
+        """The host reads or writes a word of a pad as plain memory."""
+        if self.detector:
+            with self._reporting():
+                self.detector.access(_strand(), _one(address), pad.WORD_BYTES, kind)
+
+
+class Words:
+    """The words of a pad, as `SymmetricBuffer.words` gives them, with every access noted."""
+
+    def __init__(self, world: World, words: memoryview, start: int) -> None:
+        self.plain, self.start = words, start
+        self._world = world
+
+    def __getitem__(self, index: int | slice) -> Any:
+        self._note(index, READ)
+        return self.plain[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._note(index, WRITE)
+        self.plain[index] = value
+
+    def _note(self, index: int | slice, kind: str) -> None:
+        indices = range(len(self.plain))[index] if isinstance(index, slice) else (index,)
+        for each in indices:
+            self._world.word_access(self.start + each * pad.WORD_BYTES, kind)
+
+
+class VirtualWaiter(Waiter):
+    """`Waiter` between virtual ranks: posts and waits are the scheduler's, and never time out."""
+
+    def __init__(self, world: World, buffer: SymmetricBuffer) -> None:
+        super().__init__(buffer)
+        self._world = world
+        starts = buffer.signal_ptrs.tolist()
+        self._pads = [Words(world, *pair) for pair in zip(self.words, starts, strict=True)]
+        # What they are used for is what `Words` has of a memoryview.
+        self.words = cast(Any, self._pads)
+        self.own = self.words[self.rank]
+
+    def post(self, peer: int, value: int, word: int = 0) -> None:
+        """Tell `peer` that this rank has reached `value`."""
+        words, index = self._pads[peer], pad.HOST_SLOTS + pad.LINE * self.rank + word
+        address = words.start + index * pad.WORD_BYTES
+        self._world.post(address, lambda: words.plain.__setitem__(index, value))
+
+    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
+        """Wait until `peer` has reached `value`."""
+        words, index = self._pads[self.rank], pad.HOST_SLOTS + pad.LINE * peer + word
+        address = words.start + index * pad.WORD_BYTES
+        self._world.acquire(address, lambda: words.plain[index], value)
+
+
+def _one(address: int) -> np.ndarray[Any, Any]:
+    return np.array([address], np.uint64)
+
+
+def _program(kernel: str, program: tuple[int, int, int]) -> str:
+    index = program[0] if program[1:] == (0, 0) else program
+    return f"kernel {kernel}, program {index}"
+
+
+def _strand() -> Strand:
+    strand = local.strand
+    assert strand is not None
+    return strand
+
+
+def _storages(arguments: list[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            yield value.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(list(value))
+        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a tensor descriptor
+            yield value.base.untyped_storage()
