@@ -34,6 +34,8 @@ format: .venv/.installed  ## rewrite the sources as ruff formats them
 bench: .venv/.installed  ## time weft beside its bounds and its peers
 	$(BIN)/weft bench mlp --out bench/results/mlp.json
 	$(BIN)/weft bench collectives --out bench/results/collectives.json
+	$(BIN)/weft bench dispatch --out bench/results/dispatch.json
+	$(BIN)/python -m weft.bench.readme
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

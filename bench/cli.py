@@ -7,20 +7,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from weft.bench import collectives_suite, mlp
+from weft.bench import collectives_suite, dispatch_suite, mlp_suite
 from weft.bench.harness import Case, on_ranks, write_json
 
 _EXAMPLES = """examples:
   weft bench mlp                          a tensor-parallel MLP's training step, 4 shapes
   weft bench mlp --shapes 1024,1024,4096  tokens, hidden, ffn of your own
   weft bench collectives --quick          collectives against Gloo, few rounds
+  weft bench dispatch                     host time of DTensor's operations against torch's
 """
 
 
 def _mlp(shapes: Sequence[tuple[int, int, int]], rounds: int) -> list[Case]:
-    return [mlp.run(shape, rounds) for shape in _shown(shapes)]
+    return [mlp_suite.run(shape, rounds) for shape in _shown(shapes)]
 
 
 def _collectives(sizes: Sequence[int], rounds: int) -> list[Case]:
@@ -40,20 +41,21 @@ def _shown(todo: Sequence[Any]) -> Iterator[Any]:
         yield from todo
 
 
-def print_table(title: str, cases: list[Case]) -> None:
-    """Times in ms, the spread where it is wide, and the ratios."""
+def print_table(title: str, cases: list[Case], unit: Literal["ms", "us"] = "ms") -> None:
+    """Times, the spread where it is wide, and the ratios."""
     from rich.console import Console
     from rich.table import Table
 
+    scale = 1e3 if unit == "ms" else 1
     table = Table(title=title, title_justify="left")
     table.add_column("case")
     for name in cases[0].us:
-        table.add_column(f"{name}, ms", justify="right")
+        table.add_column(f"{name}, {unit}", justify="right")
     for name in cases[0].ratios:
         table.add_column(name, justify="right")
     for row in cases:
         cells = [
-            f"{us / 1e3:.3g}"
+            f"{us / scale:.3g}"
             + (f" ±{row.spread[name] * 50:.0f}%" if row.spread[name] > 0.2 else "")
             for name, us in row.us.items()
         ]
@@ -86,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", choices=["mlp", "collectives"], nargs="?", default="mlp")
+    parser.add_argument(
+        "suite", choices=["mlp", "collectives", "dispatch"], nargs="?", default="mlp"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (2)")
     parser.add_argument("--rounds", type=int, help="timed rounds a case (21; 5 with --quick)")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes")
@@ -98,15 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ranks < 2:
         parser.error(f"--ranks must be at least 2, got {args.ranks}: one rank has no peers")
     rounds = args.rounds or (5 if args.quick else 21)
-    body: Callable[..., list[Case]]
-    todo: Sequence[Any]
-    if args.suite == "mlp":
-        body, todo = _mlp, args.shapes or (mlp.SHAPES[:1] if args.quick else mlp.SHAPES)
+    if args.suite == "dispatch":
+        cases = dispatch_suite.run(rounds)
+        print_table(f"weft bench dispatch: median of {rounds} rounds", cases, "us")
     else:
-        body = _collectives
-        todo = [s for s in collectives_suite.SIZES if not args.quick or s <= 1 << 20]
-    cases = on_ranks(args.ranks, body, todo, rounds)
-    print_table(f"weft bench {args.suite}: {args.ranks} ranks, median of {rounds} rounds", cases)
+        body: Callable[..., list[Case]] = _mlp
+        todo: Sequence[Any] = args.shapes or mlp_suite.SHAPES[: 1 if args.quick else None]
+        if args.suite == "collectives":
+            body = _collectives
+            todo = [s for s in collectives_suite.SIZES if not args.quick or s <= 1 << 20]
+        if args.suite == "mlp" and any(s[0] % args.ranks or s[2] % args.ranks for s in todo):
+            parser.error(f"--ranks {args.ranks} must divide the tokens and the ffn of every shape")
+        cases = on_ranks(args.ranks, body, todo, rounds)
+        print_table(
+            f"weft bench {args.suite}: {args.ranks} ranks, median of {rounds} rounds", cases
+        )
     if args.out:
         write_json(args.out, args.suite, args.ranks, cases)
         print(f"wrote {args.out}")

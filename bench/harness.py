@@ -64,17 +64,23 @@ def interleaved(
     return table
 
 
+def spread(times: list[float]) -> float:
+    """(90th - 10th percentile) / median."""
+    ordered = sorted(times)
+    low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
+    return (high - low) / statistics.median(ordered)
+
+
 def case(name: str, table: list[dict[str, float]], ratios: Iterable[tuple[str, str]] = ()) -> Case:
     """The row of one case, the same on every rank, from every rank's `interleaved` table."""
     names = list(table[0])
     own = torch.tensor([[row[n] for n in names] for row in table], dtype=torch.float64)
     slowest = collectives.all_reduce(own, reduce_op="max")
     medians = collectives.all_reduce(own.median(0).values, reduce_op="max")
-    low, high = slowest.quantile(0.1, 0), slowest.quantile(0.9, 0)
     return Case(
         name,
         {n: float(medians[i]) * 1e6 for i, n in enumerate(names)},
-        {n: float((high[i] - low[i]) / medians[i]) for i, n in enumerate(names)},
+        {n: spread(slowest[:, i].tolist()) for i, n in enumerate(names)},
         {
             f"{a}/{b}": statistics.median(
                 (slowest[:, names.index(a)] / slowest[:, names.index(b)]).tolist()

@@ -26,8 +26,8 @@ def table() -> str:
         "A training step (forward + backward) of a column/row-parallel MLP, fp32, sequence-sharded",
         f"input and output, {where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, "
         f"torch {where['torch']}),",
-        "in ms; *arithmetic* is a rank's matmuls alone, *torch alone* the same by nn.Linear. Made by",
-        "`make bench`.",
+        "in ms; *arithmetic* is a rank's matmuls alone, *torch alone* the same by nn.Linear. Made",
+        "by `make bench`.",
         "",
         f"| tokens x hidden x ffn | {' | '.join(COLUMNS)} | weft / arithmetic | torch / weft |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),

@@ -13,6 +13,7 @@ from weft.collectives.collective_ops import (
 )
 from weft.collectives.exchange import Exchange, agree, exchange
 from weft.collectives.group import Group, resolve, spanning_group
+from weft.collectives.movement import chunk_sizes
 from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
 from weft.collectives.workspace import Workspace, close, workspace
 
@@ -27,6 +28,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "chunk_sizes",
     "close",
     "empty",
     "exchange",

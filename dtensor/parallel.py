@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import Placement
 
+from weft.collectives import agree, chunk_sizes, resolve
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 __all__ = [
@@ -156,10 +157,39 @@ def _relayout(
         tensor = value
     elif isinstance(value, torch.Tensor):
         assert given is not None
-        tensor = DTensor.from_local(value, mesh, (given,), run_check=False)
+        tensor = _from_local(value, mesh, given, what)
     else:
         raise ValueError(f"{what} must be a tensor or a DTensor, got {type(value).__name__}")
     return tensor if desired in (None, given) else tensor.redistribute(placements=(desired,))
+
+
+def _from_local(value: torch.Tensor, mesh: DeviceMesh, placement: Placement, what: str) -> DTensor:
+    """A plain tensor as the shard that it is, also where the ranks' shards differ in length.
+
+    Raises:
+        ValueError: on every rank, where the lengths are not those that torch.chunk gives.
+    """
+    group = resolve(mesh)
+    if (
+        not isinstance(placement, Shard)
+        or group.why
+        or not -value.ndim <= placement.dim < value.ndim
+    ):
+        return DTensor.from_local(value, mesh, (placement,), run_check=False)
+    dim = placement.dim % value.ndim
+    lengths = agree(group, what, value.shape[dim])
+    if len(set(lengths)) == 1:
+        return DTensor.from_local(value, mesh, (placement,), run_check=False)
+    if lengths != chunk_sizes(sum(lengths), len(lengths)):
+        raise ValueError(
+            f"{what} is sharded along dim {dim}, so that the ranks' lengths there must be those of "
+            f"torch.chunk, {chunk_sizes(sum(lengths), len(lengths))}; got {lengths}"
+        )
+    shape = torch.Size((*value.shape[:dim], sum(lengths), *value.shape[dim + 1 :]))
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        value, mesh, (placement,), run_check=False, shape=shape, stride=whole.stride()
+    )
 
 
 class _WeightSharding(ParallelStyle):

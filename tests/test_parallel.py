@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.collectives import chunk_sizes
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.parallel import (
     ColwiseParallel,
@@ -128,6 +129,33 @@ def test_sequence_parallel_mlp_is_the_plain_one(ranks: Any, bias: bool, as_dtens
 @pytest.mark.parametrize("world_size, seq_len", [(2, 7), (3, 8), (3, 2), (4, 5)])
 def test_uneven_and_empty_sequence_shards(ranks: Any, world_size: int, seq_len: int) -> None:
     ranks(world_size, sequence_parallel_mlp, seq_len, True, True)
+
+
+def plain_uneven_shards(seq_len: int) -> None:
+    """Plain local tensors of different lengths are taken for what they are, or refused."""
+    mesh = mesh_of_world()
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    plain, parallel = seeded(MLP)
+    parallelize_module(
+        parallel,
+        mesh,
+        {
+            "norm": SequenceParallel(use_local_output=True),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
+    inputs = torch.randn(2, seq_len, 12, dtype=torch.float64)
+    sizes = chunk_sizes(seq_len, world_size)
+    out = parallel(inputs.split(sizes, 1)[rank])
+    close(out, plain(inputs).split(sizes, 1)[rank])
+    with pytest.raises(ValueError, match=r"must be those of torch\.chunk, .*; got \["):
+        parallel(torch.ones(2, 1 + rank, 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("world_size, seq_len", [(2, 7), (3, 4)])
+def test_plain_shards_of_different_lengths(ranks: Any, world_size: int, seq_len: int) -> None:
+    ranks(world_size, plain_uneven_shards, seq_len)
 
 
 def default_layouts() -> None:

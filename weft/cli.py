@@ -12,7 +12,7 @@ import weft
 # For each command: the module whose `main(argv)` runs it, and what it is for.
 _COMMANDS = {
     "demo": ("weft.demo.cli", "train a small Llama on local ranks, beside a one-process reference"),
-    "bench": ("weft.bench.cli", "time the fused ops against what they replace"),
+    "bench": ("weft.bench.cli", "time weft beside its bounds and its peers"),
     "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
 }
 
@@ -25,7 +25,7 @@ examples:
   weft demo                         two minutes: train, compare, draw out/demo/demo.png
   weft demo --ranks 4 --steps 50    on four ranks, and shorter
   weft demo --engine generic        without fusion, to see what it is worth
-  weft bench                        the measured figures of the README
+  weft bench mlp                    a training step beside its bound and torch
   weft COMMAND --help               what a command does, and its options
 
 `python -m weft` is the same as `weft`.

@@ -1,15 +1,11 @@
 """Host time of DTensor operations: weft's against torch's, in one process, interleaved.
 
 The world is a fake process group of two ranks, as the cost of dispatch, not of communication, is
-measured: a row is the median over rounds of microseconds a call, one thread. Redistributions that
-communicate are left to the collectives' benchmark.
-
-    python -m weft.bench.bench_dispatch [--rounds 15] [--calls 200] [--only linear]
+measured: a row is the median over rounds of the time of a call, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +20,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import dtensor as weft_tensor
+from weft.bench.harness import Case, spread
 
 Row = tuple[str, bool, Callable[[], Any]]
 
@@ -99,7 +96,7 @@ def rows(api: Any) -> Iterator[Row]:
     yield "add, new shape each call", False, miss
 
 
-def microseconds(call: Callable[[], Any], calls: int) -> float:
+def _microseconds(call: Callable[[], Any], calls: int) -> float:
     """Mean time of `calls` calls."""
     start = time.perf_counter()
     for _ in range(calls):
@@ -107,37 +104,30 @@ def microseconds(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def compare(rounds: int, calls: int, only: str) -> list[tuple[str, float, float]]:
-    """(name, weft, torch) in microseconds a call."""
-    found = []
-    for ours, theirs in zip(rows(weft_tensor), rows(torch_tensor), strict=True):
-        name, records, _ = ours
-        if only not in name:
-            continue
-        times: list[list[float]] = [[], []]
-        with nullcontext() if records else torch.no_grad():
-            for _, _, call in (ours, theirs):
-                microseconds(call, max(calls // 4, 5))
-            for _ in range(rounds):
-                for column, (_, _, call) in enumerate((ours, theirs)):
-                    times[column].append(microseconds(call, calls))
-        found.append((name, statistics.median(times[0]), statistics.median(times[1])))
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    options = parser.parse_args()
+def run(rounds: int, calls: int = 200) -> list[Case]:
+    """All rows, in a process that has no process group yet."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    print(f"{'us a call':32} {'weft':>8} {'torch':>8} {'ratio':>6}")
-    for name, ours, theirs in compare(options.rounds, options.calls, options.only):
-        print(f"{name:32} {ours:8.1f} {theirs:8.1f} {ours / theirs:6.2f}")
-    dist.destroy_process_group()
+    try:
+        pairs = zip(rows(weft_tensor), rows(torch_tensor), strict=True)
+        return [_compare(ours, theirs, rounds, calls) for ours, theirs in pairs]
+    finally:
+        dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def _compare(ours: Row, theirs: Row, rounds: int, calls: int) -> Case:
+    name, records, _ = ours
+    variants = {"weft": ours[2], "torch": theirs[2]}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    with nullcontext() if records else torch.no_grad():
+        for call in variants.values():
+            _microseconds(call, max(calls // 4, 5))
+        for _ in range(rounds):
+            for variant, call in variants.items():
+                times[variant].append(_microseconds(call, calls))
+    return Case(
+        name,
+        {variant: statistics.median(us) for variant, us in times.items()},
+        {variant: spread(us) for variant, us in times.items()},
+        {"weft/torch": statistics.median(a / b for a, b in zip(*times.values(), strict=True))},
+    )
