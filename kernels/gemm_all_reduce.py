@@ -354,9 +354,15 @@ def _gemm_two_shot_kernel(
             for j in range(program, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
                 tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                offs = tl.cast(tile, tl.int64) * BLOCK + tiles.block_offsets(BLOCK_M, BLOCK_N)
-                final = tl.load(finished + offs).to(tl.float32)
-                tiles.store(out_ptr, final, tile_m * BLOCK_M, tile_n * BLOCK_N, M, N, N, 1)
+                start_n = tile_n * BLOCK_N
+                # By the parts that were sent: the rest of the tile was never written.
+                for part in range(0, BLOCK_M, REDUCE_M):
+                    start_m = tile_m * BLOCK_M + part
+                    if start_m < M:
+                        offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
+                        offs = offs + tiles.block_offsets(REDUCE_M, BLOCK_N)
+                        final = tl.load(finished + offs).to(tl.float32)
+                        tiles.store(out_ptr, final, start_m, start_n, M, N, N, 1)
     if signals.is_last_program(signal_ptrs, rank, programs):
         signals.set_generation(signal_ptrs, rank, generation)
 
