@@ -1,9 +1,9 @@
 """One training step of a tensor-parallel MLP with sequence-sharded input and output.
 
-    x (S/W, H) -gather-> (S, F/W) -> GELU -> (S, F/W) -scatter-> y (S/W, H), forward and backward
+    x (S/W, H) -gather-> (S, F/W) -> ReLU -> (S, F/W) -scatter-> y (S/W, H), forward and backward
 
 Variants:
-    arithmetic      this rank's matmuls and GELU, by the library that weft takes for its own, on
+    arithmetic      this rank's matmuls and ReLU, by the library that weft takes for its own, on
                     inputs that are there already: the bound
     torch alone     the same by nn.Linear
     weft            ColumnParallelLinear and RowParallelLinear
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
     def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
-        self.up, self.act, self.down = up, nn.GELU(approximate="tanh"), down
+        self.up, self.act, self.down = up, nn.ReLU(), down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(self.act(self.up(x)))

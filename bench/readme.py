@@ -23,8 +23,8 @@ def table() -> str:
     mlp, collectives = _read("mlp"), _read("collectives")
     where = mlp["environment"]
     lines = [
-        "A training step (forward + backward) of a column/row-parallel MLP, fp32, sequence-sharded",
-        f"input and output, {where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, "
+        "A training step (forward + backward) of a column/row-parallel ReLU MLP, fp32, sequence-",
+        f"sharded input and output, {where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, "
         f"torch {where['torch']}),",
         "in ms; *arithmetic* is a rank's matmuls alone, *torch alone* the same by nn.Linear. Made",
         "by `make bench`.",
