@@ -214,24 +214,26 @@ class Detector:
         low, high = int(addresses.min()), int(addresses.max())
         first = bisect.bisect_right(self._starts, low) - 1
         last = bisect.bisect_right(self._starts, high) - 1
-        if first == last:
-            if first < 0:
-                return
-            region = self._regions[first]
-            if low >= region.end:
-                return
-            if high + itemsize <= region.end:
-                self._access(region, strand, addresses, itemsize, kind, scope)
-                return
+        if first == last and first >= 0 and high + itemsize <= self._regions[first].end:
+            self._access(self._regions[first], strand, addresses, itemsize, kind, scope)
+            return
         at = np.searchsorted(np.asarray(self._starts, np.uint64), addresses, side="right") - 1
+        known = 0
         for number in np.unique(at):
             if number < 0:
                 continue
             region = self._regions[number]
             inside = addresses[(at == number) & (addresses < np.uint64(region.end))]
+            known += inside.size
             if inside.size:
                 over = int(inside.max()) + itemsize > region.end
                 self._access(region, strand, inside, itemsize, kind, scope, over)
+        if strand.confined and known < addresses.size:
+            raise OutOfBoundsError(
+                f"rank {strand.rank}, {strand.what}, {kind} {addresses.size - known} elements of "
+                f"{itemsize} bytes outside of its arguments and of symmetric memory:\n"
+                f"  {self._sites.text(self._sites.here())}"
+            )
 
     def _access(
         self,

@@ -34,6 +34,7 @@ class Strand:
     Attributes:
         rank, slot: the rank, and the number of this strand's clock.
         what: "host", or the kernel and its program.
+        confined: runs a kernel that can only mean memory of its arguments or symmetric memory.
         waits_for: tells what it waits for, while it sleeps.
     """
 
@@ -41,6 +42,7 @@ class Strand:
     slot: int
     what: str = "host"
     site: int = -1
+    confined: bool = False
     waits_for: Callable[[], str] | None = None
     blocked: Callable[[], bool] | None = None
     words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then

@@ -27,6 +27,8 @@ Programs = Literal["sequential", "concurrent"]
 
 _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
+_LARGEST_TABLE = 4096  # elements
+_LOWEST_ADDRESS = 1 << 32
 _LANES = 8  # programs of a launch that have a clock of their own, if they run in turn
 
 
@@ -58,13 +60,12 @@ class World:
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = 0
+        self._watched: dict[int, tuple[Region, list[int]]] = {}  # arguments of running launches
         self._alive: list[np.ndarray[Any, Any]] = []
 
-    def new_strand(self, rank: int, what: str = "host", slot: int | None = None) -> Strand:
-        """A strand with a clock."""
-        if slot is None:
-            slot = self._new_slot(rank)
-        return Strand(rank, slot, what)
+    def new_strand(self, rank: int) -> Strand:
+        """The host of `rank`, with a clock."""
+        return Strand(rank, self._new_slot(rank))
 
     def _new_slot(self, rank: int) -> int:
         self._slots += 1
@@ -262,16 +263,18 @@ class World:
             for slot in slots[:lanes]:
                 self.detector.join(slot, [host.slot])
                 self.detector.barrier(slot)
-        with self._arguments(arguments):
+        with self._arguments(arguments) as confined:
             if concurrent:
-                self._run_concurrently(host, kernel, programs, slots, run)
+                self._run_concurrently(host, kernel, programs, slots, confined, run)
             else:
                 # The thread stays the host's; only the clock and the name are the program's.
                 own = host.slot, host.what
+                host.confined = confined
                 for number, program in enumerate(programs):
                     host.slot, host.what = slots[number % lanes], _program(kernel, program)
                     run(program)
                 host.slot, host.what = own
+                host.confined = False
         if self.detector:
             self.detector.join(host.slot, slots[:lanes])
 
@@ -281,6 +284,7 @@ class World:
         kernel: str,
         programs: list[tuple[int, int, int]],
         slots: list[int],
+        confined: bool,
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         left = set(programs)
@@ -298,7 +302,7 @@ class World:
             return run_program
 
         for program, slot in zip(programs, slots, strict=False):
-            strand = self.new_strand(host.rank, _program(kernel, program), slot)
+            strand = Strand(host.rank, slot, _program(kernel, program), confined)
             self.scheduler.start(strand, body(program))
         self.scheduler.sleep_until(
             host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
@@ -307,23 +311,46 @@ class World:
             raise errors[0]
 
     @contextmanager
-    def _arguments(self, arguments: list[Any]) -> Iterator[None]:
-        """Watch the tensors that a kernel is given, for the time of the launch."""
-        if self.detector is None:
-            yield
+    def _arguments(self, arguments: list[Any]) -> Iterator[bool]:
+        """Watch the tensors that a kernel is given, for the time of the launch.
+
+        Gives whether the kernel can mean no other memory: no tensor holds addresses of any.
+        """
+        detector = self.detector
+        if detector is None:
+            yield False
             return
-        regions = []
-        for storage in _storages(arguments):
+        starts = []
+        tensors = list(_tensors(arguments))
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
-            if nbytes and self.detector.find(start) is None:
+            if start in self._watched:  # two ranks may read one tensor
+                self._watched[start][1].append(1)
+                starts.append(start)
+            elif nbytes and detector.find(start) is None:
                 region = Region(start, start + nbytes, f"an argument of {nbytes} bytes")
-                self.detector.add(region)
-                regions.append(region)
+                detector.add(region)
+                self._watched[start] = region, [1]
+                starts.append(start)
+        confined = not any(self._holds_addresses(tensor) for tensor in tensors)
         try:
-            yield
+            yield confined
         finally:
-            for region in regions:
-                self.detector.remove(region)
+            for start in starts:
+                region, users = self._watched[start]
+                users.pop()
+                if not users:
+                    detector.remove(region)
+                    del self._watched[start]
+
+    def _holds_addresses(self, tensor: torch.Tensor) -> bool:
+        """Whether this may be a table of pointers to memory that nobody has told us of."""
+        assert self.detector is not None
+        if tensor.dtype != torch.int64 or tensor.numel() > _LARGEST_TABLE:
+            return False
+        values = tensor.detach().numpy().ravel().tolist()
+        return any(v > _LOWEST_ADDRESS and self.detector.find(v) is None for v in values)
 
     # What torch and the host do
 
@@ -429,11 +456,11 @@ def _strand() -> Strand:
     return strand
 
 
-def _storages(arguments: list[Any]) -> Iterator[torch.UntypedStorage]:
+def _tensors(arguments: list[Any]) -> Iterator[torch.Tensor]:
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            yield value.untyped_storage()
+            yield value
         elif isinstance(value, (tuple, list)):
-            yield from _storages(list(value))
+            yield from _tensors(list(value))
         elif isinstance(getattr(value, "base", None), torch.Tensor):  # a tensor descriptor
-            yield value.base.untyped_storage()
+            yield value.base

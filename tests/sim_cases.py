@@ -1,0 +1,197 @@
+"""Programs of our kernels and collectives for virtual ranks: several calls in a row, checked.
+
+Each takes the rank and the modules to use, so that copies with faults can be put in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import weft
+from weft import collectives
+from weft.collectives import movement, resolve, workspace
+from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from weft.kernels.chips import INTERPRETER
+
+CALLS = 3  # the third uses the first one's half again
+
+
+@dataclass(frozen=True)
+class Modules:
+    gather: Any = all_gather_gemm
+    scatter: Any = gemm_reduce_scatter
+    reduce: Any = gemm_all_reduce
+    movement: Any = movement
+
+
+OURS = Modules()
+
+
+def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def gather_rows(rank: int, ours: Modules = OURS) -> None:
+    ws = workspace(None, 1 << 13, channel="rows")
+    W, K, N = ws.world_size, 8, 5
+    sizes = [20 + 3 * r for r in range(W)]
+    whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
+    shard = whole.split(sizes)[rank].clone()
+    for call in range(CALLS):
+        gathered, (y,) = ours.gather.launch_all_gather_matmul(
+            shard * (call + 1), [w], ws, sizes, with_own=True
+        )
+        torch.testing.assert_close(gathered, whole * (call + 1))
+        torch.testing.assert_close(y, whole @ w * (call + 1))
+
+
+def gather_contraction(rank: int, ours: Modules = OURS) -> None:
+    ws = workspace(None, 1 << 13, channel="contraction")
+    W, M, N = ws.world_size, 7, 5
+    sizes = [3 + r for r in range(W)]
+    whole, w = torch.cat([matrix(k, M, r) for r, k in enumerate(sizes)]), matrix(sum(sizes), N, 99)
+    shard = whole.split(sizes)[rank].clone()
+    for call in range(CALLS):
+        _, y = ours.gather.launch_all_gather_contract(
+            shard * (call + 1), w, ws, sizes, transposed=True
+        )
+        torch.testing.assert_close(y, whole.T @ w * (call + 1))
+
+
+def reduce_scatter(rank: int, ours: Modules = OURS) -> None:
+    W = resolve(None).world_size
+    K, N, sizes = 4, 33, [17 if r % 2 else 33 for r in range(W)]
+    config = ours.scatter.config_for(max(sizes), N, torch.float32, W, INTERPRETER)
+    nbytes = ours.scatter.workspace_bytes(max(sizes), N, W, config)
+    ws = workspace(None, nbytes, channel="scatter")
+    xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
+    want = (sum(xs) @ w).split(sizes)[rank]
+    for call in range(CALLS):
+        y = ours.scatter.launch_matmul_reduce_scatter([xs[rank] * (call + 1)], [w], ws, sizes)
+        torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
+
+
+def all_reduce(rank: int, ours: Modules, two_shot: bool) -> None:
+    W, M, N, K = resolve(None).world_size, 35, 33, 4
+    config = ours.reduce.config_for(M, N, torch.float32, W, INTERPRETER)
+    config = replace(config, two_shot=two_shot)
+    nbytes = ours.reduce.workspace_bytes(M, N, torch.float32, W, config)
+    ws = workspace(None, nbytes, channel="reduce")
+    xs, w = [matrix(M, K, r) for r in range(W)], matrix(K, N, 99)
+    want = sum(xs) @ w
+    for call in range(CALLS):
+        y = ours.reduce.launch_matmul_all_reduce(xs[rank] * (call + 1), w, ws, config=config)
+        torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
+
+
+def one_shot(rank: int, ours: Modules = OURS) -> None:
+    all_reduce(rank, ours, False)
+
+
+def two_shot(rank: int, ours: Modules = OURS) -> None:
+    all_reduce(rank, ours, True)
+
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "gather of rows": gather_rows,
+    "gather of the contraction": gather_contraction,
+    "reduce-scatter": reduce_scatter,
+    "one-shot all-reduce": one_shot,
+    "two-shot all-reduce": two_shot,
+}
+
+
+def moved(rank: int, ours: Modules = OURS) -> None:
+    """Every collective on symmetric memory, uneven shards, one after another."""
+    group, move = resolve(None), ours.movement
+    W = group.world_size
+    sizes = [1 + r for r in range(W)]
+    starts = movement.offsets(sizes)
+    for call in range(2):
+        every = [torch.arange(6.0) + 10 * r + call for r in range(W)]
+        whole = torch.arange(float(sum(sizes))) + call
+        torch.testing.assert_close(move.gather(whole.split(sizes)[rank], group, sizes), whole)
+        scattered = move.scatter(whole * (rank + 1), group, sizes, "sum")
+        total = whole * (W * (W + 1) // 2)
+        torch.testing.assert_close(scattered, total[starts[rank] :][: sizes[rank]])
+        torch.testing.assert_close(move.all_reduce(every[rank], group, "max"), every[-1])
+        torch.testing.assert_close(move.broadcast(every[rank], group, 1), every[1])
+        sends = [1 + (rank + r) % 2 for r in range(W)]
+        move.all_to_all(torch.arange(float(sum(sends))), group, sends, sends, True)
+    # Above 32 KiB and two ranks: two steps.
+    large = torch.full((9000,), float(rank))
+    torch.testing.assert_close(
+        move.all_reduce(large, group, "sum"), torch.full((9000,), W * (W - 1) / 2)
+    )
+
+
+def public_collectives(rank: int) -> None:
+    W = resolve(None).world_size
+    x = torch.full((rank + 1, 2), float(rank), requires_grad=True)
+    y = collectives.all_gather(x)
+    y.sum().backward()
+    assert x.grad is not None and bool((x.grad == W).all())
+    collectives.barrier()
+    buffer = collectives.empty((4,))
+    buffer.local.fill_(rank)
+    buffer.barrier()
+    peer = (rank + 1) % W
+    assert buffer.get_buffer(peer, (4,), torch.float32).sum() == 4 * peer
+    buffer.barrier()
+    buffer.local.zero_()
+
+
+def training(rank: int, engine: Any) -> None:
+    """Forward and backward of a column- and a row-parallel layer, twice, against one process."""
+    W = resolve(None).world_size
+    rows, K, N = 3, 6, 4
+    with weft.engine(engine):
+        for call in range(2):
+            x = torch.cat([matrix(rows, K, r + call) for r in range(W)])
+            up, down = (
+                [matrix(K, N, 50 + r) for r in range(W)],
+                [matrix(N, K, 70 + r) for r in range(W)],
+            )
+            ours = [t.clone().requires_grad_() for t in (x.split(rows)[rank], up[rank], down[rank])]
+            y = weft.matmul_reduce_scatter(weft.all_gather_matmul(ours[0], ours[1]), ours[2])
+            (y * y).sum().backward()
+            theirs = [t.clone().requires_grad_() for t in (x, torch.cat(up, 1), torch.cat(down))]
+            want = theirs[0] @ theirs[1] @ theirs[2]
+            (want * want).sum().backward()
+            wanted = [t.grad for t in theirs]
+            close = {"rtol": 1e-4, "atol": 1e-2}
+            torch.testing.assert_close(y, want.split(rows)[rank], **close)
+            torch.testing.assert_close(ours[0].grad, wanted[0].split(rows)[rank], **close)
+            torch.testing.assert_close(ours[1].grad, wanted[1].split(N, 1)[rank], **close)
+            torch.testing.assert_close(ours[2].grad, wanted[2].split(N)[rank], **close)
+            z = weft.matmul_all_reduce(matrix(2, N, rank), down[rank])
+            total = sum(matrix(2, N, r) @ down[r] for r in range(W))
+            torch.testing.assert_close(z, total, rtol=1e-4, atol=1e-4)
+
+
+def host_training(rank: int) -> None:
+    training(rank, "host")
+
+
+def triton_training(rank: int) -> None:
+    training(rank, "triton")
+
+
+HOST: dict[str, Callable[..., None]] = {
+    "movement of bytes": moved,
+    "public collectives": public_collectives,
+    "training on the host engine": host_training,
+}
+
+
+def with_mutants(
+    case: Callable[..., None], modules: dict[str, ModuleType]
+) -> Callable[[int], None]:
+    """`case` on copies of some modules."""
+    ours = Modules(**modules)
+    return lambda rank: case(rank, ours)

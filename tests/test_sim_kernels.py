@@ -1,0 +1,55 @@
+"""All kernels and collectives of weft on virtual ranks, with races on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from sim_cases import HOST, KERNELS, triton_training
+
+from weft import sim
+from weft.collectives import signals
+
+needs_interpreter = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+def test_kernels(case: Callable[..., None], world_size: int) -> None:
+    sim.run(world_size, case, schedules=3)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:
+    sim.run(3, case, schedules=3, programs="concurrent")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("case", HOST.values(), ids=HOST)
+def test_host_side(case: Callable[..., None], world_size: int) -> None:
+    sim.run(world_size, case, schedules=8)
+
+
+@needs_interpreter
+def test_training_on_the_triton_engine() -> None:
+    sim.run(2, triton_training, schedules=2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("case", HOST.values(), ids=HOST)
+def test_host_side_long(case: Callable[..., None], world_size: int) -> None:
+    sim.run(world_size, case, schedules=2000)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+def test_kernels_long(case: Callable[..., None], world_size: int, programs: sim.Programs) -> None:
+    sim.run(world_size, case, schedules=2000, programs=programs)
