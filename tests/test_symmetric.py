@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives import pad
-from weft.collectives.exchange import agree, exchange
+from weft.collectives import pad, stream_signals
+from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
 
@@ -78,6 +78,26 @@ def run_ahead_body(slow: int) -> None:
     assert agree(None, "test", rank) == list(range(world_size))
 
 
+def stream_body() -> None:
+    """What a GPU does with kernels in a stream, with the kernels interpreted."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ws = workspace(None, 1 << 12, channel="stream")
+    for call in range(4):
+        with StreamExchange(ws, "test") as ex:
+            ex.local((8,), torch.int64).fill_(100 * call + rank)
+            ex.signal_all()
+            for peer in ex.peers():
+                ex.wait(peer)
+                assert (ex.peer(peer, (8,), torch.int64) == 100 * call + peer).all()
+    buffer = collectives.empty((1,), torch.int64)
+    for call in range(3):
+        buffer.local.fill_(10 * call + rank)
+        stream_signals.barrier(buffer, call % 2)
+        seen = [int(buffer.get_buffer(r, (1,), torch.int64)) for r in range(world_size)]
+        assert seen == [10 * call + r for r in range(world_size)]
+        stream_signals.barrier(buffer, call % 2)
+
+
 def growth_body() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     first = workspace(None, 1000, channel="growth")
@@ -131,6 +151,11 @@ def test_bad_requests_are_errors_on_every_rank(ranks: Any) -> None:
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_a_fast_rank_never_overwrites_what_a_slow_one_reads(ranks: Any, slow: int) -> None:
     ranks(3, run_ahead_body, slow)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchanges_and_barriers_by_kernels(ranks: Any, world_size: int) -> None:
+    ranks(world_size, stream_body)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
