@@ -1,4 +1,4 @@
-"""Local matmuls that the ops share: the quickest library on a CPU, and weight gradients.
+"""Local matmuls that the ops share: the quickest library on a CPU, weight gradients, checks.
 
 torch.mm runs fp32 on a CPU in MKL, which uses no AVX-512 on other makers' processors: oneDNN, which
 torch brings along, is 2.2 times as quick there (AMD Zen 5, one core: 250 against 110 GFLOP/s). The
@@ -7,9 +7,14 @@ quicker of the two is measured once and kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 
 from weft.collectives.cost import onednn_is_quicker
+
+SumOp = Literal["sum", "avg"]
 
 # Below this many flops the call costs more than the library gains: 10 us against 2 us for torch.mm.
 _ONEDNN_FLOPS = 4e6
@@ -106,3 +111,35 @@ class WeightGrad:
             return torch.zeros_like(self._like)
         dw = self._sum.to(self._like.dtype)
         return dw.t() if self._transposed else dw
+
+
+def check_operands(
+    x: torch.Tensor, K: int, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise ValueError unless x (.., K) @ each weight (+ its bias) is a matmul."""
+    if not weights:
+        raise ValueError("w must be a weight or a list of at least one")
+    if len(biases) != len(weights):
+        raise ValueError(f"bias must hold one entry a weight, got {len(biases)} for {len(weights)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.ndim != 2 or weight.shape[0] != K:
+            raise ValueError(
+                f"w must be (K, N) with K = {K}, got {tuple(weight.shape)} for x "
+                f"{tuple(x.shape)}; pass an nn.Linear's weight as weight.t()"
+            )
+        for name, other in (("w", weight), ("bias", bias)):
+            if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
+                raise ValueError(
+                    f"{name} must have x's dtype and device, {x.dtype} on {x.device}, got "
+                    f"{other.dtype} on {other.device}"
+                )
+        if bias is not None and bias.shape != weight.shape[1:]:
+            raise ValueError(
+                f"bias must be (N,) with N = {weight.shape[1]}, got {tuple(bias.shape)}"
+            )
+
+
+def check_sum(reduce_op: str) -> None:
+    """Raise ValueError unless `reduce_op` is one that a matmul can be fused with."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f'reduce_op must be "sum" or "avg", got {reduce_op!r}')

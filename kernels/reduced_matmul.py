@@ -25,10 +25,17 @@ from weft.collectives import Group, all_reduce, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
+from weft.kernels.dense import (
+    SumOp,
+    WeightGrad,
+    check_operands,
+    check_sum,
+    matmul,
+    mm,
+    wire_dtype,
+)
 from weft.kernels.engines import Problem, RunnableEngine, choose
-from weft.kernels.gathered_matmul import check_operands, reduce_rows
-from weft.kernels.scattered_matmul import SumOp, check_sum
+from weft.kernels.host import reduce_rows
 
 _ONE_SHOT_BYTES = 64 << 10
 

@@ -19,7 +19,7 @@ The triton engine is in `gemm_reduce_scatter`; its backward is `all_gather_gemm`
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,19 +27,18 @@ from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolv
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.dense import WeightGrad, matmul, mm, wire_dtype
-from weft.kernels.engines import Problem, RunnableEngine, choose
-from weft.kernels.gathered_matmul import (
+from weft.kernels.dense import (
+    SumOp,
+    WeightGrad,
     check_operands,
-    gather_workspace,
-    publish,
-    publish_product,
-    reduce_rows,
-    row_chunks,
-    shard_bytes,
+    check_sum,
+    matmul,
+    mm,
+    wire_dtype,
 )
-
-SumOp = Literal["sum", "avg"]
+from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.gathered_matmul import gather_workspace
+from weft.kernels.host import publish, publish_product, reduce_rows, row_chunks, shard_bytes
 
 
 def matmul_reduce_scatter(
@@ -110,12 +109,6 @@ def matmul_reduce_scatter(
         front.reshape(M, K), w, bias, where, rows, engine, reduce_op == "avg"
     )
     return flat.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
-
-
-def check_sum(reduce_op: str) -> None:
-    """Raise ValueError unless `reduce_op` is one that a matmul can be fused with."""
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(f'reduce_op must be "sum" or "avg", got {reduce_op!r}')
 
 
 class Replicated(torch.autograd.Function):

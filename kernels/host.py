@@ -1,0 +1,146 @@
+"""What the host engines share: shards shown to peers and read in place, sums of peers' rows.
+
+An op's `_host_forward` and `_host_backward` are exchanges (`weft.collectives.exchange`) made of:
+
+    publish(ex, x)                     for chunk in row_chunks(ex, x, ...): multiply the chunk
+    publish_product(ex, x, w, ...)     reduce_rows(ex, own, ...): add up the peers' rows in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from weft.collectives import Exchange
+from weft.collectives.movement import offsets
+from weft.kernels.dense import allocates, mm
+
+# Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
+# the copy takes: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
+_CHUNK_ROWS = 256
+
+
+def publish(ex: Exchange, x: torch.Tensor) -> None:
+    """Show this rank's x to all peers."""
+    ex.local(tuple(x.shape), x.dtype).copy_(x)
+    ex.signal_all()
+
+
+def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where each rank's published shard begins in the whole, and the shard: this rank's first."""
+    starts = offsets(rows)
+    fetched = _fetch(ex, x, rows) if x.is_cuda else None
+    yield starts[ex.rank], x
+    for peer in ex.peers():
+        if fetched is None:
+            ex.wait(peer)
+            yield starts[peer], ex.peer(peer, (rows[peer], x.shape[1]), x.dtype)
+        else:
+            shard, arrived = fetched[peer]
+            torch.cuda.current_stream(x.device).wait_event(arrived)
+            yield starts[peer], shard
+
+
+def _fetch(
+    ex: Exchange, x: torch.Tensor, rows: list[int]
+) -> dict[int, tuple[torch.Tensor, torch.cuda.Event]]:
+    """Have the copy engines bring all peers' shards, in a stream beside the one that multiplies."""
+    main, side = torch.cuda.current_stream(x.device), _copy_stream(x.device)
+    side.wait_stream(main)
+    fetched = {}
+    with torch.cuda.stream(side):
+        for peer in ex.peers():
+            ex.wait(peer)
+            shard = ex.peer(peer, (rows[peer], x.shape[1]), x.dtype).clone()
+            shard.record_stream(main)
+            arrived = torch.cuda.Event()
+            arrived.record(side)
+            fetched[peer] = shard, arrived
+    return fetched
+
+
+@lru_cache(maxsize=16)
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The published shards as one new tensor (M, K)."""
+    whole = x.new_empty(sum(rows), x.shape[1])
+    for start, shard in shards(ex, x, rows):
+        whole[start : start + len(shard)].copy_(shard)
+    return whole
+
+
+def in_chunks(x: torch.Tensor, weights: list[torch.Tensor], rows: list[int]) -> bool:
+    """Whether shards are better multiplied one by one, in place, than gathered first."""
+    return max(rows) >= _CHUNK_ROWS and not any(allocates(x, w) for w in weights)
+
+
+def row_chunks(
+    ex: Exchange, x: torch.Tensor, rows: list[int], weights: list[torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The published shards as (first row, rows) to multiply: in place, or gathered."""
+    if in_chunks(x, weights, rows):
+        yield from shards(ex, x, rows)
+    else:
+        yield 0, gather_shards(ex, x, rows)
+
+
+def shard_bytes(x: torch.Tensor, rows: list[int]) -> int:
+    """Symmetric memory that a gather of x needs on every rank."""
+    return max(rows) * x.shape[1] * x.element_size()
+
+
+def publish_product(
+    ex: Exchange,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rows: list[int],
+    wire: torch.dtype,
+    plus: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Show all peers their rows of x @ w (+ plus); return this rank's own rows of it."""
+    shown = ex.local((x.shape[0], w.shape[1]), wire)
+    start = offsets(rows)[ex.rank]
+    stop = start + rows[ex.rank]
+    if allocates(x, w) and x.dtype == wire:
+        product = mm(x, w, plus=plus)
+        shown[:start].copy_(product[:start])
+        shown[stop:].copy_(product[stop:])
+    else:
+        product = mm(x, w, plus=plus, out=shown)
+    ex.signal_all()
+    return product[start:stop]
+
+
+def reduce_rows(
+    ex: Exchange,
+    own: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+    *,
+    average: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum (or average) of every rank's rows start.. (+ bias), as `dtype`; `own` are this
+    rank's.
+
+    Added in fp32 in rank order, with one rounding.
+    """
+    ex.wait_all()
+    shape, wire = tuple(own.shape), own.dtype
+    offset = start * own.shape[1] * wire.itemsize
+    terms = [own if r == ex.rank else ex.peer(r, shape, wire, offset) for r in range(ex.world_size)]
+    half = wire in (torch.bfloat16, torch.float16)
+    first = terms[0].float() if half else terms[0]
+    total = torch.add(first, terms[1]) if len(terms) > 1 else first.clone()
+    for term in terms[2:]:
+        total.add_(term)
+    if average:
+        total.div_(ex.world_size)
+    if bias is not None:
+        total.add_(bias)
+    return total.to(dtype)
