@@ -97,7 +97,7 @@ on_poll: Callable[[int, int], int] = _sleep
 
 def _pause(ptr: Any, value: Any, _semantic: Any = None) -> int:
     """Let others run before the next poll. Only interpreted kernels contain it."""
-    return on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value.handle.data.reshape(-1)[0]))
+    return on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value))
 
 
 # Triton's code generator refuses to look at plain functions, in branches that it drops as well.

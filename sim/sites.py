@@ -56,9 +56,9 @@ class Sites:
 
     def text(self, number: int) -> str:
         """`file:line function`, innermost first; helpers of weft's signals only if all are."""
-        frames = self._frames[number]
+        frames = self._frames[number] if number >= 0 else ()
         if not frames:
-            return "an unknown place"
+            return "before its first signal"
         outside = [f for f in frames if not f[0].co_filename.endswith(_SIGNALS)]
         return " < ".join(_place(*frame) for frame in (outside or list(frames))[:3])
 

@@ -1,11 +1,27 @@
-"""Virtual ranks: results, determinism, deadlocks, errors."""
+"""Virtual ranks: results, determinism, deadlocks, races, bounds, and what errors say."""
 
 from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+import weft
 from weft import collectives, sim
+from weft.collectives import exchange, resolve, signals, workspace
+from weft.sim import interpreter_hooks
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+needs_interpreter = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
 
 
 def mean(rank: int) -> torch.Tensor:
@@ -16,9 +32,251 @@ def mean(rank: int) -> torch.Tensor:
 def test_results_come_in_rank_order(world_size: int) -> None:
     assert sim.run(world_size, lambda rank: rank * 10) == [10 * r for r in range(world_size)]
     want = torch.tensor([(world_size - 1) / 2])
-    for value in sim.run(world_size, mean, schedules=5):
+    results = sim.run(world_size, mean, schedules=5)
+    assert results.schedules == 5
+    for value in results:
         torch.testing.assert_close(value, want)
 
 
 def test_many_ranks() -> None:
     assert torch.stack(sim.run(64, mean)).eq(31.5).all()
+
+
+def test_the_triton_this_runs_on_has_all_that_is_hooked() -> None:
+    missing = interpreter_hooks.requirements()
+    assert not missing, f"adapt sim/interpreter_hooks.py to Triton {triton.__version__}: {missing}"
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_a_seed_fixes_the_interleaving(schedule: int) -> None:
+    def order(seed: int, races: bool = True) -> list[int]:
+        seen: list[int] = []
+
+        def body(rank: int) -> None:
+            for _ in range(5):
+                collectives.barrier()
+                seen.append(rank)
+
+        sim.run(4, body, seed=seed, schedule=schedule, races=races)
+        return seen
+
+    assert order(3) == order(3) == order(3, races=False)
+    assert len({tuple(order(seed)) for seed in range(8)}) > 1
+
+
+def test_every_schedule_and_rank_starts_from_the_callers_random_state() -> None:
+    drawn: list[float] = []
+
+    def body(rank: int) -> float:
+        collectives.barrier()
+        drawn.append(torch.rand(()).item())
+        collectives.barrier()
+        return torch.rand(()).item()
+
+    results = sim.run(3, body, schedules=4)
+    assert len(set(drawn)) == len(set(results)) == 1
+
+
+def test_the_engine_of_the_caller_is_the_ranks() -> None:
+    with weft.engine("host"):
+        engines = sim.run(2, lambda rank: weft.settings.current_engine())
+    assert engines == ["host", "host"]
+
+
+def test_automatic_choice_measures_nothing() -> None:
+    x, w = torch.ones(4, 8), torch.ones(8, 3)
+    for y in sim.run(3, lambda rank: weft.matmul_all_reduce(x, w)):
+        assert (y == 24).all()
+
+
+def test_what_a_rank_raises_is_raised_with_its_traceback() -> None:
+    def body(rank: int) -> None:
+        collectives.barrier()
+        if rank == 1:
+            raise KeyError("lost")
+        collectives.barrier()
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        sim.run(3, body, seed=5)
+    assert any(entry.name == "body" for entry in caught.traceback)
+    if sys.version_info >= (3, 11):
+        assert "virtual rank 1" in caught.value.__notes__[0]
+        assert "seed=5, schedule=0" in caught.value.__notes__[0]
+    assert sim.run(2, mean)[0] == 0.5  # nothing is left behind
+
+
+def test_misuse_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"world_size must be in 1\.\.64, got 65"):
+        sim.run(65, mean)
+    with pytest.raises(ValueError, match="schedules must be at least 1"):
+        sim.run(2, mean, schedules=0)
+    with pytest.raises(ValueError, match="programs must be"):
+        sim.run(2, mean, programs="both")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"inside of sim\.run"):
+        sim.run(2, lambda rank: sim.run(2, mean))
+
+
+def test_a_schedule_that_never_ends() -> None:
+    def body(rank: int) -> None:
+        while rank == 0:
+            time.sleep(0.01)
+            collectives.resolve(None)
+            if time.perf_counter() > stop:
+                return
+
+    stop = time.perf_counter() + 2
+    with pytest.raises(TimeoutError, match=r"longer than 0\.3 s"):
+        sim.run(2, body, timeout=0.3)
+
+
+def test_a_call_that_one_rank_leaves_out_is_a_deadlock() -> None:
+    def body(rank: int) -> None:
+        if rank != 2:
+            mean(rank)
+
+    with pytest.raises(sim.DeadlockError, match="rank 2 to ask for the same") as caught:
+        sim.run(3, body, schedules=3)
+    assert caught.value.schedule == 0
+
+
+def test_a_signal_that_never_comes_names_who_should_have_sent_it() -> None:
+    def body(rank: int) -> None:
+        with exchange(None, 0, "hello") as ex:
+            for peer in ex.peers():
+                if (rank, peer) != (1, 2):
+                    ex.signal(peer)
+
+    start = time.perf_counter()
+    with pytest.raises(sim.DeadlockError, match="rank 1 should have signalled, which is 0") as e:
+        sim.run(3, body)
+    assert time.perf_counter() - start < 5
+    assert "rank 2, host: " in str(e.value) and "waits for 1 in word" in str(e.value)
+
+
+def test_host_races_show_both_accesses() -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((8,))
+        buffer.local.fill_(rank)
+        buffer.barrier()
+        buffer.get_buffer((rank + 1) % 2, (4,), torch.float32).add_(1)
+        buffer.local[2:6].sum()
+
+    with pytest.raises(sim.RaceError, match="bytes 8 to 15") as caught:
+        sim.run(2, body, schedules=3)
+    text = str(caught.value)
+    assert text.count("test_sim.py:") >= 2 and "released nothing" in text
+    assert f"seed=0, schedule={caught.value.schedule}" in text
+
+
+def test_reads_of_memory_that_nobody_wrote() -> None:
+    with pytest.raises(sim.RaceError, match="nobody has written"):
+        sim.run(2, lambda rank: collectives.empty((4,)).local.sum())
+    sim.run(2, lambda rank: torch.empty_like(collectives.empty((4,)).local))
+
+
+@triton.jit
+def _store_kernel(buffer_ptrs, rank, COUNT: tl.constexpr) -> None:
+    base = signals.peer_ptr(buffer_ptrs, rank, tl.float32)
+    tl.store(base + tl.arange(0, COUNT), tl.arange(0, COUNT).to(tl.float32))
+
+
+@triton.jit
+def _copy_kernel(out_ptr, x_ptr, COUNT: tl.constexpr) -> None:
+    offs = tl.arange(0, COUNT)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+@needs_interpreter
+def test_accesses_next_to_a_buffer() -> None:
+    def symmetric(rank: int, count: int) -> None:
+        _store_kernel[(1,)](collectives.empty((12,)).buffer_ptrs, rank, COUNT=count)
+
+    sim.run(2, lambda rank: symmetric(rank, 8))
+    with pytest.raises(sim.OutOfBoundsError, match="past the end of symmetric buffer"):
+        sim.run(2, lambda rank: symmetric(rank, 16))
+    with pytest.raises(sim.OutOfBoundsError, match="outside of its arguments"):
+        sim.run(1, lambda rank: _copy_kernel[(1,)](torch.empty(12), torch.ones(16), COUNT=16))
+
+
+@triton.jit
+def _flag_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, FAULT: tl.constexpr) -> None:
+    """Rank 0 hands a number to rank 1."""
+    data = signals.peer_ptr(buffer_ptrs, 1, tl.float32)
+    flag = signals.slot_ptr(signal_ptrs, 1, 2, 0, 0, 0)
+    if rank == 0:
+        tl.store(data, 5.0)
+        if FAULT != "barrier":
+            tl.debug_barrier()
+        if FAULT == "relaxed":
+            tl.atomic_xchg(flag, 1, sem="relaxed", scope="sys")
+        elif FAULT == "device":
+            tl.atomic_xchg(flag, 1, sem="release", scope="gpu")
+        elif FAULT != "silent":
+            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    else:
+        if FAULT == "plain":
+            while tl.load(flag) != 1:
+                pass
+        else:
+            while tl.atomic_cas(flag, 1, 1, sem="acquire", scope="sys") != 1:
+                pass
+        tl.store(out_ptr, tl.load(data))
+
+
+def hand_over(rank: int, fault: str) -> float:
+    buffer, out = collectives.empty((1,)), torch.zeros(1)
+    _flag_kernel[(1,)](buffer.buffer_ptrs, buffer.signal_ptrs, out, rank, FAULT=fault)
+    return out.item()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+def test_foreign_spin_loops(programs: sim.Programs) -> None:
+    assert sim.run(2, lambda r: hand_over(r, ""), schedules=10, programs=programs) == [0, 5]
+    for fault in ("relaxed", "device", "barrier"):
+        if fault == "barrier" and hasattr(tl, "atomic_load"):
+            continue  # that Triton puts one there itself
+        with pytest.raises(sim.RaceError, match="_flag_kernel"):
+            sim.run(2, lambda r, fault=fault: hand_over(r, fault), schedules=10, programs=programs)
+    with pytest.raises(sim.DeadlockError, match="a change of the words"):
+        sim.run(2, lambda r: hand_over(r, "silent"), programs=programs)
+
+
+@needs_interpreter
+def test_all_interleavings_of_a_small_case() -> None:
+    results = sim.run(2, lambda r: hand_over(r, ""), schedules="exhaustive")
+    assert results == [0, 5] and results.schedules > 1 and results.points > 0
+    with pytest.raises(sim.RaceError) as caught:
+        sim.run(2, lambda r: hand_over(r, "relaxed"), schedules="exhaustive")
+    assert isinstance(caught.value.schedule, tuple)
+    with pytest.raises(sim.RaceError):
+        sim.run(2, lambda r: hand_over(r, "relaxed"), schedule=caught.value.schedule)
+
+
+def test_systematic_schedules_follow_random_ones() -> None:
+    assert sim.run(2, mean, schedules=110).schedules == 110
+
+
+def test_workspaces_are_dropped_at_the_end() -> None:
+    from weft.collectives.workspace import _workspaces
+
+    before = len(_workspaces)
+    sim.run(2, mean)
+    assert len(_workspaces) == before
+
+    def close_and_go_on(rank: int) -> None:
+        for _ in range(2):
+            mean(rank)
+            weft.close()
+
+    sim.run(2, close_and_go_on)
+    assert sim.run(2, lambda rank: workspace(None, 8).world_size) == [2, 2]
+    assert sim.run(2, lambda rank: resolve(None).backend) == ["virtual", "virtual"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["ring", "pipeline"])
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / f"sim_{name}.py"))
+    assert example["main"](schedules=10) == 0
+    assert "right under 10 schedules" in capsys.readouterr().out

@@ -1,0 +1,442 @@
+"""Faults planted in copies of our kernels and exchanges: each must be found, by its right name."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+from sim_cases import HOST, KERNELS, with_mutants
+
+from weft import sim
+from weft.collectives import movement, signals
+from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, tiles
+from weft.sim.mutants import mutant
+
+pytestmark = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+# The package has a function of the same name.
+exchange = importlib.import_module("weft.collectives.exchange")
+
+RACE, DEADLOCK, BOUNDS = sim.RaceError, sim.DeadlockError, sim.OutOfBoundsError
+SCHEDULES = 200
+ALL = tuple(KERNELS)
+GATHERS, SCATTERS = ALL[:2], ALL[2:]
+REDUCES = ALL[3:]
+HOME = {
+    "gather of rows": ("gather", all_gather_gemm),
+    "gather of the contraction": ("gather", all_gather_gemm),
+    "reduce-scatter": ("scatter", gemm_reduce_scatter),
+    "one-shot all-reduce": ("reduce", gemm_all_reduce),
+    "two-shot all-reduce": ("reduce", gemm_all_reduce),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Edits of the text of a module, the cases that they break, and what is found."""
+
+    name: str
+    module: ModuleType
+    edits: tuple[tuple[str, str], ...]
+    cases: tuple[str, ...]
+    found: type[Exception] | tuple[type[Exception], ...] = RACE
+    message: str = ""
+    programs: str = field(default="sequential")
+
+
+def fault(name: str, module: ModuleType, old: str, new: str, cases: tuple[str, ...], *rest, **more):
+    return Fault(name, module, ((old, new),), cases, *rest, **more)
+
+
+SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="sys")'
+LOCAL_SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="gpu")'
+PEERS = """        peer = (rank + step) % world_size
+        signal("""
+WAIT_PEERS = """    arrived = True
+    for step in range(1, world_size):"""
+
+IN_SIGNALS = [
+    fault(
+        "a signal that releases nothing", signals, SIGNAL, SIGNAL.replace("release", "relaxed"), ALL
+    ),
+    fault(
+        "a signal at the scope of one device", signals, SIGNAL, SIGNAL.replace("sys", "gpu"), ALL
+    ),
+    fault(
+        "no barrier before a signal",
+        signals,
+        'One writer a slot."""\n    tl.debug_barrier()',
+        'One writer a slot."""',
+        ("reduce-scatter", *REDUCES),
+    ),
+    fault(
+        "a wait that acquires nothing",
+        signals,
+        'tl.atomic_add(ptr, 0, sem="acquire"',
+        'tl.atomic_add(ptr, 0, sem="relaxed"',
+        ALL,
+    ),
+    fault(
+        "a wait at the scope of one device",
+        signals,
+        '_wait(ptr, value, max_polls, "sys")',
+        '_wait(ptr, value, max_polls, "gpu")',
+        ALL,
+    ),
+    fault(
+        "no wait for peers",
+        signals,
+        "arrived = wait(slot, generation, patience(own_pad, max_polls))",
+        "arrived = True",
+        ALL,
+    ),
+    fault(
+        "a wait for the generation before",
+        signals,
+        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        "generation -= 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        ALL,
+    ),
+    fault(
+        "a wait for the generation after",
+        signals,
+        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        "generation += 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        ALL,
+        DEADLOCK,
+        message="should have signalled",
+    ),
+    fault(
+        "one peer is not signalled",
+        signals,
+        f"for step in range(1, world_size):\n{PEERS}",
+        f"for step in range(1, world_size - 1):\n{PEERS}",
+        (*GATHERS, *REDUCES),
+        DEADLOCK,
+    ),
+    fault(
+        "the wrong peer is signalled",
+        signals,
+        PEERS,
+        PEERS.replace("(rank + step)", "(rank + step + 1)"),
+        (*GATHERS, *REDUCES),
+        DEADLOCK,
+    ),
+    fault(
+        "one peer is not waited for",
+        signals,
+        WAIT_PEERS,
+        WAIT_PEERS.replace("world_size", "world_size - 1"),
+        SCATTERS,
+    ),
+    fault("one half for all calls", signals, "(generation & 1)", "(generation & 0)", ALL[:4]),
+    fault(
+        "the generation stays",
+        signals,
+        "_GENERATION, generation)",
+        "_GENERATION, generation - 1)",
+        SCATTERS,
+    ),
+    fault(
+        "a ticket that acquires nothing",
+        signals,
+        '1, sem="acq_rel", scope="gpu"',
+        '1, sem="relaxed", scope="gpu"',
+        (ALL[0], *ALL[2:]),
+    ),
+    fault(
+        "no barrier before the ticket",
+        signals,
+        "    tl.debug_barrier()\n    last =",
+        "    last =",
+        GATHERS[:1],
+    ),
+    fault(
+        "the ticket is not reset",
+        signals,
+        "        tl.store(ticket_ptr, 0)\n",
+        "        pass\n",
+        GATHERS,
+        (RACE, DEADLOCK, AssertionError),
+    ),
+    fault(
+        "a local signal that releases nothing",
+        signals,
+        LOCAL_SIGNAL,
+        LOCAL_SIGNAL.replace("release", "relaxed"),
+        GATHERS,
+        message="programs of one launch",
+    ),
+    fault(
+        "a local signal within one program",
+        signals,
+        LOCAL_SIGNAL,
+        LOCAL_SIGNAL.replace("gpu", "cta"),
+        GATHERS,
+    ),
+]
+
+IN_KERNELS = [
+    fault(
+        "published after the signal",
+        all_gather_gemm,
+        "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)",
+        "    signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n"
+        "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)",
+        GATHERS,
+    ),
+    fault(
+        "shards are fetched before they are there",
+        all_gather_gemm,
+        "if peer != rank:",
+        "if peer < 0:",
+        GATHERS,
+    ),
+    fault(
+        "shards are fetched from the other half",
+        all_gather_gemm,
+        "signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)",
+        "signals.half_ptr(buffer_ptrs, peer, generation + 1, half_bytes, dtype)",
+        GATHERS,
+    ),
+    fault(
+        "tiles do not wait for their rows",
+        all_gather_gemm,
+        "if step > 0:\n                    arrived = _wait",
+        "if step < 0:\n                    arrived = _wait",
+        GATHERS[:1],
+    ),
+    fault(
+        "tiles wait for a chunk too few",
+        all_gather_gemm,
+        "(tl.minimum(start_m + BLOCK_M, rows) - 1) // chunk_rows,",
+        "(tl.minimum(start_m + BLOCK_M, rows) - 1) // chunk_rows - 1,",
+        GATHERS[:1],
+        programs="concurrent",
+    ),
+    fault(
+        "a contraction waits for nobody",
+        all_gather_gemm,
+        "if (tile == first) & (source != rank) & (length > 0):",
+        "if (tile < first) & (source != rank) & (length > 0):",
+        GATHERS[1:],
+    ),
+    fault(
+        "one row too many is published",
+        all_gather_gemm,
+        "tl.minimum(share, rows - first),\n        columns",
+        "tl.minimum(share, rows - first) + 1,\n        columns",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "one row too many is fetched",
+        all_gather_gemm,
+        "tl.minimum(chunk_rows, rows - first),",
+        "tl.minimum(chunk_rows, rows - first) + 1,",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "a tile of an uneven shard has no mask",
+        tiles,
+        "inside = (offs_m[:, None] < M) & (offs_n[None, :] < N)",
+        "inside = (offs_n[None, :] < N)",
+        ALL,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "a copy has no mask",
+        tiles,
+        "inside = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
+        "inside = (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "partial sums do not wait for peers",
+        gemm_reduce_scatter,
+        "    if signals.wait_for_peers(",
+        "    if rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "partial sums go to another rank's slot",
+        gemm_reduce_scatter,
+        "slot += rank * slot_stride",
+        "slot += owner * slot_stride",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "partial sums are signalled to lower ranks only",
+        gemm_reduce_scatter,
+        "if owner != rank:",
+        "if owner < rank:",
+        ("reduce-scatter",),
+        DEADLOCK,
+    ),
+    fault(
+        "the signal is that of another program",
+        gemm_reduce_scatter,
+        "WORLD_SIZE, 0, rank, program), generation",
+        "WORLD_SIZE, 0, rank, 0), generation",
+        ("reduce-scatter",),
+        (DEADLOCK, RACE),
+    ),
+    fault(
+        "a program waits for the first one of its peers",
+        gemm_reduce_scatter,
+        "WORLD_SIZE, 0, program, generation, max_polls)",
+        "WORLD_SIZE, 0, 0, generation, max_polls)",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "one-shot does not wait",
+        gemm_all_reduce,
+        "    if signals.wait_for_peers(",
+        "    if rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("one-shot all-reduce",),
+    ),
+    fault(
+        "the own slot is everybody's",
+        gemm_all_reduce,
+        "offs = rank * slot_stride + tl.cast",
+        "offs = 0 * slot_stride + tl.cast",
+        ("one-shot all-reduce",),
+    ),
+    fault(
+        "finished tiles do not wait",
+        gemm_all_reduce,
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, max_polls",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, max_polls",
+        ("two-shot all-reduce",),
+    ),
+    fault(
+        "finished tiles are signalled as partial ones",
+        gemm_all_reduce,
+        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
+        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
+        ("two-shot all-reduce",),
+        DEADLOCK,
+    ),
+    fault(
+        "finished tiles overlap the slots",
+        gemm_all_reduce,
+        "finished_at = WORLD_SIZE * slot_stride * 4",
+        "finished_at = slot_stride * 4",
+        ("two-shot all-reduce",),
+    ),
+]
+
+COPY_THEN_SIGNAL = (
+    "            ex.local(tuple(own.shape), x.dtype).copy_(own)\n            ex.signal_all()\n"
+)
+ALL_REDUCE_PART = "            # `out` may be `x`"
+MOVED = ("movement of bytes",)
+
+IN_EXCHANGES = [
+    fault(
+        "one half for all exchanges",
+        exchange,
+        "self._parity = self.generation & 1",
+        "self._parity = 0",
+        MOVED,
+    ),
+    fault(
+        "an exchange that does not wait",
+        exchange,
+        "self._waiter.wait(peer, self.generation, self.op)",
+        "pass",
+        MOVED,
+    ),
+    fault(
+        "an exchange that waits for the last call",
+        exchange,
+        "self._waiter.wait(peer, self.generation, self.op)",
+        "self._waiter.wait(peer, self.generation - 1, self.op)",
+        MOVED,
+    ),
+    fault(
+        "an exchange that announces the last call",
+        exchange,
+        "        for peer in self.peers():\n            self._waiter.post(peer, self.generation)",
+        "        for peer in self.peers():\n            self._waiter.post(peer, self.generation - 1)",
+        MOVED,
+        DEADLOCK,
+        message="movement.py",
+    ),
+    fault(
+        "an exchange that ends early",
+        exchange,
+        "        if kind is None:\n            self.wait_all()\n\n    def local",
+        "        pass\n\n    def local",
+        MOVED,
+    ),
+    fault(
+        "all-gather signals before it writes",
+        movement,
+        "            own = mine[start:stop]\n            ex.local(",
+        "            own = mine[start:stop]\n            ex.signal_all()\n            ex.local(",
+        MOVED,
+    ),
+    fault(
+        "all-reduce does not wait",
+        movement,
+        "    ex.wait_all()\n    shape = tuple(own.shape)",
+        "    shape = tuple(own.shape)",
+        MOVED,
+    ),
+    fault(
+        "broadcast does not wait for its source",
+        movement,
+        "                ex.wait(src)\n",
+        "",
+        MOVED,
+    ),
+    fault(
+        "reduce-scatter writes to another peer's slot",
+        movement,
+        "part = parts[peer][start : start + window]\n                ex.local(tuple(part.shape), x.dtype, peer",
+        "part = parts[peer][start : start + window]\n                ex.local(tuple(part.shape), x.dtype, (peer + 1) % 3",
+        MOVED,
+        (RACE, AssertionError),
+    ),
+]
+
+
+def broken(planted: Fault, case: str):
+    """The case, on copies of the modules between it and the fault."""
+    if planted.module is movement:
+        return with_mutants(HOST[case], {"movement": mutant(movement, *planted.edits)})
+    if planted.module is exchange:
+        copy = mutant(exchange, *planted.edits)
+        return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
+    role, home = HOME[case]
+    if planted.module is signals:
+        return with_mutants(
+            KERNELS[case], {role: mutant(home, signals=mutant(signals, *planted.edits))}
+        )
+    if planted.module is tiles:
+        return with_mutants(
+            KERNELS[case], {role: mutant(home, tiles=mutant(tiles, *planted.edits))}
+        )
+    return with_mutants(KERNELS[case], {role: mutant(home, *planted.edits)})
+
+
+TABLE = [(f, case) for f in (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES) for case in f.cases]
+
+
+@pytest.mark.parametrize("planted, case", TABLE, ids=[f"{f.name}-{case}" for f, case in TABLE])
+def test_planted_faults_are_found(planted: Fault, case: str) -> None:
+    with pytest.raises(planted.found) as caught:
+        sim.run(3, broken(planted, case), schedules=SCHEDULES, programs=planted.programs)
+    assert planted.message in str(caught.value)
+    schedule = getattr(caught.value, "schedule", None)
+    if schedule is not None:  # and it is found again, alone
+        again = broken(planted, case)
+        with pytest.raises(type(caught.value)):
+            sim.run(3, again, schedule=schedule, programs=planted.programs)
