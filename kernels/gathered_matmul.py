@@ -41,14 +41,15 @@ from weft.collectives.movement import offsets
 from weft.kernels.dense import WeightGrad, check_operands, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import (
+    gather_bytes,
     gather_shards,
-    in_chunks,
     publish,
     publish_product,
     reduce_rows,
     row_chunks,
-    shard_bytes,
+    rows_in_place,
     shards,
+    sums_in_place,
 )
 
 
@@ -188,12 +189,13 @@ def _host_forward(
     keep: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     pairs = list(zip(weights, biases, strict=True))
-    nbytes = shard_bytes(x, rows)
+    nbytes = gather_bytes(x, rows)
     with exchange(group, nbytes, "all_gather_matmul", x.device, channel="host gather") as ex:
-        publish(ex, x)
-        if keep or not in_chunks(x, weights, rows):
+        publish(ex, x, rows)
+        if keep or not rows_in_place(x, weights, rows):
             gathered = gather_shards(ex, x, rows)
-            return [mm(gathered, w, bias) for w, bias in pairs], gathered
+            ys = [mm(gathered, w, bias) for w, bias in pairs]
+            return ys, gathered.clone() if keep else None
         ys = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
         for start, chunk in shards(ex, x, rows):
             for y, (w, bias) in zip(ys, pairs, strict=True):
@@ -218,9 +220,9 @@ def _host_backward(
     with ExitStack() as stack:
         if any(needs_w):
             gather = stack.enter_context(
-                exchange(group, shard_bytes(x, rows), op, x.device, channel="host gather")
+                exchange(group, gather_bytes(x, rows), op, x.device, channel="host gather")
             )
-            publish(gather, x)
+            publish(gather, x, rows)
         if needs_x:
             scatter = stack.enter_context(
                 exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
@@ -230,12 +232,13 @@ def _host_backward(
                 plus = mm(dy, w.t(), plus=plus, out=x.new_empty(M, K, dtype=wire))
             own = publish_product(scatter, dys[0], weights[0].t(), rows, wire, plus)
         if any(needs_w):
+            in_place = sums_in_place(weights, rows)
             pairs = [
                 (i, WeightGrad(w), dys[i])
                 for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
                 if need
             ]
-            for start, chunk in row_chunks(gather, x, rows, weights):
+            for start, chunk in row_chunks(gather, x, rows, in_place=in_place):
                 for _, grad, dy in pairs:
                     grad.add(chunk, dy[start : start + len(chunk)])
             for i, grad, _ in pairs:

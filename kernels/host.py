@@ -2,8 +2,11 @@
 
 An op's `_host_forward` and `_host_backward` are exchanges (`weft.collectives.exchange`) made of:
 
-    publish(ex, x)                     for chunk in row_chunks(ex, x, ...): multiply the chunk
+    publish(ex, x, rows)               for chunk in row_chunks(ex, x, ...): multiply the chunk
     publish_product(ex, x, w, ...)     reduce_rows(ex, own, ...): add up the peers' rows in place
+
+A rank's memory has room for the gathered whole, and its shard lies there where it belongs. So
+gathering means to copy the peers' shards beside it, and nothing is copied twice.
 """
 
 from __future__ import annotations
@@ -22,10 +25,18 @@ from weft.kernels.dense import allocates, mm
 _CHUNK_ROWS = 256
 
 
-def publish(ex: Exchange, x: torch.Tensor) -> None:
-    """Show this rank's x to all peers."""
-    ex.local(tuple(x.shape), x.dtype).copy_(x)
+def publish(ex: Exchange, x: torch.Tensor, rows: list[int]) -> None:
+    """Show this rank's x (rows[rank], K) to all peers."""
+    ex.local(tuple(x.shape), x.dtype, _offset(x, rows, ex.rank)).copy_(x)
     ex.signal_all()
+
+
+def _offset(x: torch.Tensor, rows: list[int], rank: int) -> int:
+    return offsets(rows)[rank] * x.shape[1] * x.element_size()
+
+
+def _peers_shard(ex: Exchange, x: torch.Tensor, rows: list[int], peer: int) -> torch.Tensor:
+    return ex.peer(peer, (rows[peer], x.shape[1]), x.dtype, _offset(x, rows, peer))
 
 
 def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -36,7 +47,7 @@ def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int
     for peer in ex.peers():
         if fetched is None:
             ex.wait(peer)
-            yield starts[peer], ex.peer(peer, (rows[peer], x.shape[1]), x.dtype)
+            yield starts[peer], _peers_shard(ex, x, rows, peer)
         else:
             shard, arrived = fetched[peer]
             torch.cuda.current_stream(x.device).wait_event(arrived)
@@ -53,7 +64,7 @@ def _fetch(
     with torch.cuda.stream(side):
         for peer in ex.peers():
             ex.wait(peer)
-            shard = ex.peer(peer, (rows[peer], x.shape[1]), x.dtype).clone()
+            shard = _peers_shard(ex, x, rows, peer).clone()
             shard.record_stream(main)
             arrived = torch.cuda.Event()
             arrived.record(side)
@@ -67,31 +78,41 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The published shards as one new tensor (M, K)."""
-    whole = x.new_empty(sum(rows), x.shape[1])
+    """The published shards as one matrix (M, K). Valid inside the exchange."""
+    whole = ex.local((sum(rows), x.shape[1]), x.dtype)
     for start, shard in shards(ex, x, rows):
-        whole[start : start + len(shard)].copy_(shard)
+        if shard is not x:
+            whole[start : start + len(shard)].copy_(shard)
     return whole
 
 
-def in_chunks(x: torch.Tensor, weights: list[torch.Tensor], rows: list[int]) -> bool:
-    """Whether shards are better multiplied one by one, in place, than gathered first."""
+def rows_in_place(x: torch.Tensor, weights: list[torch.Tensor], rows: list[int]) -> bool:
+    """Whether shard @ w is better computed shard by shard, in place, than gathered first."""
     return max(rows) >= _CHUNK_ROWS and not any(allocates(x, w) for w in weights)
 
 
+def sums_in_place(weights: list[torch.Tensor], rows: list[int]) -> bool:
+    """Whether shard^T @ dy is better added up shard by shard, in place, than gathered first.
+
+    Each addition passes over the sum (K, N); gathering passes over the shards (M, K).
+    """
+    columns = sum(w.shape[1] for w in weights)
+    return max(rows) >= _CHUNK_ROWS and columns * (len(rows) - 1) <= sum(rows)
+
+
 def row_chunks(
-    ex: Exchange, x: torch.Tensor, rows: list[int], weights: list[torch.Tensor]
+    ex: Exchange, x: torch.Tensor, rows: list[int], *, in_place: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The published shards as (first row, rows) to multiply: in place, or gathered."""
-    if in_chunks(x, weights, rows):
+    """The published shards as (first row, rows) to multiply: one by one, or gathered."""
+    if in_place:
         yield from shards(ex, x, rows)
     else:
         yield 0, gather_shards(ex, x, rows)
 
 
-def shard_bytes(x: torch.Tensor, rows: list[int]) -> int:
+def gather_bytes(x: torch.Tensor, rows: list[int]) -> int:
     """Symmetric memory that a gather of x needs on every rank."""
-    return max(rows) * x.shape[1] * x.element_size()
+    return sum(rows) * x.shape[1] * x.element_size()
 
 
 def publish_product(

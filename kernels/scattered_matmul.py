@@ -38,7 +38,15 @@ from weft.kernels.dense import (
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.gathered_matmul import gather_workspace
-from weft.kernels.host import publish, publish_product, reduce_rows, row_chunks, shard_bytes
+from weft.kernels.host import (
+    gather_bytes,
+    publish,
+    publish_product,
+    reduce_rows,
+    row_chunks,
+    rows_in_place,
+    sums_in_place,
+)
 
 
 def matmul_reduce_scatter(
@@ -185,11 +193,12 @@ def _host_backward(
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     # The bias is added after the division, all else before it.
     own = dy / group.world_size if average and (needs_x or needs_w) else dy
-    nbytes, scale = shard_bytes(dy, rows), group.world_size if average else 1
+    nbytes, scale = gather_bytes(dy, rows), group.world_size if average else 1
+    in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
     op = "matmul_reduce_scatter backward"
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
-        publish(ex, own)
-        for start, chunk in row_chunks(ex, own, rows, [w.t()]):
+        publish(ex, own, rows)
+        for start, chunk in row_chunks(ex, own, rows, in_place=in_place):
             stop = start + len(chunk)
             if needs_x and len(chunk) == len(x):
                 dx = mm(chunk, w.t())

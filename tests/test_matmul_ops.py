@@ -201,6 +201,29 @@ def test_random_shapes(ranks: Any, kind: str, W: int, engine: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(outs[0], others, strict=True))
 
 
+@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_shapes_that_the_host_engine_treats_apart(ranks: Any, kind: str, W: int) -> None:
+    """Shards long enough to be multiplied in place, and matmuls that go to another library."""
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        # Small and large products, thin and wide next to the rows; one weight and two.
+        for K, Ns in ((24, [16]), (72, [120]), (72, [120, 40]), (24, [700]), (16, [300, 600])):
+            case: dict[str, Any] = {
+                "dtype": dtype, "engine": "host", "bias": True, "strided": False,
+            }  # fmt: skip
+            if kind == "gather":
+                sizes = [300, 257, 0][:W]
+                case |= {"K": K, "Ns": Ns, "batch": [], "dim": 0, "known": True, "sizes": sizes}
+            else:
+                case |= {
+                    "lead": [600], "N": sum(Ns), "Ks": [K] * W, "reduce_op": "sum",
+                    "dim": None if kind == "reduce" else 0,
+                }  # fmt: skip
+            cases.append(case)
+    ranks(W, run_cases, kind, cases)
+
+
 def repeated_body(engine: weft.settings.Engine) -> list[torch.Tensor]:
     """Everything that a training step gives, twice, with calls of other shapes between."""
     rank = dist.get_rank()
