@@ -5,5 +5,14 @@ if not __name__.startswith("weft."):
 
 from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
 from weft.sim.runner import Results, run
+from weft.sim.world import Programs
 
-__all__ = ["DeadlockError", "OutOfBoundsError", "RaceError", "Results", "SimError", "run"]
+__all__ = [
+    "DeadlockError",
+    "OutOfBoundsError",
+    "Programs",
+    "RaceError",
+    "Results",
+    "SimError",
+    "run",
+]

@@ -28,8 +28,8 @@ class Results(list[Any]):
 
     Attributes:
         schedules: how many were run.
-        points: choices of who goes on, in all of them; for `schedules="exhaustive"` these are the
-            distinct states from which more than one rank could go on.
+        points: how often the baton went to another strand, in all of them; after
+            `schedules="exhaustive"`: the states from which more than one could go on.
     """
 
     schedules: int = 0
@@ -46,6 +46,7 @@ def run(
     races: bool = True,
     programs: Programs = "sequential",
     timeout: float = 60.0,
+    on_schedule: Callable[[int], None] | None = None,
 ) -> Results:
     """Run `fn(rank)` on `world_size` virtual ranks in this process, and check it.
 
@@ -64,6 +65,7 @@ def run(
         programs: "sequential" runs the programs of a launch in turn, "concurrent" as strands of
             their own, each of which may be anywhere.
         timeout: seconds that one schedule may take.
+        on_schedule: called after each schedule with how many are done.
 
     Returns:
         fn's results of the first schedule, in rank order.
@@ -92,7 +94,9 @@ def run(
     results: Results | None = None
     schedules_run = points = 0
     random_state = torch.get_rng_state()
-    for name, policy in _policies(seed, schedules, schedule):
+    everything = Systematic(None)
+    policies = _policies(seed, schedules, schedule)
+    for name, policy in everything if schedules == "exhaustive" and schedule is None else policies:
         torch.set_rng_state(random_state)
         values, switches = _run_one(
             world_size, fn, policy, seed, name, races=races, programs=programs, timeout=timeout
@@ -100,8 +104,10 @@ def run(
         results = Results(values) if results is None else results
         schedules_run += 1
         points += switches
+        if on_schedule is not None:
+            on_schedule(schedules_run)
     assert results is not None
-    results.schedules, results.points = schedules_run, points
+    results.schedules, results.points = schedules_run, everything.points or points
     return results
 
 
@@ -110,9 +116,6 @@ def _policies(
 ) -> Iterator[tuple[Schedule, Policy]]:
     if schedule is not None:
         yield schedule, _policy(seed, schedule)
-        return
-    if schedules == "exhaustive":
-        yield from Systematic(None)
         return
     assert isinstance(schedules, int)
     at_random = schedules if schedules <= 100 else schedules // 2

@@ -84,14 +84,15 @@ class Systematic:
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self._next: tuple[int, ...] | None = ()
-        self.points = 0
+        self.points = 0  # different states from which more than one could go on, so far
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], Directed]]:
         while self._next is not None:
             choices = self._next
             policy = Directed(choices)
             yield choices, policy
-            self.points += len(policy.made) - len(choices) + bool(choices)
+            # Up to the choice that differs, the states are those of an earlier schedule.
+            self.points += len(policy.made) - len(choices)
             self._next = self._after(policy.made)
 
     def _after(self, made: list[tuple[int, int, int]]) -> tuple[int, ...] | None:

@@ -180,13 +180,14 @@ IN_SIGNALS = [
     ),
 ]
 
+HALF = "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr."
+
 IN_KERNELS = [
     fault(
         "published after the signal",
         all_gather_gemm,
-        "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)",
-        "    signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n"
-        "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)",
+        HALF,
+        "    signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n" + HALF,
         GATHERS,
     ),
     fault(
@@ -332,10 +333,8 @@ IN_KERNELS = [
     ),
 ]
 
-COPY_THEN_SIGNAL = (
-    "            ex.local(tuple(own.shape), x.dtype).copy_(own)\n            ex.signal_all()\n"
-)
-ALL_REDUCE_PART = "            # `out` may be `x`"
+SLOT = """part = parts[peer][start : start + window]
+                ex.local(tuple(part.shape), x.dtype, peer"""
 MOVED = ("movement of bytes",)
 
 IN_EXCHANGES = [
@@ -400,8 +399,8 @@ IN_EXCHANGES = [
     fault(
         "reduce-scatter writes to another peer's slot",
         movement,
-        "part = parts[peer][start : start + window]\n                ex.local(tuple(part.shape), x.dtype, peer",
-        "part = parts[peer][start : start + window]\n                ex.local(tuple(part.shape), x.dtype, (peer + 1) % 3",
+        SLOT,
+        SLOT.replace("dtype, peer", "dtype, (peer + 1) % 3"),
         MOVED,
         (RACE, AssertionError),
     ),
