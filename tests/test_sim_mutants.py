@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -335,6 +336,8 @@ IN_KERNELS = [
 
 SLOT = """part = parts[peer][start : start + window]
                 ex.local(tuple(part.shape), x.dtype, peer"""
+POST_ALL = """        for peer in self.peers():
+            self._waiter.post(peer, self.generation)"""
 MOVED = ("movement of bytes",)
 
 IN_EXCHANGES = [
@@ -362,8 +365,8 @@ IN_EXCHANGES = [
     fault(
         "an exchange that announces the last call",
         exchange,
-        "        for peer in self.peers():\n            self._waiter.post(peer, self.generation)",
-        "        for peer in self.peers():\n            self._waiter.post(peer, self.generation - 1)",
+        POST_ALL,
+        POST_ALL.replace("self.generation", "self.generation - 1"),
         MOVED,
         DEADLOCK,
         message="movement.py",
@@ -439,3 +442,10 @@ def test_planted_faults_are_found(planted: Fault, case: str) -> None:
         again = broken(planted, case)
         with pytest.raises(type(caught.value)):
             sim.run(3, again, schedule=schedule, programs=planted.programs)
+
+
+def test_the_table_of_the_docs_is_this_one() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "sim.md").read_text()
+    listed = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    planted = [f.name for f in (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES)]
+    assert listed[listed.index("fault") + 2 :] == planted

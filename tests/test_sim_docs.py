@@ -1,0 +1,41 @@
+"""The commands of docs/sim.md, as they stand there, and what they answer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.collectives import signals
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = re.findall(r"^weft (sim .*)$", (ROOT / "docs" / "sim.md").read_text(), re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "mended" in command:
+        assert done.returncode == 0 and "nothing found" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1
+        assert "RaceError: symmetric buffer 1 of rank" in done.stderr
+        for line in ("40 _all_reduce_kernel", "43 _all_reduce_kernel", "seed=0, schedule=0"):
+            assert line in done.stderr, done.stderr
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) == 3
