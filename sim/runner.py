@@ -158,18 +158,13 @@ def _run_one(
     scheduler = Scheduler(policy, sites)
     world = World(world_size, scheduler, sites, races, programs)
     results: list[Any] = [None] * world_size
-    failed: list[int] = []
 
     def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
         def body() -> None:
             strand = local.strand
             assert strand is not None
             with world.rank(strand):
-                try:
-                    results[rank] = fn(rank)
-                except Exception:
-                    failed.append(rank)
-                    raise
+                results[rank] = fn(rank)
 
         return lambda: context.run(body)
 
@@ -180,9 +175,9 @@ def _run_one(
             scheduler.start(strand, body_of(rank, contextvars.copy_context()))
         scheduler.begin()
         if not scheduler.finished.wait(timeout):
-            where = positions(sites, scheduler)
+            stuck = positions(sites, scheduler)
             scheduler.fail(
-                TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{where}")
+                TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{stuck}")
             )
             scheduler.finished.wait(1)
     error = scheduler.failure
@@ -192,7 +187,8 @@ def _run_one(
             error.seed, error.schedule = seed, schedule
             error.args = (f"{error.args[0]}\n{again}",)
         elif hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"{f'on virtual rank {failed[0]}; ' if failed else ''}{again}")
+            where = scheduler.failed_rank
+            error.add_note(again if where is None else f"on virtual rank {where}; {again}")
         raise error
     return results, scheduler.switches
 

@@ -66,6 +66,7 @@ class Scheduler:
         self.live: list[Strand] = []
         self.versions: dict[int, int] = {}  # address of a signal word -> times it changed
         self.failure: BaseException | None = None
+        self.failed_rank: int | None = None  # if its own code raised the failure
         self.finished = threading.Event()
         self.switches = 0
 
@@ -82,6 +83,8 @@ class Scheduler:
             except Stop:
                 pass
             except BaseException as error:
+                if self.failure is None:
+                    self.failed_rank = strand.rank
                 self.fail(error)
             self._leave(strand)
 

@@ -59,7 +59,7 @@ class World:
         self._pads: dict[int, tuple[int, int]] = {}  # start of a pad -> (rank, bytes)
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
-        self._slots = 0
+        self._slots = self._buffers = 0
         self._watched: dict[int, tuple[Region, list[int]]] = {}  # arguments of running launches
         self._alive: list[np.ndarray[Any, Any]] = []
 
@@ -120,15 +120,14 @@ class World:
 
     def memory(self, rank: int, pad_bytes: int, data_bytes: int) -> VirtualMemory:
         """Zeroed pads and data that holds nothing yet."""
-        number = self._met[rank]
+        made = None
         if rank == 0:
-            self._made = [
-                self._allocate(r, number, pad_bytes, data_bytes) for r in range(self.world_size)
+            self._buffers += 1
+            made = [
+                self._allocate(r, self._buffers, pad_bytes, data_bytes)
+                for r in range(self.world_size)
             ]
-            self.gather(rank, self._made)
-            return VirtualMemory(self._made)
-        segments: list[torch.Tensor] = self.gather(rank, None)[0]
-        return VirtualMemory(segments)
+        return VirtualMemory(self.gather(rank, made)[0])
 
     def _allocate(self, rank: int, number: int, pad_bytes: int, data_bytes: int) -> torch.Tensor:
         total = pad_bytes + data_bytes
@@ -270,11 +269,13 @@ class World:
                 # The thread stays the host's; only the clock and the name are the program's.
                 own = host.slot, host.what
                 host.confined = confined
-                for number, program in enumerate(programs):
-                    host.slot, host.what = slots[number % lanes], _program(kernel, program)
-                    run(program)
-                host.slot, host.what = own
-                host.confined = False
+                try:
+                    for number, program in enumerate(programs):
+                        host.slot, host.what = slots[number % lanes], _program(kernel, program)
+                        run(program)
+                finally:
+                    host.slot, host.what = own
+                    host.confined = False
         if self.detector:
             self.detector.join(host.slot, slots[:lanes])
 
@@ -288,15 +289,11 @@ class World:
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         left = set(programs)
-        errors: list[Exception] = []
 
         def body(program: tuple[int, int, int]) -> Callable[[], None]:
             def run_program() -> None:
                 here.world = self.groups[host.rank]
-                try:
-                    run(program)
-                except Exception as error:
-                    errors.append(error)
+                run(program)
                 left.discard(program)
 
             return run_program
@@ -307,8 +304,6 @@ class World:
         self.scheduler.sleep_until(
             host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
         )
-        if errors:
-            raise errors[0]
 
     @contextmanager
     def _arguments(self, arguments: list[Any]) -> Iterator[bool]:

@@ -17,6 +17,7 @@ from weft.sim import interpreter_hooks
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+from triton.runtime.errors import InterpreterError  # isort: skip
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 needs_interpreter = pytest.mark.skipif(
@@ -240,6 +241,22 @@ def test_foreign_spin_loops(programs: sim.Programs) -> None:
             sim.run(2, lambda r, fault=fault: hand_over(r, fault), schedules=10, programs=programs)
     with pytest.raises(sim.DeadlockError, match="a change of the words"):
         sim.run(2, lambda r: hand_over(r, "silent"), programs=programs)
+
+
+@triton.jit
+def _raising_kernel(rank) -> None:
+    if rank == 1:
+        tl.static_assert(tl.program_id(0) < 2)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+def test_what_a_kernel_raises(programs: sim.Programs) -> None:
+    with pytest.raises((AssertionError, InterpreterError)) as caught:
+        sim.run(2, lambda rank: _raising_kernel[(3,)](rank), programs=programs)
+    if sys.version_info >= (3, 11):
+        assert "virtual rank 1" in caught.value.__notes__[0]
+    assert sim.run(2, mean)[0] == 0.5
 
 
 @needs_interpreter
