@@ -14,13 +14,11 @@ from weft.collectives import pad, signals
 from weft.sim import interpreter_hooks
 from weft.sim.errors import SimError
 from weft.sim.scheduler import Scheduler, local, positions
-from weft.sim.schedules import Directed, Policy, Priorities, Systematic, Uniform
+from weft.sim.schedules import Directed, Exhaustive, Policy, Priorities, Uniform, preempting
 from weft.sim.sites import Sites
 from weft.sim.world import Programs, World
 
 Schedule = int | tuple[int, ...]
-
-_BOUNDS = (1, 2)  # preemptions of the systematic schedules, in this order
 
 
 class Results(list[Any]):
@@ -94,7 +92,7 @@ def run(
     results: Results | None = None
     schedules_run = points = 0
     random_state = torch.get_rng_state()
-    everything = Systematic(None)
+    everything = Exhaustive()
     policies = _policies(seed, schedules, schedule)
     for name, policy in everything if schedules == "exhaustive" and schedule is None else policies:
         torch.set_rng_state(random_state)
@@ -121,15 +119,15 @@ def _policies(
     at_random = schedules if schedules <= 100 else schedules // 2
     for number in range(at_random):
         yield number, _policy(seed, number)
-    left, seen = schedules - at_random, set()
-    for bound in _BOUNDS:
-        for choices, policy in Systematic(bound):
-            if not left:
-                return
-            if choices not in seen:
-                seen.add(choices)
-                left -= 1
-                yield choices, policy
+    left = schedules - at_random
+    seen: set[tuple[int, ...]] = set()
+    for choices, policy in preempting(seed, left):
+        if not left:
+            return
+        if choices not in seen:
+            seen.add(choices)
+            left -= 1
+            yield choices, policy
     for number in count(at_random):
         if not left:
             return

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from weft.sim.scheduler import Strand
 
 
+# Of each choice: who was chosen, among how many, and which of them ran before (-1: none).
+Made = list[tuple[int, int, int]]
+
+
 class Policy(Protocol):
     """Picks who goes on among those that can (at least two, in a fixed order)."""
 
@@ -57,7 +61,7 @@ class Directed:
 
     def __init__(self, choices: tuple[int, ...] = ()) -> None:
         self._given = choices
-        self.made: list[tuple[int, int, int]] = []  # chosen, how many could, who ran before (or -1)
+        self.made: Made = []
 
     def pick(self, able: list[Strand], current: Strand | None) -> Strand:
         before = able.index(current) if current in able else -1
@@ -70,19 +74,47 @@ class Directed:
         return able[chosen]
 
 
-def _preemptions(made: list[tuple[int, int, int]]) -> int:
-    return sum(before not in (-1, chosen) for chosen, _, before in made)
+_TRACES = 64  # schedules with one preemption that get a second one
 
 
-class Systematic:
-    """All schedules with at most `bound` preemptions (all, if None), depth first.
+def _changed(made: Made, start: int) -> list[tuple[int, ...]]:
+    """The choices `made` up to some step from `start` on, where another one is made instead."""
+    chosen = tuple(choice for choice, _, _ in made)
+    return [
+        (*chosen[:step], other)
+        for step in range(start, len(made))
+        for other in range(made[step][1])
+        if other != chosen[step]
+    ]
 
-    A preemption takes the baton from a strand that could go on. Most faults of concurrent programs
-    need two at most, and schedules with few of them are few.
+
+def preempting(seed: int, budget: int) -> Iterator[tuple[tuple[int, ...], Directed]]:
+    """Up to `budget` schedules in which a strand goes on until it must wait, but for one change,
+    or two, at points from the whole of the run.
+
+    Most faults of concurrent programs need two preemptions at most.
     """
+    chance = random.Random(f"{seed} preemptions")
+    policy = Directed()
+    yield (), policy
+    once = _changed(policy.made, 0)
+    traces: list[tuple[int, Made]] = []
+    for choices in chance.sample(once, min(len(once), budget // 2)):
+        policy = Directed(choices)
+        yield choices, policy
+        if len(traces) < _TRACES and len(policy.made) > len(choices):
+            traces.append((len(choices), policy.made))
+    for _ in range(4 * budget if traces else 0):  # there may be fewer different ones
+        start, made = chance.choice(traces)
+        twice = _changed(made, start)
+        choices = chance.choice(twice)
+        yield choices, Directed(choices)
 
-    def __init__(self, bound: int | None) -> None:
-        self._bound = bound
+
+class Exhaustive:
+    """All schedules, depth first."""
+
+    def __init__(self) -> None:
         self._next: tuple[int, ...] | None = ()
         self.points = 0  # different states from which more than one could go on, so far
 
@@ -95,15 +127,14 @@ class Systematic:
             self.points += len(policy.made) - len(choices)
             self._next = self._after(policy.made)
 
-    def _after(self, made: list[tuple[int, int, int]]) -> tuple[int, ...] | None:
+    @staticmethod
+    def _after(made: Made) -> tuple[int, ...] | None:
         """The choices of the next schedule: those made, with the last one that can be changed."""
         for step in range(len(made) - 1, -1, -1):
             chosen, count, before = made[step]
-            # The default choice came first, then the others in order.
-            default = max(before, 0)
+            default = max(before, 0)  # came first, then the others in order
             order = [default, *(i for i in range(count) if i != default)]
-            for other in order[order.index(chosen) + 1 :]:
-                prefix = [*made[:step], (other, count, before)]
-                if self._bound is None or _preemptions(prefix) <= self._bound:
-                    return tuple(choice for choice, _, _ in prefix)
+            if chosen != order[-1]:
+                other = order[order.index(chosen) + 1]
+                return (*(choice for choice, _, _ in made[:step]), other)
         return None
