@@ -23,11 +23,11 @@ def table() -> str:
     mlp, collectives = _read("mlp"), _read("collectives")
     where = mlp["environment"]
     lines = [
-        "A training step (forward + backward) of a column/row-parallel ReLU MLP, fp32, sequence-",
-        f"sharded input and output, {where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, "
-        f"torch {where['torch']}),",
-        "in ms; *arithmetic* is a rank's matmuls alone, *torch alone* the same by nn.Linear. Made",
-        "by `make bench`.",
+        "Forward + backward of a column/row-parallel ReLU MLP, fp32, sequence-sharded input and "
+        "output,",
+        f"{where['ranks']} ranks on {where['cores']} cores ({where['cpu']}, "
+        f"torch {where['torch']}), in ms, by `make bench`. *arithmetic*: a rank's",
+        "matmuls alone; *torch alone*: the same by nn.Linear; *torch DTensor*: on Gloo.",
         "",
         f"| tokens x hidden x ffn | {' | '.join(COLUMNS)} | weft / arithmetic | torch / weft |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),
