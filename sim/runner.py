@@ -19,6 +19,7 @@ from weft.sim.sites import Sites
 from weft.sim.world import Programs, World
 
 Schedule = int | tuple[int, ...]
+_UNWIND_S = 2.0  # for a strand that is in code of its own to come to a signal
 
 
 class Results(list[Any]):
@@ -177,7 +178,7 @@ def _run_one(
             scheduler.fail(
                 TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{stuck}")
             )
-            scheduler.finished.wait(1)
+        scheduler.join(_UNWIND_S)
     error = scheduler.failure
     if error is not None:
         again = f"shown again by sim.run(..., {seed=}, {schedule=})"

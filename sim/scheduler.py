@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -69,6 +70,7 @@ class Scheduler:
         self.failed_rank: int | None = None  # if its own code raised the failure
         self.finished = threading.Event()
         self.switches = 0
+        self._threads: list[threading.Thread] = []
 
     def start(self, strand: Strand, body: Callable[[], None]) -> None:
         """Let `body` run as `strand`, from when it is first picked."""
@@ -88,11 +90,19 @@ class Scheduler:
                 self.fail(error)
             self._leave(strand)
 
-        threading.Thread(target=run_strand, daemon=True, name=f"rank {strand.rank}").start()
+        thread = threading.Thread(target=run_strand, daemon=True, name=f"rank {strand.rank}")
+        self._threads.append(thread)
+        thread.start()
 
     def begin(self) -> None:
         """Give the baton to the first strand."""
         self._pick(self.live, None).baton.release()
+
+    def join(self, timeout: float) -> None:
+        """Wait for all threads to end: one that unwinds while Python exits would abort it."""
+        deadline = time.monotonic() + timeout
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def fail(self, error: BaseException) -> None:
         """Stop everything: `error` is what the simulation found. The first one counts."""
