@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives.exchange import exchange
-from weft.collectives.group import Group
+from weft.collectives.group import Group, kept_by_group
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -67,6 +67,7 @@ class Machine:
 _NOMINAL = Machine({str(torch.float32): 1e5}, 1e4, 10.0, 1e3, 200.0)
 
 _machines: dict[tuple[Group, str], Machine] = {}
+kept_by_group.append(_machines)
 
 
 def machine(group: Group, device: torch.device) -> Machine:

@@ -169,6 +169,9 @@ def _describe(pg: dist.ProcessGroup) -> Group:
 
 
 _spanning: dict[tuple[int, ...], Any] = {}
+# Everything that is kept by group. A process group that outlives destroy_process_group() until the
+# interpreter ends may abort the process, so `close` empties them all.
+kept_by_group: list[dict[Any, Any]] = [_groups, _spanning]
 
 
 def spanning_group(mesh: DeviceMesh) -> Group:

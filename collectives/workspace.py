@@ -13,11 +13,13 @@ Calls that overlap in time, as the gather and the scatter of one backward do, us
 
 from __future__ import annotations
 
+import atexit
+
 import torch
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, here, resolve
+from weft.collectives.group import Group, GroupLike, here, kept_by_group, resolve
 from weft.collectives.symmetric import (
     SymmetricBuffer,
     close_buffers,
@@ -149,7 +151,12 @@ def close() -> None:
         forget(here.world)
         return
     _workspaces.clear()
+    for kept in kept_by_group:
+        kept.clear()
     close_buffers()
+
+
+atexit.register(close)
 
 
 def forget(group: Group) -> None:
