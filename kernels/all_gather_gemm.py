@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -498,13 +499,6 @@ def _ag_gemm_contract_kernel(
                 tiles.store(out_ptr, acc, start_m, start_n, M, N, stride_om, stride_on)
 
 
-def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return tuple(offsets)
-
-
 def _pitch(columns: int) -> int:
     return -(-columns // _PITCH) * _PITCH
 
@@ -586,7 +580,7 @@ def launch_all_gather_matmul(
         tuple(biases) if biases else (None,) * len(outs),
         ws.buffer_ptrs,
         ws.signal_ptrs,
-        _offsets(sizes),
+        (0, *accumulate(sizes)),
         tuple(w.shape[1] for w in weights),
         K,
         pitch,
@@ -662,7 +656,7 @@ def launch_all_gather_contract(
         bias,
         ws.buffer_ptrs,
         ws.signal_ptrs,
-        _offsets(sizes),
+        (0, *accumulate(sizes)),
         M,
         N,
         pitch,
