@@ -10,15 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch import (
-    Call,
-    Choices,
-    Chosen,
-    Strategy,
-    _choose,
-    _written,
-    rule,
-)
+from weft.dtensor.call import Call, Choices, Chosen, Meta, Strategy, rule
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,
@@ -28,6 +20,7 @@ from weft.dtensor.layout import (
     moved,
     shard_dim,
 )
+from weft.dtensor.planning import choose, written
 
 # f(sum of terms) = sum of f(term)
 _LINEAR_UNARY = {"neg", "clone", "positive", "real", "imag", "_conj", "conj_physical"}
@@ -236,7 +229,7 @@ def foreach(call: Call) -> Chosen:
     layouts = [[a for a in items if isinstance(a, Layout)] for items in lists]
     length = len(layouts[0])
     # List(s) of results come one after another in call.outputs, or the first list is written.
-    written = set(_written(call))
+    writable = set(written(call))
     linear = call.name.removeprefix("_foreach_").removesuffix("_")
     n_results = len(call.outputs) // length if length else 0
     inputs: list[list[Any]] = [[None] * len(items) for items in layouts]
@@ -253,10 +246,10 @@ def foreach(call: Call) -> Chosen:
         part.outputs = [call.outputs[position + length * n] for n in range(n_results)] or [
             _meta(row[0])
         ]
-        writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in written]
+        writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in writable]
         choices = pointwise(part)
         plain = [False] * len(row)
-        chosen = _choose(part, choices, writes, plain)
+        chosen = choose(part, choices, writes, plain)
         for (number, at), placements in zip(rows, chosen.inputs, strict=True):
             inputs[number][at] = placements
         for n in range(n_results):
@@ -283,6 +276,4 @@ def _part(call: Call, name: str, row: list[Layout]) -> Call:
 
 
 def _meta(layout: Layout) -> Any:
-    from weft.dtensor.dispatch import Meta
-
     return Meta(layout.shape, layout.stride, layout.dtype)

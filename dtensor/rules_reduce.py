@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch import Call, Choices, Decomposed, Strategy, dispatch, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,

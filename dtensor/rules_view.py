@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.dispatch import Call, Choices, Chosen, Strategy, rule
+from weft.dtensor.call import Call, Choices, Chosen, Strategy, rule
 from weft.dtensor.layout import (
     Layout,
     Shape,

@@ -1,0 +1,354 @@
+"""Torch's own database of ops, run on DTensors beside plain tensors: what is right, what is not.
+
+    python tests/opinfo.py                      every op: a table by family, and a total
+    python tests/opinfo.py --only linalg -v     the ops whose name has "linalg" in it, each reason
+
+Every op variant of `op_db` that takes float32 and tensors is run on sample inputs of the database,
+forward and gradients, with its tensors placed as R, S(0), S(-1), Partial, and each at random. It is
+
+    right   every sample in every layout gives what plain torch gives, on all ranks
+    error   some sample raises, alike on all ranks
+    hang    some rank raises, or dies, and leaves the others waiting
+    random  the numbers are random, and others than one process draws with the same seed
+    wrong   some number, shape or dtype differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WEFT_TIMEOUT_S", "20")
+
+import torch
+from rank_pool import RankError, RankPool
+
+LAYOUTS = ("R", "S(0)", "S(-1)", "P", "mixed")
+WORLD_SIZE = 4
+VERDICTS = ("right", "error", "hang", "random", "wrong")  # from good to bad
+_TOLERANCE = 2e-4
+_SECONDS_PER_OP = 120
+
+
+@dataclass
+class Result:
+    """What one op variant did. `runs` counts its verdicts over (sample, layout)."""
+
+    name: str
+    family: str
+    verdict: str
+    runs: dict[str, int]
+    reasons: dict[str, str] = field(default_factory=dict)  # per bad verdict, its first case
+
+
+def op_variants() -> dict[str, Any]:
+    """The op variants of the database that take float32 on CPU, by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {op.formatted_name: op for op in op_db if torch.float32 in op.supported_dtypes("cpu")}
+
+
+def family_of(op: Any) -> str:
+    """The part of torch that an op belongs to."""
+    name = op.name
+    for prefix in ("linalg", "fft", "nn.functional", "masked", "special", "signal", "sparse"):
+        if name.startswith(prefix):
+            return str(prefix)
+    kind = type(op).__name__
+    kinds = {"UnaryUfuncInfo": "pointwise", "BinaryUfuncInfo": "pointwise"}
+    return kinds.get(kind, {"ReductionOpInfo": "reductions"}.get(kind, "others"))
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in nested lists, tuples and dicts."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def change(tree: Any, function: Any) -> Any:
+    """The same tree, `function` applied to its tensors."""
+    if isinstance(tree, (list, tuple)):
+        items = [change(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {name: change(item, function) for name, item in tree.items()}
+    return function(tree) if isinstance(tree, torch.Tensor) else tree
+
+
+def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> Any:
+    """`tensor` as a leaf DTensor. Terms of a sum are large, differ, and add up exactly."""
+    from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    plain = tensor.detach()
+    if layout == "mixed":
+        every = ["R", *(f"S({d})" for d in range(plain.ndim)), "P"]
+        layout = rng.choice(every)
+    placement: Any = Replicate()
+    if layout.startswith("S") and plain.ndim:
+        placement = Shard(int(layout[2:-1]) % plain.ndim)
+    elif layout == "P" and (plain.is_floating_point() or plain.is_complex()):
+        placement = Partial()
+        if bool(plain.isfinite().all()):
+            terms = (-1, 2, -2, 2)
+            plain = plain * terms[torch.distributed.get_rank() % 4]
+            made = DTensor.from_local(
+                plain, mesh, [placement], shape=tuple(plain.shape), stride=plain.stride()
+            )
+            return made.requires_grad_(tensor.requires_grad)
+    made = distribute_tensor(plain, mesh, [placement], src_data_rank=None)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def differs(ours: Any, theirs: Any, what: str) -> str | None:
+    """Why `ours` is not `theirs`; None where it is."""
+    from weft.dtensor import DTensor
+
+    if not isinstance(theirs, torch.Tensor):
+        same = type(ours) is type(theirs) and (ours == theirs or ours != ours)
+        return None if same else f"{what}: {ours!r}, not {theirs!r}"
+    if not isinstance(ours, torch.Tensor):
+        return f"{what}: {type(ours).__name__}, not a tensor"
+    full = ours.detach()
+    full = full.full_tensor() if isinstance(full, DTensor) else full
+    if full.dtype != theirs.dtype or full.shape != theirs.shape:
+        kinds = f"{full.dtype} {list(full.shape)}, not {theirs.dtype} {list(theirs.shape)}"
+        return f"{what}: {kinds}"
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return f"{what}: says {list(ours.shape)}, is {list(full.shape)}"
+    theirs = theirs.detach()
+    if theirs.layout != torch.strided or full.layout != torch.strided:
+        full, theirs = full.to_dense(), theirs.to_dense()
+    if not (theirs.is_floating_point() or theirs.is_complex()):
+        return None if torch.equal(full, theirs) else f"{what}: {_worst(full, theirs)}"
+    finite = theirs[theirs.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    close = torch.allclose(full, theirs, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+    return None if close else f"{what}: {_worst(full, theirs)}"
+
+
+def _worst(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    apart = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+    a, b = ours[apart], theirs[apart]
+    return f"{a[:3].tolist()}, not {b[:3].tolist()}, in {a.numel()} of {ours.numel()} elements"
+
+
+def call(op: Any, sample: Any, seed: int) -> list[Any]:
+    """The op's results, those that are compared."""
+    torch.manual_seed(seed)
+    result = op(sample.input, *sample.args, **sample.kwargs)
+    return list(leaves(sample.output_process_fn_grad(result)))
+
+
+def gradients(outputs: list[Any], inputs: list[Any], layout: str, mesh: Any) -> list[Any]:
+    """Of all outputs, weighed by random numbers, with respect to the inputs."""
+    from weft.dtensor import DTensor
+
+    roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not roots or not wanted:
+        return []
+    rng = torch.Generator().manual_seed(1)
+    weights = [torch.randn(t.shape, generator=rng, dtype=torch.float64).to(t.dtype) for t in roots]
+    if isinstance(roots[0], DTensor):
+        chooser = random.Random(0)
+        weights = [spread(w, layout, mesh, chooser) for w in weights]
+    return list(torch.autograd.grad(roots, wanted, weights, allow_unused=True))
+
+
+def _is_random(op: Any, sample: Any) -> bool:
+    a, b = call(op, sample, 1), call(op, sample, 2)
+    return any(
+        isinstance(x, torch.Tensor) and not torch.equal(x.nan_to_num(), y.nan_to_num())
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def check(op: Any, sample: Any, layout: str, mesh: Any) -> tuple[str, str]:
+    """(verdict, reason) of one sample in one layout; "skipped" where plain torch raises."""
+    everything = [sample.input, sample.args, sample.kwargs]
+    is_leaf = [t for t in leaves(everything) if isinstance(t, torch.Tensor)]
+    try:
+        expected = call(op, sample, 0)
+        expected_grads = gradients(expected, is_leaf, layout, mesh)
+        at_random = _is_random(op, sample)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return "skipped", ""
+    rng = random.Random(zlib.crc32(op.formatted_name.encode()))
+    try:
+        value, args, kwargs = change(everything, lambda t: spread(t, layout, mesh, rng))
+        ours = type(sample)(
+            value,
+            args=tuple(args),
+            kwargs=kwargs,
+            output_process_fn_grad=sample.output_process_fn_grad,
+        )
+        got = call(op, ours, 0)
+        inputs = [t for t in leaves([value, args, kwargs]) if isinstance(t, torch.Tensor)]
+        if len(got) != len(expected):
+            return "wrong", f"{len(got)} results, not {len(expected)}"
+        for i, (o, e) in enumerate(zip(got, expected, strict=True)):
+            if reason := differs(o, e, f"result {i}"):
+                return "random" if at_random else "wrong", reason
+        got_grads = gradients(got, inputs, layout, mesh)
+        if len(got_grads) != len(expected_grads):
+            return "wrong", f"{len(got_grads)} gradients, not {len(expected_grads)}"
+        for i, (o, e) in enumerate(zip(got_grads, expected_grads, strict=True)):
+            if o is None or e is None:
+                # A gradient of zero may be given as none.
+                here = o if e is None else e
+                if here is not None and not bool((here == 0).all()):
+                    return "wrong", f"gradient {i} is missing" if o is None else f"gradient {i}"
+                continue
+            if reason := differs(o, e, f"gradient {i}"):
+                return "random" if at_random else "wrong", reason
+    except Exception as error:
+        import traceback
+
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        text = " ".join(str(error).split())[:400]
+        return "error", f"{type(error).__name__}: {text} ({where})"
+    return "right", ""
+
+
+_ops: dict[str, Any] = {}
+
+
+def check_op(name: str, n_samples: int) -> list[tuple[str, str, str]]:
+    """On a rank: (verdict, case, reason) of every sample in every layout."""
+    from weft.dtensor import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    if not _ops:
+        _ops.update(op_variants())
+    op = _ops[name]
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    random.seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+    picked = samples[:: max(1, -(-len(samples) // n_samples))]
+    found = []
+    for number, sample in enumerate(picked):
+        for layout in LAYOUTS:
+            verdict, reason = check(op, sample, layout, mesh)
+            found.append((verdict, f"sample {number} {layout} {sample.summary()}"[:300], reason))
+    return found
+
+
+def summarize(name: str, family: str, per_rank: list[list[tuple[str, str, str]]]) -> Result:
+    """The worst of what the ranks found."""
+    runs: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    for cases in zip(*per_rank, strict=True):
+        verdicts = {verdict for verdict, _, _ in cases}
+        worst = max((v for v in verdicts if v in VERDICTS), key=VERDICTS.index, default="skipped")
+        if ("error" in verdicts and len(verdicts) > 1) or len({c[2][:40] for c in cases}) > 1:
+            worst = "hang" if "error" in verdicts else worst
+        runs[worst] += 1
+        if worst not in ("right", "skipped"):
+            at = next(c for c in cases if c[0] != "right")
+            reasons.setdefault(worst, f"{at[1]}: {at[2]}")
+    present = [v for v in VERDICTS if runs[v]]
+    verdict = max(present, key=VERDICTS.index, default="skipped")
+    return Result(name, family, verdict, dict(runs), reasons)
+
+
+def count(names: Sequence[str], n_samples: int, show: Any = None) -> list[Result]:
+    """Run the op variants on a pool of ranks that is started again when one dies."""
+    ops = op_variants()
+    results: list[Result] = []
+    pool: RankPool | None = None
+    for name in names:
+        family = family_of(ops[name])
+        if pool is None or not pool.alive:
+            pool = RankPool(WORLD_SIZE)
+        try:
+            result = summarize(
+                name, family, pool.run(check_op, name, n_samples, timeout_s=_SECONDS_PER_OP)
+            )
+        except RankError as error:
+            lines = str(error).splitlines()
+            result = Result(name, family, "hang", {"hang": 1}, {"hang": " | ".join(lines[:12])})
+            pool.close()
+        if result.verdict == "hang" and pool.alive:
+            pool.close()
+        results.append(result)
+        if show is not None:
+            show(result)
+    if pool is not None and pool.alive:
+        pool.close()
+    return results
+
+
+def table(results: list[Result]) -> Any:
+    """Verdicts by family."""
+    from rich.table import Table
+
+    columns = [v for v in (*VERDICTS, "skipped") if any(r.verdict == v for r in results)]
+    shown = Table("family", *columns, "of", title=f"op variants on {WORLD_SIZE} ranks")
+    families = sorted({r.family for r in results})
+    for family in [*families, "all"]:
+        row = Counter(r.verdict for r in results if family in (r.family, "all"))
+        cells = [str(row[c] or "") for c in columns]
+        shown.add_row(family, *cells, str(sum(row.values())), end_section=family == families[-1])
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count, print, and write the results as JSON."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of ops")
+    parser.add_argument("--samples", type=int, default=5, help="sample inputs an op (default: 5)")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("-v", "--verbose", action="store_true", help="each reason, as it is found")
+    options = parser.parse_args(argv)
+    names = [
+        name for name in op_variants() if not options.only or any(o in name for o in options.only)
+    ]
+    console = Console()
+    started = time.monotonic()
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=len(names))
+
+        def show(result: Result) -> None:
+            progress.update(task, advance=1, description=result.name[:36].ljust(36))
+            if options.verbose and result.verdict not in ("right", "skipped"):
+                console.print(f"{result.name}: {result.runs}", highlight=False)
+                for verdict, reason in result.reasons.items():
+                    console.print(f"   {verdict}: {reason}", highlight=False, markup=False)
+
+        results = count(names, options.samples, show)
+    console.print(table(results))
+    console.print(f"{time.monotonic() - started:.0f} s, torch {torch.__version__}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    return 0 if all(r.verdict in ("right", "skipped") for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
