@@ -3,6 +3,16 @@
 if not __name__.startswith("weft."):
     raise ImportError("import weft.collectives: the top-level name is not ours")
 
+import os as _os
+
+import torch as _torch
+
+# Kernels are interpreted where there is no GPU. Triton settles this when a kernel is decorated, its
+# own ones when it is imported: hence here, before any module of ours can import it.
+# `python -m weft.kernels.aot` opts out of it with TRITON_INTERPRET=0.
+if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
+    _os.environ["TRITON_INTERPRET"] = "1"
+
 from weft.collectives.collective_ops import (
     all_gather,
     all_reduce,

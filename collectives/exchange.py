@@ -90,7 +90,7 @@ class Exchange:
 
     def peers(self) -> list[int]:
         """The other ranks: rank + 1 first, so that not all ranks read from one."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        return self._ws.group.peers()
 
 
 class StreamExchange(Exchange):

@@ -86,6 +86,10 @@ class Group:
             return "virtual"
         return "cuda" if torch.cuda.is_available() else "posix"
 
+    def peers(self) -> list[int]:
+        """The other ranks: rank + 1 first, so that not all ranks read from one."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only: it is slow."""
         if self.virtual is not None:

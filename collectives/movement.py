@@ -1,12 +1,12 @@
 """How the bytes of a collective move: no gradients, no checks of arguments.
 
-CPU ranks exchange through symmetric memory, in windows small enough to stay in the cache between
-the rank that writes them and the ranks that read them:
+CPU ranks exchange what is small through symmetric memory, in windows small enough to stay in the
+cache between the rank that writes them and the ranks that read them:
 
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
-so that main memory sees each input byte read once and each result byte written once. Where
-symmetric memory does not reach, and on GPUs, the process group does it.
+and read what is large straight from each other's memory (see `direct`), where the system lets them.
+Where symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
 """
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft import settings
+from weft.collectives import direct
 from weft.collectives.exchange import Exchange, exchange
 from weft.collectives.group import Group
 from weft.errors import MismatchError
@@ -29,6 +30,7 @@ from weft.errors import MismatchError
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 _WINDOW_BYTES = 1 << 20  # half of the smallest L2 cache in use; see `weft bench collectives`
+_DIRECT_BYTES = 256 << 10  # a transfer from which one copy less is worth a second meeting
 _DIST_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -65,6 +67,13 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
         _process_group_gather(parts, x, group)
         return
     flat, mine = [part.view(-1) for part in parts], x.view(-1)
+    if _read_directly(max(part.numel() for part in flat), group, x):
+        shards = direct.Readable(group, "all_gather", mine)
+        flat[group.rank].copy_(mine)
+        for peer in group.peers():
+            shards.read(peer, 0, flat[peer])
+        shards.done()
+        return
     for start, stop in _windows(max(part.numel() for part in flat), x.dtype):
         nbytes = (stop - start) * x.element_size()
         with exchange(group, nbytes, "all_gather", x.device) as ex:
@@ -103,6 +112,12 @@ def _scatter_into(
         return
     parts, result = [part.view(-1) for part in x.split(sizes)], out.view(-1)
     widest = max(part.numel() for part in parts)
+    if _read_directly(widest, group, x):
+        inputs = direct.Readable(group, "reduce_scatter", x)
+        start = sum(part.numel() for part in parts[: group.rank])
+        _reduce_directly(result, parts[group.rank], inputs, start, group, op)
+        inputs.done()
+        return
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
     slot_bytes = -(-window * x.element_size() // 64) * 64
     for start in range(0, widest, window):
@@ -115,6 +130,29 @@ def _scatter_into(
             own = parts[group.rank][start : start + window]
             terms = _terms(ex, group, own, group.rank * slot_bytes)
             _reduce_into(into, terms, op)
+
+
+def _reduce_directly(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    inputs: direct.Readable,
+    start: int,
+    group: Group,
+    op: ReduceOp,
+) -> None:
+    """out = this rank's `own` reduced with what the others have from element `start` on."""
+    # Each read takes about 10 us however small; the terms of a window should stay in the cache.
+    width = max(_DIRECT_BYTES, _WINDOW_BYTES // group.world_size) // own.element_size()
+    room = [own.new_empty(min(width, own.numel())) for _ in range(group.world_size)]
+    overlapping = out.data_ptr() == own.data_ptr()
+    for first in range(0, own.numel(), width):
+        into = out[first : first + width]
+        terms = [part[: into.numel()] for part in room]
+        for peer in group.peers():
+            inputs.read(peer, start + first, terms[peer])
+        mine = own[first : first + width]
+        terms[group.rank] = terms[group.rank].copy_(mine) if overlapping else mine
+        _reduce_into(into, terms, op)
 
 
 # With more ranks than this, or windows larger than this, each rank reduces its own part of a window
@@ -139,6 +177,17 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
         out.copy_(_process_group_reduce(x, group, op))
         return
     mine, result = x.view(-1), out.view(-1)
+    sizes = chunk_sizes(mine.numel(), group.world_size)
+    if _read_directly(sizes[0], group, x):
+        starts = offsets(sizes)
+        start, stop = starts[group.rank], starts[group.rank] + sizes[group.rank]
+        inputs = direct.Readable(group, "all_reduce", mine)
+        _reduce_directly(result[start:stop], mine[start:stop], inputs, start, group, op)
+        reduced = direct.Readable(group, "all_reduce", result)
+        for peer in group.peers():
+            reduced.read(peer, starts[peer], result[starts[peer] : starts[peer] + sizes[peer]])
+        reduced.done()
+        return
     for start, stop in _windows(mine.numel(), x.dtype):
         own, into = mine[start:stop], result[start:stop]
         nbytes = own.numel() * x.element_size()
@@ -243,6 +292,13 @@ def _all_to_all_into(
     outgoing = [part.view(-1) for part in x.split(sends)]
     incoming = [part.view(-1) for part in out.split(receives)]
     incoming[group.rank].copy_(outgoing[group.rank])
+    if _read_directly(widest, group, x):
+        inputs = direct.Readable(group, "all_to_all", x)
+        for peer in group.peers():
+            start = row * sum(table[peer if told else 0][: group.rank])
+            inputs.read(peer, start, incoming[peer])
+        inputs.done()
+        return
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
     slot_bytes = -(-window * x.element_size() // 64) * 64
     for start in range(0, widest, window):
@@ -279,28 +335,39 @@ def broadcast(
     x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = _result(x.shape, x, given)
-    if group.rank == src and out is not x:
-        out.copy_(x)
-    if group.world_size > 1:
-        _broadcast_into(out, group, src)
+    _broadcast_into(out, x.contiguous(), group, src)
     return _returned(out, given)
 
 
-def _broadcast_into(x: torch.Tensor, group: Group, src: int) -> None:
-    if not _use_memory("broadcast", group, x):
-        dist.broadcast(x, group.ranks[src], group=group.pg)
+def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) -> None:
+    if group.world_size == 1:
+        out.copy_(x)
         return
-    flat = x.view(-1)
-    for start, stop in _windows(flat.numel(), x.dtype):
-        part = flat[start:stop]
-        with exchange(group, part.numel() * x.element_size(), "broadcast", x.device) as ex:
+    if not _use_memory("broadcast", group, x):
+        if group.rank == src:
+            out.copy_(x)
+        dist.broadcast(out, group.ranks[src], group=group.pg)
+        return
+    given, received = x.view(-1), out.view(-1)
+    if _read_directly(given.numel(), group, x):
+        whole = direct.Readable(group, "broadcast", given)
+        if group.rank == src:
+            received.copy_(given)
+        else:
+            whole.read(src, 0, received)
+        whole.done()
+        return
+    for start, stop in _windows(given.numel(), x.dtype):
+        nbytes = (stop - start) * x.element_size()
+        with exchange(group, nbytes, "broadcast", x.device) as ex:
             if group.rank == src:
-                ex.local(tuple(part.shape), x.dtype).copy_(part)
+                ex.local((stop - start,), x.dtype).copy_(given[start:stop])
                 ex.signal_all()
+                received[start:stop].copy_(given[start:stop])
             else:
                 ex.signal_all()
                 ex.wait(src)
-                part.copy_(ex.peer(src, tuple(part.shape), x.dtype))
+                received[start:stop].copy_(ex.peer(src, (stop - start,), x.dtype))
 
 
 def _result(shape: Sequence[int], x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -328,6 +395,12 @@ def _use_memory(op: str, group: Group, x: torch.Tensor) -> bool:
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
         settings.record(op, "host" if use else "generic", why, shapes)
     return use
+
+
+def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
+    """Whether a transfer of `numel` elements between two ranks goes without symmetric memory."""
+    large = numel * x.element_size() >= _DIRECT_BYTES
+    return large and x.device.type == "cpu" and direct.reaches(group)
 
 
 def _window_elements(dtype: torch.dtype) -> int:

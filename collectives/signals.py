@@ -26,18 +26,11 @@ interpreter.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-# Kernels are interpreted where there is no GPU. Triton settles this when a kernel is decorated;
-# `python -m weft.kernels.aot` opts out of it with TRITON_INTERPRET=0.
-if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import triton
 import triton.language as tl
 
@@ -59,11 +52,17 @@ _HAS_ATOMIC_LOAD = tl.constexpr(hasattr(tl, "atomic_load"))  # Triton 3.9
 
 def interpreter_ready() -> tuple[bool, str]:
     """Whether kernels can run on CPU in this process, and if not, why."""
-    if INTERPRETED:
-        return True, "kernels are interpreted"
-    return False, (
-        "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python runs"
-    )
+    if not INTERPRETED:
+        return False, (
+            "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python "
+            "runs"
+        )
+    if isinstance(tl.zeros, triton.JITFunction):
+        return False, (
+            "triton was imported before weft, and so has its own functions compiled; import weft "
+            "first, or set TRITON_INTERPRET=1 before Python runs"
+        )
+    return True, "kernels are interpreted"
 
 
 def polls_within(seconds: float, device: torch.device) -> int:

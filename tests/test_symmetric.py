@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives import pad
+from weft.collectives import pad, stream_signals
 from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
@@ -80,9 +80,6 @@ def run_ahead_body(slow: int) -> None:
 
 def stream_body() -> None:
     """What a GPU does with kernels in a stream, with the kernels interpreted."""
-    # Here, as it imports triton, which must find TRITON_INTERPRET set in the tests' own process.
-    from weft.collectives import stream_signals
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ws = workspace(None, 1 << 12, channel="stream")
     for call in range(4):

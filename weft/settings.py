@@ -5,6 +5,7 @@ Environment variables, read when they are used:
     WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (60)
     WEFT_CHECK       1: compare every call's op, shapes and dtypes across ranks before it starts (0)
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
+    WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
     WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
 """
 
@@ -39,6 +40,11 @@ def timeout_s() -> float:
 def check_calls() -> bool:
     """Whether each call is compared across ranks before it starts."""
     return os.environ.get("WEFT_CHECK", "0") not in ("", "0")
+
+
+def direct_reads() -> bool:
+    """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
+    return os.environ.get("WEFT_DIRECT", "1") not in ("", "0")
 
 
 def cache_dir() -> Path:

@@ -1,0 +1,113 @@
+"""Reading a peer's private memory: one copy instead of two.
+
+Through shared memory a byte is copied twice, into it and out of it, and the second copy fetches
+what another core has just written. Linux copies between the memories of two processes at once
+(process_vm_readv, "cross-memory attach"), at about the rate of memcpy from 64 KiB on:
+
+    each rank   tells where its tensor lies  ->  reads pieces of the others'  ->  waits for readers
+
+Processes may do so if they belong to one user and nothing (Yama, seccomp) forbids it: whether it
+works is tried once a group, and symmetric memory is used where it does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+
+import torch
+
+from weft import settings
+from weft.collectives import pad
+from weft.collectives.exchange import agree
+from weft.collectives.group import Group, kept_by_group
+from weft.collectives.workspace import workspace
+
+_LONGEST_READ = 1 << 30  # the kernel reads a little less than 2 GiB at once
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _read(pid: int, address: int, into: int, nbytes: int) -> int:
+    """Copy `nbytes` from `address` in process `pid`. Returns 0, or the number of the error."""
+    if not hasattr(_libc, "process_vm_readv"):
+        return errno.ENOSYS
+    done = 0
+    while done < nbytes:
+        size = min(nbytes - done, _LONGEST_READ)
+        here, there = _Range(into + done, size), _Range(address + done, size)
+        count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count < 0:
+            return ctypes.get_errno()
+        done += count
+    return 0
+
+
+_reaches: dict[Group, bool] = {}
+kept_by_group.append(_reaches)
+
+
+def reaches(group: Group) -> bool:
+    """Whether every rank of `group` can read every other's memory. Collective the first time.
+
+    WEFT_DIRECT=0 in the environment of any rank says no.
+    """
+    if group.why or group.virtual is not None or group.world_size == 1:
+        return False
+    known = _reaches.get(group)
+    if known is None:
+        # A pid may be another process's where ranks live in containers: the value read decides.
+        nonce = torch.tensor([secrets.randbits(62)])
+        told = group.gather_objects((nonce.data_ptr(), nonce.item()))
+        seen = torch.zeros_like(nonce)
+        works = settings.direct_reads() and all(
+            _read(process.pid, address, seen.data_ptr(), 8) == 0 and seen.item() == value
+            for process, (address, value) in zip(group.processes, told, strict=True)
+        )
+        known = _reaches[group] = all(group.gather_objects(works))
+    return known
+
+
+class Readable:
+    """`x` of every rank, readable by all until `done`. Making one is collective.
+
+    Args:
+        op: name of the call, the same on every rank.
+        x: contiguous, on the CPU.
+
+    Raises:
+        PeerTimeout: a rank did not come, or died.
+        MismatchError: the ranks' `op` differ.
+    """
+
+    def __init__(self, group: Group, op: str, x: torch.Tensor) -> None:
+        self._group, self._op, self._x = group, op, x
+        self._addresses = agree(group, op, x.data_ptr())
+
+    def read(self, peer: int, start: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out` from `peer`'s `x`, from its element number `start` on."""
+        size = out.element_size()
+        pid = self._group.processes[peer].pid
+        address = self._addresses[peer] + start * size
+        failure = _read(pid, address, out.data_ptr(), out.numel() * size)
+        if failure == errno.ESRCH:
+            ws = workspace(self._group, channel="agree", device="cpu")
+            ws.waiter.give_up(peer, ws.own[pad.GENERATION], self._op, 0.0)
+        if failure:
+            raise RuntimeError(
+                f"{self._op}: could not read {out.numel() * size} bytes of rank {peer}: "
+                f"{os.strerror(failure)}. WEFT_DIRECT=0 uses shared memory instead."
+            )
+
+    def done(self) -> None:
+        """Collective: afterwards nobody reads this rank's `x` any more. Making another `Readable`
+        of the group has the same effect.
+        """
+        agree(self._group, self._op, 0)
