@@ -7,11 +7,17 @@ from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
+from weft.kernels.sequence_attention import ring_attention
+from weft.kernels.sharded_sequence import from_zigzag, to_zigzag, zigzag_sizes
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "all_gather_matmul",
+    "from_zigzag",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "ring_attention",
+    "to_zigzag",
+    "zigzag_sizes",
 ]

@@ -30,6 +30,7 @@ class Problem:
         M, N, K: the local matmul (M, K) @ (K, N), all weights of one call together.
         moved_bytes: bytes that a rank receives.
         refusal: why no fused engine can run the call; empty if one can.
+        host_refusal: why the host engine cannot; empty if it can.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Problem:
     dtype: torch.dtype
     moved_bytes: int
     refusal: str = ""
+    host_refusal: str = ""
 
 
 def is_supported(
@@ -51,6 +53,8 @@ def is_supported(
         return False, problem.refusal
     if group.why:
         return False, group.why
+    if engine == "host" and problem.host_refusal:
+        return False, problem.host_refusal
     if engine == "triton":
         if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return False, f"the kernels take float32, bfloat16 and float16, not {problem.dtype}"
@@ -91,7 +95,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     if not supported:
         return "generic", reason
     if group.world_size == 1:
-        return "host", "one rank"
+        return fused if problem.host_refusal else "host", "one rank"
     times = predict(problem, group, device)
     best = min(times, key=lambda engine: times[engine])
     others = ", ".join(f"{us:.0f} us for {e}" for e, us in times.items() if e != best)
@@ -110,8 +114,11 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     # The copy engine overlaps all but the first chunk; the kernel overlaps all but filling its
     # pipeline, at 95 % of the library's matmul rate.
     world_size = group.world_size
-    return {
+    times: dict[RunnableEngine, float] = {
         "triton": max(matmul / 0.95, moved) + 2 * rates.sync_us,
         "host": max(matmul, moved) + moved / world_size + 2 * world_size * rates.sync_us,
         "generic": generic,
     }
+    if problem.host_refusal:
+        del times["host"]
+    return times

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weft.kernels import all_gather_matmul as all_gather_matmul
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
+    from weft.kernels import ring_attention as ring_attention
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -41,6 +42,7 @@ _HOME = {
     "all_gather_matmul": "weft.kernels",
     "matmul_all_reduce": "weft.kernels",
     "matmul_reduce_scatter": "weft.kernels",
+    "ring_attention": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
 }
@@ -49,6 +51,7 @@ __all__ = [  # noqa: RUF022 - grouped, not sorted
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "ring_attention",
     "ColumnParallelLinear",
     "RowParallelLinear",
     "engine",

@@ -1,0 +1,141 @@
+"""Attention by pieces on a CPU, at the speed of torch's own kernel: partial results and their sum.
+
+Softmax over keys that come piece by piece: each piece gives its own output and the log-sum-exp of
+its scores, and two of them merge exactly, as
+
+    out = out_a * sigmoid(lse_a - lse_b) + out_b * sigmoid(lse_b - lse_a)
+    lse = log(exp(lse_a) + exp(lse_b))
+
+Backward, torch's kernel is given the output and log-sum-exp of *all* keys: its probabilities are
+then the final ones, and the gradients of the pieces simply add up. No matrix of scores is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import functional
+
+from weft.kernels.sharded_sequence import Piece, Visibility
+
+
+class PartialAttention:
+    """Attention of queries (B, H, S, D) to the keys seen so far: fp32 or better.
+
+    Attributes:
+        out: (B, H, S, D).
+        lse: (B, H, S), -inf where nothing was seen.
+    """
+
+    def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
+        self._q, self._sees, self._scale = q, sees, scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        self.lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        """Attend to more keys, k and v (B, H_kv, S_k, D), in the `pieces` that are seen."""
+        if not _any_work(self._q, k):
+            return
+        for piece in pieces:
+            rows, keys = slice(*piece.queries), slice(*piece.keys)
+            mask = _mask(piece, self._sees, self._q)
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                self._q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                is_causal=piece.kind == "causal",
+                attn_mask=mask,
+                scale=self._scale,
+            )
+            if mask is not None:  # torch's kernel says 0 for queries that see nothing
+                lse = lse.masked_fill((mask < 0).all(-1), -torch.inf)
+            seen = self.lse[:, :, rows]
+            # Of two that saw nothing, -inf - -inf.
+            weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
+            self.out[:, :, rows].lerp_(out.to(self.out.dtype), weight.unsqueeze(-1))
+            torch.logaddexp(seen, lse, out=seen)
+
+
+class AttentionGrad:
+    """Gradients of a finished attention, collected piece by piece.
+
+    Args:
+        out, lse: of the whole attention, as forward returned them; grad_out, grad_lse: their
+            gradients, the latter None where lse was not used.
+
+    Attributes:
+        dq: (B, H, S, D) of the pieces so far, fp32 or better.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        sees: Visibility,
+        scale: float,
+    ) -> None:
+        self._sees, self._scale, self._width = sees, scale, q.shape[3]
+        self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is no nan
+        self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        self._columns = 0
+        if grad_lse is not None:
+            # d(score) = p * (dp - sum(grad_out * out) + grad_lse): one more column does it, in
+            # which q, k and v are 0, so that it adds to the sum only.
+            self._columns = 1
+            out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
+            grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
+        self._q = functional.pad(q, (0, self._columns))
+        self._out, self._grad_out = out, grad_out
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pieces: Iterable[Piece],
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Add to `dq`, and to dk and dv (B, H_kv, S_k, D), what the `pieces` give."""
+        if not _any_work(self._q, k):
+            return
+        k, v = functional.pad(k, (0, self._columns)), functional.pad(v, (0, self._columns))
+        for piece in pieces:
+            rows, keys = slice(*piece.queries), slice(*piece.keys)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                self._grad_out[:, :, rows],
+                self._q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                self._out[:, :, rows],
+                self._lse[:, :, rows],
+                0.0,
+                piece.kind == "causal",
+                attn_mask=_mask(piece, self._sees, self._q),
+                scale=self._scale,
+            )
+            sums = (self.dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
+            for total, grad in zip(sums, grads, strict=True):
+                total.add_(grad[..., : self._width])
+
+
+def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """torch's kernel divides by its sizes."""
+    return q.numel() > 0 and k.numel() > 0
+
+
+def _mask(piece: Piece, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
+    """0 where a query sees a key and -inf where not, (rows, keys) of the piece."""
+    if piece.kind != "band":
+        return None
+    rows = torch.arange(*piece.queries, device=q.device) - piece.queries[0] + piece.shift
+    keys = torch.arange(*piece.keys, device=q.device) - piece.keys[0]
+    distance = keys - rows.unsqueeze(1)
+    hidden = (distance < -sees.before) | (distance > sees.after)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        hidden, -torch.inf
+    )

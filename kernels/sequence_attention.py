@@ -1,0 +1,420 @@
+"""ring_attention: exact attention over a sequence sharded across ranks, differentiable.
+
+W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences:
+
+                                    k_0, v_0 (B, H_kv, m_0, D)
+    q_r (B, H, n_r, D)  attends to  k_1, v_1                      =   out_r (B, H, n_r, D)
+                                    ...
+
+Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
+its own keys, then to each peer's in place, as that peer signals: rank + 1 first. Partial results
+merge by log-sum-exp (`chunk_attention`). Keys that no query here sees are not read.
+
+Backward. Keys are shown again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t: its
+dq stays here, and its dk and dv are written to symmetric memory, where their owner reads them at
+the end of the step. An owner so adds up its own part, then those of rank - 1, rank - 2, ..: always
+in that order, so that gradients are bitwise the same from run to run. No rank ever holds more than
+two shards beside its own, however many ranks there are.
+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from weft.collectives import Exchange, Group, all_gather, exchange, resolve
+from weft.collectives.exchange import agree, check_call
+from weft.collectives.group import GroupLike
+from weft.kernels.chunk_attention import AttentionGrad, PartialAttention
+from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.sharded_sequence import (
+    UNBOUNDED,
+    Geometry,
+    SequenceLayout,
+    Span,
+    Visibility,
+    pieces_between,
+)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: SequenceLayout = "contiguous",
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    return_lse: bool = False,
+    sizes: Sequence[int] | None = None,
+    key_sizes: Sequence[int] | None = None,
+) -> Any:
+    """softmax(q @ cat(k over ranks)^T * scale) @ cat(v over ranks), for this rank's queries.
+
+    Args:
+        q: (B, H, n, D), this rank's shard of the queries along dim 2; any strides. Shards may
+            differ in length and be empty; everything else is the same on every rank.
+        k, v: (B, H_kv, m, D), this rank's shards of keys and values, dtype of q. H_kv divides H:
+            query head h uses head h // (H / H_kv).
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        causal: the query at position i of the whole sequence sees the keys at positions <= i.
+            Positions count from 0 in queries and keys alike, also if there are more of the one than
+            of the other: `is_causal` of torch's scaled_dot_product_attention.
+        scale: of the scores; None: 1 / sqrt(D).
+        layout: which tokens a rank holds. "contiguous": those after the lower ranks'. "zigzag":
+            chunks r and 2 W - 1 - r of 2 W, which makes causal work even; lengths are then those of
+            `weft.kernels.zigzag_sizes`, and `to_zigzag` reorders a whole sequence.
+        window: the query at position i sees no keys before i - window: flash-attention's
+            `window_size` = (window, -1). A pair (left, right) limits both sides; -1 is no limit.
+        cu_seqlens: where packed documents begin in the whole sequence, 0 first, and last its
+            length, the same on every rank; a query sees its own document only. For every row of the
+            batch alike, as many queries as keys, in either layout. A tensor on a GPU costs a sync.
+        return_lse: also return the log-sum-exp of each query's scores.
+        sizes, key_sizes: n and m of every rank, where known (`key_sizes` defaults to `sizes`);
+            None: the ranks tell each other, which costs a few us.
+
+    Returns:
+        out (B, H, n, D), contiguous, dtype of q; with `return_lse` the pair (out, lse), lse
+        (B, H, n) in fp32, natural logarithm. A query that sees no key gets 0, and lse -inf.
+
+        Both are differentiable, in q, k and v; the gradients of k and v are summed over ranks.
+
+    Raises:
+        ValueError: shapes, dtypes, sizes or documents that do not fit.
+        MismatchError: on every rank, if the ranks' calls do not fit together.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        2 ranks, one head of width 1, all q = 0: every score is 0. v = [[1.], [2.]] on rank 0 and
+        [[3.], [6.]] on rank 1 give out = 3 for every query; causal, [1, 1.5] and [2, 3].
+    """
+    where = resolve(group)
+    _check_tensors(q, k, v, layout)
+    before, after = _reach(causal, window)
+    documents = _documents(cu_seqlens)
+    B, H, D = q.shape[0], q.shape[1], q.shape[3]
+    scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    call = (
+        f"ring_attention of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
+        f"{after=}, {scale=}, {layout}, {documents=}"
+    )
+    q_sizes, k_sizes = _sizes(q, k, where, call, sizes, key_sizes)
+    total = sum(k_sizes)
+    if documents is not None and not sum(q_sizes) == total == documents[-1]:
+        raise ValueError(
+            f"cu_seqlens must end with the number of tokens, as many queries as keys: got "
+            f"{documents[-1]} for {sum(q_sizes)} queries and {total} keys"
+        )
+    geometry = Geometry(q_sizes, k_sizes, layout, Visibility(total, before, after, documents))
+    _ = geometry.q_spans, geometry.k_spans  # ValueError if the sizes are not the layout's
+
+    W = where.world_size
+    share = -(-sum(q_sizes) // W)
+    problem = Problem(
+        "ring_attention",
+        M=B * H * share,
+        N=max(1, min(total, before + after) // (2 if causal and window is None else 1)),
+        K=2 * D,
+        dtype=q.dtype,
+        moved_bytes=2 * B * k.shape[1] * D * (total - total // W) * k.element_size(),
+        host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
+    )
+    engine = choose(problem, where, q.device)
+    if engine == "generic":
+        out, lse = _gathered_attention(q, k, v, where, geometry, scale, return_lse)
+    elif engine == "triton":
+        raise NotImplementedError("ring_attention has no Triton kernel yet; use the host engine")
+    else:
+        out, lse = _RingAttention.apply(q, k, v, where, geometry, scale, engine)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"q must be (B, H, n, D), k and v (B, H_kv, m, D), {shapes}")
+    B, H, _, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D or D == 0 or not k.shape[1] or H % k.shape[1]:
+        raise ValueError(f"k must have q's B and D, at least 1, and H_kv must divide H, {shapes}")
+    for name, other in (("k", k), ("v", v)):
+        if (other.dtype, other.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got "
+                f"{other.dtype} on {other.device}"
+            )
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must be of a floating-point dtype, got {q.dtype}")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}')
+
+
+def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """How far a query sees to its left and right."""
+    left, right = (
+        (-1, -1) if window is None else (window, -1) if isinstance(window, int) else window
+    )
+    if (isinstance(window, int) and window < 0) or left < -1 or right < -1:
+        raise ValueError(
+            f"window must be a number of tokens >= 0, or (left, right) with -1 for no limit, got "
+            f"{window}"
+        )
+    before, after = (UNBOUNDED if reach == -1 else min(reach, UNBOUNDED) for reach in (left, right))
+    return before, 0 if causal else after
+
+
+def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    starts = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    documents = tuple(int(start) for start in starts)
+    if not documents or documents[0] != 0 or list(documents) != sorted(documents):
+        raise ValueError(
+            f"cu_seqlens must begin with 0 and never fall, got {documents[:8]}"
+            f"{' ...' if len(documents) > 8 else ''}"
+        )
+    return documents
+
+
+def _sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    group: Group,
+    call: str,
+    sizes: Sequence[int] | None,
+    key_sizes: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows of q and of k of every rank: those given, after a check, or exchanged."""
+    check_call(group, call)
+    mine = (q.shape[2], k.shape[2])
+    if sizes is None and key_sizes is None:
+        if group.why:
+            told = group.gather_objects(mine)
+        else:
+            told = [divmod(n, 1 << 31) for n in agree(group, call, (mine[0] << 31) + mine[1])]
+        return tuple(n for n, _ in told), tuple(m for _, m in told)
+    if sizes is None:
+        raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")
+    lengths = [tuple(sizes), tuple(sizes if key_sizes is None else key_sizes)]
+    for name, held, length in zip(("sizes", "key_sizes"), lengths, mine, strict=True):
+        if len(held) != group.world_size or held[group.rank] != length:
+            raise ValueError(
+                f"{name} holds the length of every rank's shard along dim 2: got {list(held)} for "
+                f"{group.world_size} ranks, with {length} here (rank {group.rank})"
+            )
+    return lengths[0], lengths[1]
+
+
+class _RingAttention(torch.autograd.Function):
+    """q, k, v -> out, lse, on the host or the triton engine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: Group,
+        geometry: Geometry,
+        scale: float,
+        engine: RunnableEngine,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _host_forward(q, k, v, group, geometry, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.geometry, ctx.scale, ctx.engine = group, geometry, scale, engine
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        dq, dk, dv = _host_backward(
+            q, k, v, out, lse, grad_out, grad_lse, ctx.group, ctx.geometry, ctx.scale
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None, None
+
+
+def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Show this rank's k and v (B, H_kv, m, D) to all peers."""
+    shown = ex.local((2, *k.shape), k.dtype)
+    shown[0].copy_(k)
+    shown[1].copy_(v)
+    ex.signal_all()
+
+
+def _peers_keys(
+    ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`peer`'s k and v, in place, once it has shown them."""
+    ex.wait(peer)
+    shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
+    return shown[0], shown[1]
+
+
+def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
+    """Of k and v of `rank` together, or of their gradients."""
+    return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
+
+
+def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
+    return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
+
+
+def _host_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    partial = PartialAttention(q, geometry.sees, scale)
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+        _publish_keys(ex, k, v)
+        partial.add(k, v, pieces_between(geometry, group.rank, group.rank))
+        for peer in ex.peers():
+            if seen := pieces_between(geometry, group.rank, peer):
+                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
+    return partial.out.to(q.dtype), partial.lse
+
+
+def _host_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", lse.dtype
+    grad = AttentionGrad(q, out, lse, grad_out, grad_lse, geometry.sees, scale)
+    total = torch.zeros(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
+        _publish_keys(keys, k, v)
+        grad.add(k, v, pieces_between(geometry, rank, rank), total[0], total[1])
+        nbytes = _shown_bytes(k, geometry, wide)
+        for step in range(1, W):
+            if not any(pieces_between(geometry, r, (r + step) % W) for r in range(W)):
+                continue
+            owner, source = (rank + step) % W, (rank - step) % W
+            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
+                if seen := pieces_between(geometry, rank, owner):
+                    part = ex.local(_shape_of(k, owner, geometry), wide).zero_()
+                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, part[0], part[1])
+                ex.signal_all()
+                if pieces_between(geometry, source, rank):
+                    ex.wait(source)
+                    total.add_(ex.peer(source, tuple(total.shape), wide))
+    dk, dv = total.to(k.dtype)
+    return grad.dq.to(q.dtype), dk, dv
+
+
+def _gathered_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The generic engine: gather keys and values, then torch's attention with an explicit mask."""
+    k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
+    mask = _whole_mask(geometry, group.rank, q.device)
+    blind = None
+    if mask is not None:
+        # Softmax over nothing is nan, in gradients as well: such queries see all, and are zeroed.
+        blind = ~mask.any(-1)
+        mask = mask | blind.unsqueeze(-1)
+    if return_lse or not (q.numel() and k.numel()):
+        out, lse = _plain_attention(q, k, v, mask, scale)
+    else:
+        gqa = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+        lse = None
+    if blind is not None:
+        out = out.masked_fill(blind.unsqueeze(-1), 0.0)
+        lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
+    return out, lse
+
+
+def _plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q @ k^T * scale) @ v and the log-sum-exp, written out, in fp32 or better."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q.to(wide) * scale) @ k.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)
+
+
+def _whole_mask(geometry: Geometry, rank: int, device: torch.device) -> torch.Tensor | None:
+    """Which gathered keys each query of `rank` sees, (n, M); None: all of them."""
+    sees = geometry.sees
+    if sees.before == sees.after == UNBOUNDED and sees.documents is None:
+        return None
+
+    def positions(spans: Sequence[Span]) -> torch.Tensor:
+        parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+        return torch.cat(parts)
+
+    mine = positions(geometry.q_spans[rank]).unsqueeze(1)
+    theirs = positions([span for spans in geometry.k_spans for span in spans])
+    mask = (theirs >= mine - sees.before) & (theirs <= mine + sees.after)
+    if sees.documents is not None:
+        starts = torch.tensor(sees.documents, device=device)
+        document = [torch.bucketize(x, starts, right=True) for x in (mine, theirs)]
+        mask &= document[0] == document[1]
+    return mask
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of whole sequences, in any dtype: the oracle of the tests."""
+    left, right = window if isinstance(window, tuple) else (-1 if window is None else window, -1)
+    i = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
+    j = torch.arange(k.shape[2], device=q.device)
+    hidden = torch.zeros(len(i), len(j), dtype=torch.bool, device=q.device)
+    if causal:
+        hidden |= j > i
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    for boundary in cu_seqlens or ():
+        hidden |= (i < boundary) != (j < boundary)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    blind = hidden.all(-1)
+    weights = scores.masked_fill(blind.unsqueeze(-1), 0.0).softmax(-1)
+    weights = weights.masked_fill(blind.unsqueeze(-1), 0.0)
+    lse = scores.masked_fill(blind.unsqueeze(-1), 0.0).logsumexp(-1)
+    return weights @ v, lse.masked_fill(blind, -torch.inf)

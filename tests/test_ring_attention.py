@@ -1,0 +1,174 @@
+"""Attention over sharded sequences against float64, forward and every gradient, on all engines."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.collectives.movement import chunk_sizes
+from weft.kernels import to_zigzag, zigzag_sizes
+from weft.kernels.sequence_attention import attention_reference
+
+ENGINES = ("host", "generic")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+
+
+def shard(x: torch.Tensor, sizes: list[int], layout: str, rank: int, strided: bool) -> torch.Tensor:
+    """This rank's part of a whole (B, H, S, D), or (B, H, S); as (B, S, H, D) in memory."""
+    if layout == "zigzag":
+        x = to_zigzag(x, len(sizes), 2)
+    part = x.split(sizes, 2)[rank].clone()
+    if strided and x.ndim == 4:
+        part = part.transpose(1, 2).contiguous().transpose(1, 2)
+    return part
+
+
+def check(
+    name: str, actual: torch.Tensor | None, expected: torch.Tensor, case: dict[str, Any]
+) -> None:
+    """Outputs are averages of N(0, 1) values, gradients sums of few: errors of a handful of
+    roundings, of the values and of the probabilities, at the size of the largest value.
+
+    The log-sum-exp is fp32, of fp32 scores; torch's kernel for half precision takes an exp of 20
+    bits, and errors of the sum average out.
+    """
+    assert actual is not None, name
+    assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
+    finite = expected[expected.isfinite()]
+    largest = max(1.0, float(finite.abs().max()) if finite.numel() else 0.0)
+    eps = torch.finfo(torch.float32 if name == "lse" else case["dtype"]).eps
+    atol = 4 * eps * largest * len(case["q_sizes"]) ** 0.5
+    atol += (
+        (64 if case["dtype"] == torch.float32 else 1024) * torch.finfo(torch.float32).eps * largest
+    )
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def attention_case(case: dict[str, Any]) -> list[torch.Tensor]:
+    """One call, forward and backward, on this rank; its results."""
+    rank = dist.get_rank()
+    q_sizes, k_sizes, layout = case["q_sizes"], case["k_sizes"], case["layout"]
+    B, H, H_kv, D, dtype = (case[key] for key in ("B", "H", "H_kv", "D", "dtype"))
+    options = {key: case[key] for key in ("causal", "scale", "window", "cu_seqlens")}
+    q, out_grad = (whole((B, H, sum(q_sizes), D), dtype, seed) for seed in (1, 4))
+    k, v = (whole((B, H_kv, sum(k_sizes), D), dtype, seed) for seed in (2, 3))
+    lse_grad = whole((B, H, sum(q_sizes)), torch.float32, 5)
+
+    def mine(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return shard(x, sizes, layout, rank, case["strided"])
+
+    ours = [mine(q, q_sizes), mine(k, k_sizes), mine(v, k_sizes)]
+    for x in ours:
+        x.requires_grad_()
+    known = {"sizes": q_sizes, "key_sizes": k_sizes} if case["known"] else {}
+    with weft.engine(case["engine"]):
+        out, lse = weft.ring_attention(*ours, layout=layout, return_lse=True, **options, **known)
+        roots, grads = [out], [mine(out_grad, q_sizes)]
+        if case["with_lse"]:
+            # -inf of queries that see nothing has no gradient.
+            roots.append(lse.masked_fill(lse == -torch.inf, 0.0))
+            grads.append(mine(lse_grad, q_sizes))
+        torch.autograd.backward(roots, grads)
+
+    theirs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = attention_reference(*theirs, **options)
+    roots, grads = [expected], [out_grad.double()]
+    if case["with_lse"]:
+        roots.append(expected_lse.masked_fill(expected_lse == -torch.inf, 0.0))
+        grads.append(lse_grad.double())
+    torch.autograd.backward(roots, grads)
+    check("out", out, mine(expected.detach(), q_sizes), case)
+    check("lse", lse, mine(expected_lse.detach(), q_sizes), case)
+    for name, x, wanted, sizes in zip(
+        ("dq", "dk", "dv"), ours, theirs, (q_sizes, k_sizes, k_sizes), strict=True
+    ):
+        check(name, x.grad, mine(wanted.grad, sizes), case)
+    return [x.detach().clone() for x in (out, lse, *(x.grad for x in ours))]
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        try:
+            attention_case(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
+    """Every kind of call, with lengths from 0 up; the same for every run."""
+    rng = random.Random(f"{W} {engine}")
+    top = 24 if engine == "triton" else 80
+    cases = []
+    for number in range(count):
+        size = lambda low=1: rng.choice([rng.randint(low, 6), rng.randint(low, top)])  # noqa: E731
+        layout = rng.choice(["contiguous", "zigzag"])
+        total, packed = size(0), rng.random() < 0.25
+        if layout == "zigzag":
+            q_sizes = zigzag_sizes(total * W, W)
+            k_sizes = q_sizes if packed or rng.random() < 0.6 else zigzag_sizes(size(0), W)
+        else:
+            q_sizes = rng.choice([[total] * W, chunk_sizes(total, W), [size(0) for _ in range(W)]])
+            k_sizes = q_sizes if packed or rng.random() < 0.6 else [size(0) for _ in range(W)]
+        length, H_kv = sum(q_sizes), rng.choice([1, 1, 2, 3])
+        cuts = sorted(rng.randint(0, length) for _ in range(rng.randint(0, 4)))
+        cases.append({
+            "dtype": DTYPES[number % 3], "engine": engine, "layout": layout,
+            "q_sizes": q_sizes, "k_sizes": k_sizes, "known": rng.random() < 0.5,
+            "B": rng.choice([1, 1, 2]), "H_kv": H_kv, "H": H_kv * rng.choice([1, 1, 2, 3]),
+            "D": rng.choice([16, 32, 8, 5, 40, 24] if engine == "triton" else [16, 64, 1, 40, 129]),
+            "causal": rng.random() < 0.6, "scale": rng.choice([None, None, 0.3]),
+            "window": rng.choice([None, None, size(0), (size(0), size(0)), (-1, size(0))]),
+            "cu_seqlens": [0, *cuts, length] if packed else None,
+            "strided": rng.random() < 0.3, "with_lse": rng.random() < 0.4,
+        })  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+def test_random_shapes(ranks: Any, W: int, engine: str) -> None:
+    ranks(W, run_cases, random_cases(W, engine, 6 if engine == "triton" else 30))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("W", [2, 3, 4, 8])
+def test_many_random_shapes(ranks: Any, W: int, engine: str) -> None:
+    cases = random_cases(W, engine, 60 if engine == "triton" else 300)
+    ranks(W, run_cases, cases, timeout_s=1800)
+
+
+def plain_case(engine: str, W: int, **changes: Any) -> dict[str, Any]:
+    sizes = zigzag_sizes(16 * W + 5, W)
+    return {
+        "dtype": torch.float32, "engine": engine, "layout": "zigzag", "q_sizes": sizes,
+        "k_sizes": sizes, "known": False, "B": 1, "H": 4, "H_kv": 2, "D": 16, "causal": True,
+        "scale": None, "window": None, "cu_seqlens": None, "strided": False, "with_lse": False,
+    } | changes  # fmt: skip
+
+
+def repeated_body(engine: str, W: int) -> None:
+    """The same call again, with another between: the same buffers, the same bits."""
+    case = plain_case(engine, W)
+    first = attention_case(case)
+    attention_case(plain_case(engine, W, causal=False, D=8, dtype=torch.bfloat16))
+    again = attention_case(case)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("W", [2, 3])
+def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> None:
+    ranks(W, repeated_body, engine, W)

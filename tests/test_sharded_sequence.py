@@ -1,0 +1,138 @@
+"""Where tokens lie and who sees whom: the pieces of a call against a plain mask."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weft.collectives.movement import chunk_sizes
+from weft.kernels import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.sharded_sequence import (
+    UNBOUNDED,
+    Geometry,
+    Span,
+    Visibility,
+    needed_rows,
+    pieces,
+    pieces_between,
+    spans_of,
+)
+
+
+def mask_of(queries: Span, keys: Span, sees: Visibility) -> torch.Tensor:
+    mask = torch.zeros(queries.length, keys.length, dtype=torch.int)
+    for a in range(queries.length):
+        i = queries.start + a
+        for b in range(keys.length):
+            j = keys.start + b
+            near = -sees.before <= j - i <= sees.after
+            together = sees.documents is None or not any(
+                (i < boundary) != (j < boundary) for boundary in sees.documents
+            )
+            mask[a, b] = near and together
+    return mask
+
+
+def covered(queries: Span, keys: Span, sees: Visibility, mask_rows: int) -> torch.Tensor:
+    """How often the pieces cover each pair."""
+    count = torch.zeros(queries.length, keys.length, dtype=torch.int)
+    for piece in pieces(queries, keys, sees, mask_rows):
+        (q0, q1), (k0, k1) = piece.queries, piece.keys
+        assert queries.row <= q0 < q1 <= queries.row + queries.length
+        assert keys.row <= k0 < k1 <= keys.row + keys.length
+        ones = torch.ones(q1 - q0, k1 - k0, dtype=torch.int)
+        if piece.kind == "causal":
+            ones = ones.tril()
+        elif piece.kind == "band":
+            distance = torch.arange(k1 - k0) - torch.arange(q1 - q0).unsqueeze(1) - piece.shift
+            ones = ((distance >= -sees.before) & (distance <= sees.after)).int()
+        block = count[q0 - queries.row : q1 - queries.row, k0 - keys.row : k1 - keys.row]
+        block += ones
+    return count
+
+
+def random_visibility(rng: random.Random, length: int) -> Visibility:
+    reach = lambda: rng.choice([UNBOUNDED, rng.randint(0, 5), rng.randint(0, length)])  # noqa: E731
+    documents = None
+    if rng.random() < 0.4:
+        cuts = sorted(rng.randint(0, length) for _ in range(rng.randint(0, 4)))
+        documents = (0, *cuts, length)
+    return Visibility(length, reach(), reach(), documents)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_cover_each_visible_pair_once(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        length = rng.randint(1, 40)
+        sees = random_visibility(rng, length)
+        spans = []
+        for _ in range(2):
+            start = rng.randint(0, length - 1)
+            spans.append(Span(start, rng.randint(0, 9), rng.randint(0, length - start)))
+        queries, keys = spans
+        if sees.documents is None and rng.random() < 0.3:  # more queries than keys
+            queries = Span(queries.start, queries.row, queries.length + 7)
+        mask = mask_of(queries, keys, sees)
+        assert torch.equal(covered(queries, keys, sees, rng.randint(1, 9)), mask), (spans, sees)
+
+
+def test_unmasked_and_causal_calls_are_few_pieces() -> None:
+    sees = Visibility(4096, after=0)
+    geometry = Geometry((2048, 2048), (2048, 2048), "zigzag", sees)
+    kinds = [
+        [(p.kind, p.queries, p.keys) for p in pieces_between(geometry, *pair)]
+        for pair in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    own = [
+        ("causal", (0, 1024), (0, 1024)),
+        ("full", (1024, 2048), (0, 1024)),
+        ("causal", (1024, 2048), (1024, 2048)),
+    ]
+    assert kinds == [
+        own,
+        [("full", (1024, 2048), (0, 2048))],
+        [("full", (0, 2048), (0, 1024))],
+        own,
+    ]
+    full = Geometry((2048, 2048), (2048, 2048), "zigzag", Visibility(4096))
+    assert [p.kind for p in pieces_between(full, 0, 1)] == ["full"]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_needed_rows_hold_all_that_is_seen(layout: str) -> None:
+    rng = random.Random(layout)
+    for _ in range(200):
+        W, length = rng.randint(1, 4), rng.randint(1, 40)
+        sizes = zigzag_sizes(length, W) if layout == "zigzag" else chunk_sizes(length, W)
+        geometry = Geometry(tuple(sizes), tuple(sizes), layout, random_visibility(rng, length))
+        for rank in range(W):
+            for source in range(W):
+                needed = needed_rows(geometry, rank, source)
+                for piece in pieces_between(geometry, rank, source):
+                    first, last = piece.keys
+                    assert (
+                        any(a <= first and last <= b for a, b in needed)
+                        or sum(max(0, min(b, last) - max(a, first)) for a, b in needed)
+                        == last - first
+                    )
+
+
+def test_zigzag_and_back() -> None:
+    for W in (1, 2, 3, 5):
+        for length in (0, 1, 7, 4 * W, 31):
+            x = torch.arange(length).view(1, length, 1)
+            there = to_zigzag(x, W, 1)
+            assert torch.equal(from_zigzag(there, W, 1), x)
+            assert sum(zigzag_sizes(length, W)) == length
+            parts = there.split(zigzag_sizes(length, W), 1)
+            chunks = x.split(chunk_sizes(length, 2 * W), 1)
+            for r, part in enumerate(parts):
+                assert torch.equal(part, torch.cat([chunks[r], chunks[-1 - r]], 1))
+
+
+def test_sizes_that_are_not_the_layouts() -> None:
+    with pytest.raises(ValueError, match=r"10 tokens lie on 2 ranks as \[4, 6\], got \[5, 5\]"):
+        spans_of((5, 5), "zigzag")
