@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -113,6 +115,18 @@ class _Here(threading.local):
 here = _Here()
 
 
+@contextmanager
+def virtual_rank(world: Group) -> Iterator[None]:
+    """This thread is a rank of the virtual `world` inside the block."""
+    here.world = world
+    try:
+        yield
+    finally:
+        here.world = None
+        for key in [key for key in _spanning if key[0] is world]:
+            del _spanning[key]
+
+
 def resolve(group: GroupLike = None) -> Group:
     """The `Group` of a ProcessGroup, a 1-D DeviceMesh, or None for the world: on a virtual rank,
     that of the virtual ranks.
@@ -128,6 +142,9 @@ def resolve(group: GroupLike = None) -> Group:
     if group is None and here.world is not None:
         return here.world
     pg = _process_group(group)
+    if here.world is not None:
+        virtual: Group = pg.weft_group  # type: ignore[attr-defined]  # one of `weft.sim`
+        return virtual
     known = _groups.get(pg.group_name)
     # Names are used again after destroy_process_group: the object decides.
     if known is None or known.pg is not pg:
@@ -172,10 +189,13 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     return Group(pg, rank, world_size, ranks, tuple(processes))
 
 
-_spanning: dict[tuple[int, ...], Any] = {}
+_spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks
 # Everything that is kept by group. A process group that outlives destroy_process_group() until the
 # interpreter ends may abort the process, so `close` empties them all.
 kept_by_group: list[dict[Any, Any]] = [_groups, _spanning]
+# What empties the caches of things that are found out for a mesh or a layout. Meshes hold process
+# groups, so that `close` calls these as well.
+forget_meshes: list[Callable[[], object]] = []
 
 
 def spanning_group(mesh: DeviceMesh) -> Group:
@@ -188,9 +208,10 @@ def spanning_group(mesh: DeviceMesh) -> Group:
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     if ranks == tuple(range(dist.get_world_size())):
         return resolve(None)
-    pg = _spanning.get(ranks)
+    key = here.world, ranks
+    pg = _spanning.get(key)
     if pg is None or _is_destroyed(pg):
-        pg = _spanning[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        pg = _spanning[key] = dist.new_group(list(ranks), use_local_synchronization=True)
     return resolve(pg)
 
 

@@ -19,7 +19,14 @@ import torch
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, here, kept_by_group, resolve
+from weft.collectives.group import (
+    Group,
+    GroupLike,
+    forget_meshes,
+    here,
+    kept_by_group,
+    resolve,
+)
 from weft.collectives.symmetric import (
     SymmetricBuffer,
     close_buffers,
@@ -148,18 +155,22 @@ def close() -> None:
     calls make new workspaces. At exit it is not needed: nothing outlives the processes.
     """
     if here.world is not None:
-        forget(here.world)
+        forget(here.world.rank)
         return
     _workspaces.clear()
     for kept in kept_by_group:
         kept.clear()
+    for forget_mesh in forget_meshes:
+        forget_mesh()
     close_buffers()
 
 
 atexit.register(close)
 
 
-def forget(group: Group) -> None:
-    """Drop the workspaces of `group`, if it has any."""
-    for key in [key for key in _workspaces if key[0] is group]:
-        del _workspaces[key]
+def forget(rank: int) -> None:
+    """Drop the workspaces of virtual rank `rank`."""
+    for key in list(_workspaces):
+        group = key[0]
+        if group.virtual is not None and group.ranks[group.rank] == rank:
+            del _workspaces[key]

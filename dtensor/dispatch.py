@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import Replicate
 
+from weft.collectives.group import forget_meshes
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan
@@ -24,6 +25,7 @@ from weft.dtensor.tensor import DTensor, before_write, wrap
 
 _MAX_PLANS = 8192
 _plans: dict[tuple[Any, ...], Plan] = {}
+forget_meshes.append(_plans.clear)
 
 
 def _add(a: Any, key: list[Any], func: Op) -> Any:

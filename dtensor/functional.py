@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from weft.collectives.group import forget_meshes
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
     Layout,
@@ -274,6 +275,7 @@ def _run_linear(x: DTensor, w: DTensor, bias: DTensor | None) -> DTensor:
 
 _Fused = tuple[str, int, Layout] | None
 _fused_cache: dict[tuple[Layout, Layout, Layout | None], _Fused] = {}
+forget_meshes.append(_fused_cache.clear)
 
 
 def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
@@ -346,6 +348,9 @@ def matmul(x: Any, w: Any, *, out: Any = None) -> Any:
 def _transposed(layout: Layout) -> Layout:
     placements = tuple(Shard(1 - p.dim) if type(p) is Shard else p for p in layout.placements)
     return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
+
+
+forget_meshes.append(_transposed.cache_clear)
 
 
 def addmm(bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft import settings
 from weft.collectives import exchange, spanning_group
-from weft.collectives.group import Group
+from weft.collectives.group import Group, forget_meshes
 from weft.dtensor.layout import (
     Box,
     Layout,
@@ -305,6 +305,9 @@ def plan(source: Layout, target: Layout) -> Plan:
             if both < cost:
                 best, cost = two, both
     return Plan(source, target, tuple(best))
+
+
+forget_meshes.append(plan.cache_clear)
 
 
 def _check_meshes(source: Layout, target: Layout) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.sim.races import READ, WRITE
@@ -38,6 +39,10 @@ class HostAccesses(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if types and _wrap_others(
+            tuple(types)
+        ):  # a DTensor or the like: its own dispatch comes back with plain tensors
+            return NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
             schema = func._schema.arguments
@@ -60,23 +65,27 @@ class HostAccesses(TorchDispatchMode):
                     self._note(tensor, WRITE)
 
 
-class PythonReads(TorchFunctionMode):
-    """The same for `tolist`, which reads memory without an op."""
+@contextmanager
+def python_reads(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Calls `note(tensor)` before `tolist`, which reads memory without an op."""
+    tolist = torch.Tensor.tolist
 
-    def __init__(self, note: Note) -> None:
-        super().__init__()
-        self._note = note
+    def noted(tensor: torch.Tensor) -> Any:
+        note(tensor)
+        return tolist(tensor)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") == "tolist":
-            self._note(args[0], READ)
-        return func(*args, **(kwargs or {}))
+    torch.Tensor.tolist = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+
+
+@lru_cache(maxsize=64)
+def _wrap_others(types: tuple[type, ...]) -> bool:
+    """Whether one of the types has a dispatch of its own, as DTensor has."""
+    plain = torch.Tensor.__torch_dispatch__
+    return any(getattr(kind, "__torch_dispatch__", plain) is not plain for kind in types)
 
 
 def addresses(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -76,7 +76,7 @@ class Region:
         self.written[: self.touched] = written[:touched].repeat(factor)
         self.reads[: self.touched] = reads[:touched].repeat(factor, axis=0)
         if atomics is not None:
-            self.atomics = np.zeros_like(self.reads)
+            self.atomics = np.zeros(self.reads.shape, np.int32)
             self.atomics[: self.touched] = atomics[:touched].repeat(factor, axis=0)
 
     def widen(self, slots: int) -> None:
@@ -300,7 +300,9 @@ class Detector:
             region.reads[index, slot] = number
         else:
             if region.atomics is None:
-                region.atomics = np.zeros_like(region.reads)
+                region.atomics = np.zeros(
+                    region.reads.shape, np.int32
+                )  # pages that nobody touches cost nothing
             region.atomics[index, slot] = number
 
     def _check_reads(self, region: Region, strand: Strand, event: Event, index: Array) -> None:

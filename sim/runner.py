@@ -11,8 +11,10 @@ from typing import Any, Literal
 import torch
 
 from weft.collectives import pad, signals
-from weft.sim import interpreter_hooks
+from weft.collectives.group import forget_meshes
+from weft.sim import distributed_hooks, interpreter_hooks
 from weft.sim.errors import SimError
+from weft.sim.host_access import python_reads
 from weft.sim.scheduler import Scheduler, local, positions
 from weft.sim.schedules import Directed, Exhaustive, Policy, Priorities, Uniform, preempting
 from weft.sim.sites import Sites
@@ -167,7 +169,12 @@ def _run_one(
 
         return lambda: context.run(body)
 
-    with interpreter_hooks.installed(world), _polls(world):
+    with (
+        interpreter_hooks.installed(world),
+        distributed_hooks.installed(),
+        python_reads(world.python_read),
+        _polls(world),
+    ):
         for rank in range(world_size):
             strand = world.new_strand(rank)
             strand.random_state = torch.get_rng_state()
@@ -205,3 +212,6 @@ def _polls(world: World) -> Iterator[None]:
         yield
     finally:
         signals.on_poll = before
+        # The meshes of another schedule are others.
+        for forget in forget_meshes:
+            forget()

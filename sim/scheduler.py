@@ -59,6 +59,13 @@ class _Local(threading.local):
 local = _Local()
 
 
+def strand_here() -> Strand:
+    """The strand that this thread is."""
+    strand = local.strand
+    assert strand is not None
+    return strand
+
+
 class Scheduler:
     """Runs strands one at a time in an order that `policy` picks."""
 

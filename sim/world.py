@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from weft.collectives import pad
-from weft.collectives.group import Group, here
-from weft.collectives.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.group import here
 from weft.collectives.workspace import forget
+from weft.errors import MismatchError
+from weft.sim import distributed_hooks
 from weft.sim.errors import SimError
-from weft.sim.host_access import HostAccesses, PythonReads, addresses
+from weft.sim.host_access import HostAccesses, addresses
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region
-from weft.sim.scheduler import Scheduler, Strand, local
+from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
+from weft.sim.team import Team
 
 Programs = Literal["sequential", "concurrent"]
 
@@ -32,15 +34,6 @@ _LOWEST_ADDRESS = 1 << 32
 _LANES = 8  # programs of a launch that have a clock of their own, if they run in turn
 
 
-class VirtualMemory:
-    """Every rank's segment, between guards."""
-
-    multicast_ptr = 0
-
-    def __init__(self, segments: list[torch.Tensor]) -> None:
-        self.segments = segments
-
-
 class World:
     """One schedule of `world_size` virtual ranks."""
 
@@ -49,14 +42,10 @@ class World:
     ) -> None:
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
         self.detector = Detector(sites) if races else None
-        self.groups = [
-            Group(None, rank, world_size, tuple(range(world_size)), (), virtual=self)
-            for rank in range(world_size)
-        ]
+        self.everybody = tuple(range(world_size))
         self._sites = sites
-        self._meetings: list[dict[int, Any]] = []
-        self._met = [0] * world_size
-        self._pads: dict[int, tuple[int, int]] = {}  # start of a pad -> (rank, bytes)
+        self._teams: dict[str, Team] = {}
+        self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
@@ -74,16 +63,15 @@ class World:
     @contextmanager
     def rank(self, strand: Strand) -> Iterator[None]:
         """This thread is the host of a rank inside the block."""
-        here.world = self.groups[strand.rank]
-        try:
-            if self.detector is None:
-                yield
-            else:
-                with HostAccesses(self._host_access), PythonReads(self._host_access):
+        with distributed_hooks.rank_of(self, strand.rank):
+            try:
+                if self.detector is None:
                     yield
-        finally:
-            forget(self.groups[strand.rank])
-            here.world = None
+                else:
+                    with HostAccesses(self._host_access):
+                        yield
+            finally:
+                forget(strand.rank)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -92,50 +80,33 @@ class World:
         except SimError as error:
             raise self.scheduler.stop(error) from None
 
-    # What processes bring along
+    def team(self, name: str, ranks: tuple[int, ...]) -> Team:
+        """The group that its members call `name`."""
+        team = self._teams.get(name)
+        if team is None:
+            team = self._teams[name] = Team(self, ranks)
+        if team.ranks != ranks:
+            raise MismatchError(
+                f"the ranks make different groups in one call: {team.ranks} and {ranks}"
+            )
+        return team
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Every rank's `value`: nobody goes on before all have come."""
-        strand = _strand()
-        number = self._met[rank]
-        self._met[rank] += 1
-        while len(self._meetings) <= number:
-            self._meetings.append({})
-        meeting = self._meetings[number]
-        clock = None
-        if self.detector:
-            clock = self.detector.clocks[strand.slot].copy()
-        meeting[rank] = (value, clock)
+    def allocate(self, team: Team, pad_bytes: int, data_bytes: int) -> list[torch.Tensor]:
+        """A segment for each member of `team`: zeroed pads, and data that holds nothing yet."""
+        self._buffers += 1
+        return [
+            self._allocate(team, rank, self._buffers, pad_bytes, data_bytes) for rank in team.ranks
+        ]
 
-        def waits_for() -> str:
-            absent = [r for r in range(self.world_size) if r not in meeting]
-            return f"rank {', '.join(map(str, absent))} to ask for the same symmetric memory"
-
-        self.scheduler.sleep_until(strand, lambda: len(meeting) == self.world_size, waits_for)
-        if self.detector:
-            own = self.detector.clocks[strand.slot]
-            for _, clock in meeting.values():
-                np.maximum(own[: len(clock)], clock, out=own[: len(clock)])
-        return [meeting[r][0] for r in range(self.world_size)]
-
-    def memory(self, rank: int, pad_bytes: int, data_bytes: int) -> VirtualMemory:
-        """Zeroed pads and data that holds nothing yet."""
-        made = None
-        if rank == 0:
-            self._buffers += 1
-            made = [
-                self._allocate(r, self._buffers, pad_bytes, data_bytes)
-                for r in range(self.world_size)
-            ]
-        return VirtualMemory(self.gather(rank, made)[0])
-
-    def _allocate(self, rank: int, number: int, pad_bytes: int, data_bytes: int) -> torch.Tensor:
+    def _allocate(
+        self, team: Team, rank: int, number: int, pad_bytes: int, data_bytes: int
+    ) -> torch.Tensor:
         total = pad_bytes + data_bytes
         block = np.zeros(total + 2 * _GUARD_BYTES + _ALIGN, np.uint8)
         self._alive.append(block)
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
-        self._pads[start] = (rank, pad_bytes)
+        self._pads[start] = (team, rank, pad_bytes)
         if self.detector:
             data, end = start + pad_bytes, start + total
             what = f"symmetric buffer {number} of rank {rank}"
@@ -150,10 +121,6 @@ class World:
                     self.detector.add(region)
         return torch.from_numpy(block)[start - base : start - base + total]
 
-    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
-        """Host-side signals between virtual ranks."""
-        return VirtualWaiter(self, buffer)
-
     # What the interpreter tells
 
     def active(self) -> bool:
@@ -161,7 +128,7 @@ class World:
         return strand is not None
 
     def access(self, accessed: np.ndarray[Any, Any], itemsize: int, kind: str) -> None:
-        strand = _strand()
+        strand = strand_here()
         self.scheduler.check()
         if self.detector:
             with self._reporting():
@@ -184,7 +151,7 @@ class World:
         scope: str,
         run: Callable[[], tuple[Any, bool, np.ndarray[Any, Any]]],
     ) -> Any:
-        strand, scheduler = _strand(), self.scheduler
+        strand, scheduler = strand_here(), self.scheduler
         first = int(accessed[0])
         # With programs in turn, what stays within the rank concerns no other strand.
         if scope == "sys" or strand.vain or self.programs == "concurrent":
@@ -212,37 +179,21 @@ class World:
 
     def barrier(self) -> None:
         if self.detector:
-            self.detector.barrier(_strand().slot)
+            self.detector.barrier(strand_here().slot)
 
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
-        strand = _strand()
+        strand = strand_here()
         self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
         return 0
 
     def _awaited(self, address: int, value: int) -> str:
         seen = self._values.get(address, 0)
-        for start, (rank, nbytes) in self._pads.items():
+        for start, (team, rank, nbytes) in self._pads.items():
             word = (address - start) // pad.WORD_BYTES
             if start <= address < start + nbytes:
-                return f"{value} in {self._word(rank, word)}, which is {seen}"
+                return f"{value} in {_word(team, rank, word)}, which is {seen}"
         return f"{value} in the word at {address:#x}, which is {seen}"
-
-    def _word(self, owner: int, word: int) -> str:
-        if word >= pad.KERNEL_SLOTS:
-            rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
-            phase, source = divmod(rest, self.world_size)
-            return (
-                f"word (phase {phase}, rank {source}, program {program}) of rank {owner}'s pad: "
-                f"rank {source} should have signalled"
-            )
-        if word >= pad.HOST_SLOTS:
-            source = (word - pad.HOST_SLOTS) // pad.LINE
-            return (
-                f"word ({source}, {(word - pad.HOST_SLOTS) % pad.LINE}) of rank {owner}'s pad: "
-                f"rank {source} should have signalled"
-            )
-        return f"word {word} of rank {owner}'s pad"
 
     def launch(
         self,
@@ -252,7 +203,7 @@ class World:
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         """Programs start after all that the host did, and the host goes on after all of them."""
-        host = _strand()
+        host = strand_here()
         concurrent = self.programs == "concurrent"
         lanes = len(programs) if concurrent else min(len(programs), _LANES)
         slots = self._lanes.setdefault(host.rank, [])
@@ -288,11 +239,11 @@ class World:
         confined: bool,
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
-        left = set(programs)
+        left, group = set(programs), here.world
 
         def body(program: tuple[int, int, int]) -> Callable[[], None]:
             def run_program() -> None:
-                here.world = self.groups[host.rank]
+                here.world = group
                 run(program)
                 left.discard(program)
 
@@ -349,6 +300,11 @@ class World:
 
     # What torch and the host do
 
+    def python_read(self, tensor: torch.Tensor) -> None:
+        """`tensor.tolist()` comes next."""
+        if self.detector and local.strand is not None:
+            self._host_access(tensor, READ)
+
     def _host_access(self, tensor: torch.Tensor, kind: str) -> None:
         assert self.detector is not None
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
@@ -356,11 +312,11 @@ class World:
         if self.detector.find(tensor.data_ptr()) is None:
             return
         with self._reporting():
-            self.detector.access(_strand(), addresses(tensor), tensor.element_size(), kind)
+            self.detector.access(strand_here(), addresses(tensor), tensor.element_size(), kind)
 
     def post(self, address: int, write: Callable[[], None]) -> None:
         """A host-side release: `write` stores the word at `address`."""
-        strand = _strand()
+        strand = strand_here()
         self.scheduler.point(strand)
         if self.detector:
             with self._reporting():
@@ -371,7 +327,7 @@ class World:
 
     def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
         """A host-side acquire: until the word at `address` is at least `value`."""
-        strand = _strand()
+        strand = strand_here()
         self.scheduler.point(strand)
         while True:
             seen = self._values[address] = read()
@@ -387,53 +343,23 @@ class World:
         """The host reads or writes a word of a pad as plain memory."""
         if self.detector:
             with self._reporting():
-                self.detector.access(_strand(), _one(address), pad.WORD_BYTES, kind)
+                self.detector.access(strand_here(), _one(address), pad.WORD_BYTES, kind)
 
 
-class Words:
-    """The words of a pad, as `SymmetricBuffer.words` gives them, with every access noted."""
-
-    def __init__(self, world: World, words: memoryview, start: int) -> None:
-        self.plain, self.start = words, start
-        self._world = world
-
-    def __getitem__(self, index: int | slice) -> Any:
-        self._note(index, READ)
-        return self.plain[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self._note(index, WRITE)
-        self.plain[index] = value
-
-    def _note(self, index: int | slice, kind: str) -> None:
-        indices = range(len(self.plain))[index] if isinstance(index, slice) else (index,)
-        for each in indices:
-            self._world.word_access(self.start + each * pad.WORD_BYTES, kind)
-
-
-class VirtualWaiter(Waiter):
-    """`Waiter` between virtual ranks: posts and waits are the scheduler's, and never time out."""
-
-    def __init__(self, world: World, buffer: SymmetricBuffer) -> None:
-        super().__init__(buffer)
-        self._world = world
-        starts = buffer.signal_ptrs.tolist()
-        self._pads = [Words(world, *pair) for pair in zip(self.words, starts, strict=True)]
-        # What they are used for is what `Words` has of a memoryview.
-        self.words = cast(Any, self._pads)
-        self.own = self.words[self.rank]
-
-    def post(self, peer: int, value: int, word: int = 0) -> None:
-        """Tell `peer` that this rank has reached `value`."""
-        words, index = self._pads[peer], pad.HOST_SLOTS + pad.LINE * self.rank + word
-        address = words.start + index * pad.WORD_BYTES
-        self._world.post(address, lambda: words.plain.__setitem__(index, value))
-
-    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
-        """Wait until `peer` has reached `value`."""
-        words, index = self._pads[self.rank], pad.HOST_SLOTS + pad.LINE * peer + word
-        address = words.start + index * pad.WORD_BYTES
-        self._world.acquire(address, lambda: words.plain[index], value)
+def _word(team: Team, owner: int, word: int) -> str:
+    """A word of the pad of rank `owner`, and who writes it."""
+    if word >= pad.KERNEL_SLOTS:
+        rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
+        phase, member = divmod(rest, len(team.ranks))
+        source = team.ranks[member]
+        name = f"(phase {phase}, rank {source}, program {program})"
+    elif word >= pad.HOST_SLOTS:
+        member, index = divmod(word - pad.HOST_SLOTS, pad.LINE)
+        source = team.ranks[member]
+        name = f"({source}, {index})"
+    else:
+        return f"word {word} of rank {owner}'s pad"
+    return f"word {name} of rank {owner}'s pad: rank {source} should have signalled"
 
 
 def _one(address: int) -> np.ndarray[Any, Any]:
@@ -443,12 +369,6 @@ def _one(address: int) -> np.ndarray[Any, Any]:
 def _program(kernel: str, program: tuple[int, int, int]) -> str:
     index = program[0] if program[1:] == (0, 0) else program
     return f"kernel {kernel}, program {index}"
-
-
-def _strand() -> Strand:
-    strand = local.strand
-    assert strand is not None
-    return strand
 
 
 def _tensors(arguments: list[Any]) -> Iterator[torch.Tensor]:

@@ -1,0 +1,149 @@
+"""Ranks that make calls together: the virtual world, or a group of it.
+
+It is what processes bring along elsewhere (`weft.collectives.group.Ranks`): values gathered from
+all members, symmetric memory, host-side signals; and the messages of a process group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weft.collectives.symmetric import SymmetricBuffer, Waiter
+from weft.errors import MismatchError
+from weft.sim.host_signals import VirtualWaiter
+from weft.sim.scheduler import strand_here
+
+if TYPE_CHECKING:
+    from weft.sim.world import World
+
+_MEMORY = "ask for the same symmetric memory"
+
+
+class VirtualMemory:
+    """Every member's segment, between guards."""
+
+    multicast_ptr = 0
+
+    def __init__(self, segments: list[torch.Tensor]) -> None:
+        self.segments = segments
+
+
+class Meeting:
+    """One call of all members: what each brought, and what they are all ordered after."""
+
+    def __init__(self, size: int) -> None:
+        self.values: dict[int, Any] = {}
+        self.clock = np.zeros(0, np.int32)
+        self._size = size
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return len(self.values) == self._size
+
+
+class Team:
+    """The ranks `ranks` of a virtual world, in this order; members are numbered in it."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._world = world
+        self._met = [0] * len(ranks)
+        self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
+        self._mail: dict[tuple[int, int, int], deque[tuple[torch.Tensor, Any]]] = {}
+
+    def arrive(self, member: int, value: Any, call: str) -> Meeting:
+        """Bring `value` to the next call of the team, which must be the same `call` for all.
+
+        Raises:
+            MismatchError: another member makes another call.
+        """
+        number = self._met[member]
+        self._met[member] += 1
+        meeting = self._open.setdefault(number, Meeting(len(self.ranks)))
+        for other, (_, theirs) in meeting.values.items():
+            if theirs != call:
+                raise MismatchError(
+                    f"rank {self.ranks[member]} is to {call} where rank {self.ranks[other]} is to "
+                    f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
+                )
+        meeting.values[member] = value, call
+        if self._world.detector:
+            meeting.clock = _joined(meeting.clock, self._clock())
+        if meeting.complete:
+            del self._open[number]
+        return meeting
+
+    def attend(self, meeting: Meeting, call: str) -> list[Any]:
+        """What every member brought to `meeting`, once all have come."""
+
+        def waits_for() -> str:
+            absent = [r for i, r in enumerate(self.ranks) if i not in meeting.values]
+            return f"rank {_listed(absent)} to {call}"
+
+        strand = strand_here()
+        self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
+        self._join(meeting.clock)
+        return [meeting.values[i][0] for i in range(len(self.ranks))]
+
+    def gather(self, member: int, value: Any) -> list[Any]:
+        """Every member's `value`: nobody goes on before all have come."""
+        return self.attend(self.arrive(member, value, _MEMORY), _MEMORY)
+
+    def memory(self, member: int, pad_bytes: int, data_bytes: int) -> VirtualMemory:
+        """Zeroed pads and data that holds nothing yet."""
+        made = None
+        if member == 0:
+            made = self._world.allocate(self, pad_bytes, data_bytes)
+        return VirtualMemory(self.gather(member, made)[0])
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Host-side signals between members."""
+        return VirtualWaiter(self._world, buffer)
+
+    def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
+        """Leave `value` for member `target`; never waits."""
+        clock = self._clock().copy() if self._world.detector else None
+        self._mail.setdefault((source, target, tag), deque()).append((value, clock))
+
+    def receive(self, source: int | None, target: int, tag: int) -> tuple[int, torch.Tensor]:
+        """The next value that `source` (None: anybody) left for `target`, and who it was."""
+        sources = range(len(self.ranks)) if source is None else [source]
+
+        def came() -> list[int]:
+            return [s for s in sources if self._mail.get((s, target, tag))]
+
+        def waits_for() -> str:
+            who = "anybody" if source is None else f"rank {self.ranks[source]}"
+            return f"{who} to send it something with tag {tag}"
+
+        self._world.scheduler.sleep_until(strand_here(), lambda: bool(came()), waits_for)
+        sender = came()[0]
+        value, clock = self._mail[sender, target, tag].popleft()
+        if clock is not None:
+            self._join(clock)
+        return sender, value
+
+    def _clock(self) -> Any:
+        assert self._world.detector is not None
+        return self._world.detector.clocks[strand_here().slot]
+
+    def _join(self, clock: Any) -> None:
+        if self._world.detector:
+            own = self._clock()
+            np.maximum(own[: len(clock)], clock, out=own[: len(clock)])
+
+
+def _joined(one: Any, other: Any) -> Any:
+    # Clocks grow as strands come: those that one of them lacks it knows nothing of.
+    joined = other.copy()
+    np.maximum(joined[: len(one)], one, out=joined[: len(one)])
+    return joined
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))
