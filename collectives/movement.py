@@ -385,7 +385,7 @@ def _use_memory(op: str, group: Group, x: torch.Tensor) -> bool:
     engine = settings.current_engine()
     if group.why:
         use, why = False, group.why
-    elif engine == "generic" and group.virtual is None:
+    elif engine == "generic":
         use, why = False, "asked for"
     elif x.is_cuda and engine != "host":
         use, why = False, "the process group's own collectives on GPUs"

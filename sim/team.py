@@ -105,6 +105,14 @@ class Team:
         """Host-side signals between members."""
         return VirtualWaiter(self._world, buffer)
 
+    def share(self, x: torch.Tensor) -> None:
+        """Let others read the private memory of `x`."""
+        self._world.share(x)
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out` from the memory at `address`, which another member shares."""
+        self._world.read(address, out)
+
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""
         clock = self._clock().copy() if self._world.detector else None

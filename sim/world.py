@@ -6,6 +6,7 @@ interpreter (`interpreter_hooks.Observer`), torch ops (`host_access`) and host-s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class World:
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
         self._watched: dict[int, tuple[Region, list[int]]] = {}  # arguments of running launches
-        self._alive: list[np.ndarray[Any, Any]] = []
+        self._alive: list[Any] = []
 
     def new_strand(self, rank: int) -> Strand:
         """The host of `rank`, with a clock."""
@@ -120,6 +121,25 @@ class World:
                 if region.end > region.start:
                     self.detector.add(region)
         return torch.from_numpy(block)[start - base : start - base + total]
+
+    def share(self, x: torch.Tensor) -> None:
+        """Others may read the storage of `x` from now on, and for the rest of the schedule."""
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        if self.detector and storage.nbytes() and self.detector.find(start) is None:
+            name = f"a tensor of rank {strand_here().rank} that others read in place"
+            self.detector.add(Region(start, start + storage.nbytes(), name))
+        self._alive.append(storage)  # no other tensor may come to lie there
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Copy memory that another rank shares."""
+        if self.detector and out.numel():
+            size = out.element_size()
+            read = np.arange(out.numel(), dtype=np.uint64) * np.uint64(size) + np.uint64(address)
+            with self._reporting():
+                self.detector.access(strand_here(), read, size, READ)
+            self._host_access(out, WRITE)
+        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
 
     # What the interpreter tells
 

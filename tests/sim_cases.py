@@ -17,6 +17,7 @@ from weft import collectives
 from weft.collectives import movement, resolve, workspace
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import INTERPRETER
+from weft.sim.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
 
@@ -130,6 +131,28 @@ def moved(rank: int, ours: Modules = OURS) -> None:
     )
 
 
+# Every transfer counts as a large one, read from the peer's own tensor.
+DIRECT = {"_DIRECT_BYTES": 8}
+DIRECTLY = Modules(movement=mutant(movement, **DIRECT))
+
+
+def moved_directly(rank: int, ours: Modules = DIRECTLY) -> None:
+    """`moved`, and results that are used as inputs and overwritten at once."""
+    moved(rank, ours)
+    group, move = resolve(None), ours.movement
+    W = group.world_size
+    x = torch.arange(5.0 * W) + rank
+    for call in range(2):
+        total = move.all_reduce(x, group, "sum")
+        x.add_(1)
+        parts = move.scatter(total, group, [5] * W, "max")
+        total.zero_()
+        torch.testing.assert_close(
+            parts, (torch.arange(5.0) + 5 * rank) * W + W * (W - 1) / 2 + call * W
+        )
+        parts.zero_()
+
+
 def public_collectives(rank: int) -> None:
     W = resolve(None).world_size
     x = torch.full((rank + 1, 2), float(rank), requires_grad=True)
@@ -184,6 +207,7 @@ def triton_training(rank: int) -> None:
 
 HOST: dict[str, Callable[..., None]] = {
     "movement of bytes": moved,
+    "direct reads": moved_directly,
     "public collectives": public_collectives,
     "training on the host engine": host_training,
 }
