@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.layout import Layout, contiguous_stride, layout_of, normalize, show
-from weft.dtensor.random import seeded
+from weft.dtensor.random import drawn
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, wrap
 
@@ -211,8 +211,8 @@ def _make(
         )
     place = layout_of(mesh, wanted, size, stride, dtype or torch.get_default_dtype())
     if random and place.index is not None:
-        with seeded(place, device):
-            local = fill(place.local_shape, dtype=place.dtype, device=device)
+        local = torch.empty(place.local_shape, dtype=place.dtype, device=device)
+        local = drawn(fill, fill.__name__, place, local)
     else:
         local = fill(place.local_shape, dtype=dtype, device=device)
     place = place.with_dtype(local.dtype)
@@ -284,9 +284,16 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Uniform random values in [0, 1); replicas equal. Arguments as for `zeros`."""
+    """Uniform random values in [0, 1), those of one device. Arguments as for `zeros`."""
     return _make(
-        torch.rand, _size(size), dtype, layout, requires_grad, device_mesh, placements, random=True
+        torch.Tensor.uniform_,
+        _size(size),
+        dtype,
+        layout,
+        requires_grad,
+        device_mesh,
+        placements,
+        random=True,
     )
 
 
@@ -298,7 +305,14 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Normally distributed random values; replicas equal. Arguments as for `zeros`."""
+    """Normally distributed random values, those of one device. Arguments as for `zeros`."""
     return _make(
-        torch.randn, _size(size), dtype, layout, requires_grad, device_mesh, placements, random=True
+        torch.Tensor.normal_,
+        _size(size),
+        dtype,
+        layout,
+        requires_grad,
+        device_mesh,
+        placements,
+        random=True,
     )

@@ -14,6 +14,7 @@ and still takes part in the fused call afterwards.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -34,7 +35,6 @@ from weft.dtensor.layout import (
     layout_of,
     shard_dim,
 )
-from weft.dtensor.random import seeded
 from weft.dtensor.redistribute import same_shard
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_matmul import linear as _linear_op
@@ -409,6 +409,10 @@ def attention(
             f"scaled_dot_product_attention needs query, key and value with as many dims, on one "
             f"mesh; got {q}, {k}, {v}: expand them, or redistribute"
         )
+    if dropout_p > 0:
+        return _attention_step_by_step(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     # Rows of q that only this rank has give a term of the gradients of k and v.
@@ -434,16 +438,49 @@ def attention(
             used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
             return q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
         return functional.scaled_dot_product_attention(
-            q_local, k_local, v_local, mask_local, dropout_p, is_causal, **options
+            q_local, k_local, v_local, mask_local, 0.0, is_causal, **options
         )
 
-    if dropout_p > 0:
-        with seeded(q.with_placements(rows), q_local.device):
-            y = run()
-    else:
-        y = run()
+    y = run()
     stride = stride_like(y, target_shape)
     return _global(y, layout_of(q.mesh, rows, target_shape, stride, y.dtype))
+
+
+def _attention_step_by_step(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: DTensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """Attention whose weights are a DTensor, so that dropout drops what one device would drop."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(times, -3) for t in (key, value))
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    weights: Any = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        rows_and_columns = weights.shape[-2:]
+        seen = torch.ones(rows_and_columns, dtype=torch.bool, device=weights.device).tril()
+        attn_mask = _global(
+            seen,
+            layout_of(
+                query._layout.mesh,
+                (Replicate(),) * query._layout.mesh.ndim,
+                tuple(seen.shape),
+                seen.stride(),
+                seen.dtype,
+            ),
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        weights = weights.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        weights = weights + attn_mask
+    weights = functional.dropout(weights.softmax(-1), dropout_p)
+    return weights @ value
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from weft.dtensor.call import (
     rules,
 )
 from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim, show
-from weft.dtensor.random import same_numbers
+from weft.dtensor.random import with_equal_state
 from weft.dtensor.redistribute import transition_bytes
 from weft.dtensor.tensor import DTensor, wrap
 
@@ -114,8 +114,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if local is None:
         local = _QUICKER.get(func, func)
     if torch.Tag.nondeterministic_seeded in tags:
-        where = call.inputs[writes[0]] if writes else (results or targets)[0]
-        local = same_numbers(local, where)
+        local = with_equal_state(local, mesh)
     plan = Plan(local, moves if any(moves) else None, None)
     plan.writes = tuple(writes)
     plan.dynamic = call.output_tree is _DYNAMIC

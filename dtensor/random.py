@@ -1,15 +1,20 @@
-"""Random numbers on a mesh: replicas draw the same ones, shards draw different ones.
+"""Random numbers on a mesh: those that one device with the same seed would draw, bit for bit.
 
-Every op takes one number from the default CPU generator, which all ranks advance alike; the number
-and the rank's shard seed the local generator for the time of the op. Ranks may have been seeded
-differently: the first random op on a mesh makes their generators equal to the first rank's.
+A generator hands out its numbers in the order of the whole tensor's memory, and cannot skip. So
+every rank draws them all, keeps those of its box, and leaves its generator as one device would:
+
+    seed 7    whole  [ .3 .9 .1 .5 | .8 .2 .6 .4 ]      rank 0 keeps the left half, rank 1 the right
+
+That costs each rank the time of the whole tensor, and room for a piece of it: a large one is drawn
+in pieces where its generator draws pieces as it draws the whole. Ranks may have been seeded
+differently: the first random call on a mesh gives all of them the first rank's state. A generator
+that is passed must be seeded alike on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -17,44 +22,93 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives import spanning_group
-from weft.dtensor.layout import Layout
+from weft.dtensor.layout import Box, Layout, contiguous_stride
+from weft.dtensor.redistribute import cut_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _agreed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
+_PIECE_BYTES = 64 << 20
+# On a CPU they draw number by number, or, the normal ones, in blocks of 16 but for the last block.
+_BLOCK = 16
+_IN_PIECES = ("uniform_", "normal_", "random_")
 
-def _agree(mesh: DeviceMesh) -> None:
+
+def agree_on_state(mesh: DeviceMesh) -> None:
+    """Give every rank of `mesh` the generator states of its first rank. Collective, once a mesh."""
+    if mesh in _agreed:
+        return
     group = spanning_group(mesh)
     if group.world_size > 1:
-        states = [torch.get_rng_state() if group.rank == 0 else None]
+        on_gpu = mesh.device_type == "cuda"
+        states: list[Any] = [None, None]
+        if group.rank == 0:
+            states = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
         dist.broadcast_object_list(states, src=group.ranks[0], group=group.pg)
-        assert states[0] is not None
         torch.set_rng_state(states[0])
+        if on_gpu:
+            torch.cuda.set_rng_state(states[1])
     _agreed[mesh] = True
 
 
-@contextmanager
-def seeded(layout: Layout, device: torch.device) -> Iterator[None]:
-    """Seed `device`'s generator for this rank's shard of `layout`, and put it back afterwards."""
-    if layout.mesh not in _agreed:
-        _agree(layout.mesh)
-    drawn = int(torch.randint(1 << 48, (), dtype=torch.int64))
-    mine = layout.boxes[layout.index] if layout.index is not None else ()
-    shard = sorted(set(layout.boxes)).index(mine) if mine else 0
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type="cuda"):
-        torch.manual_seed((drawn + shard * 0x9E3779B97F4A7C15) & (2**63 - 1))
-        yield
-
-
-def same_numbers(op: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """`op` with the generator seeded for this rank's shard of `layout`."""
+def with_equal_state(op: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    """`op`, after the ranks' generators have been made equal."""
 
     @wraps(op)
     def run(*args: Any, **kwargs: Any) -> Any:
-        devices = [a.device for a in args if isinstance(a, torch.Tensor)]
-        with seeded(layout, devices[0] if devices else torch.device("cpu")):
-            return op(*args, **kwargs)
+        agree_on_state(mesh)
+        return op(*args, **kwargs)
 
     return run
+
+
+def drawn(
+    fill: Callable[[torch.Tensor], Any], name: str, layout: Layout, local: torch.Tensor
+) -> torch.Tensor:
+    """Write this rank's part of the tensor that `fill` fills, and return it.
+
+    Args:
+        fill: fills the tensor that it is given with random numbers.
+        name: its op, as "normal_".
+        layout: of the whole; its strides decide which number goes where.
+        local: this rank's part, to be written.
+    """
+    agree_on_state(layout.mesh)
+    if layout.is_replicated and local.stride() == layout.stride:
+        fill(local)
+        return local
+    assert layout.index is not None
+    mine = layout.boxes[layout.index]
+    rows = layout.shape[0] if layout.shape else 1
+    step = _rows_at_once(name, layout, local.device)
+    for start in range(0, max(rows, 1), max(step, 1)):
+        # A short rest would end the last block elsewhere than the whole does: it goes along.
+        stop = rows if rows - start - step < _BLOCK else start + step
+        piece = torch.empty_strided(
+            (stop - start, *layout.shape[1:]) if layout.shape else (),
+            layout.stride,
+            dtype=layout.dtype,
+            device=local.device,
+        )
+        fill(piece)
+        for source, target, _ in cut_box(_rows_box(layout, start, stop), mine):
+            local[target] = piece[source]
+        if stop == rows:
+            break
+    return local
+
+
+def _rows_at_once(name: str, layout: Layout, device: torch.device) -> int:
+    rows = layout.shape[0] if layout.shape else 1
+    in_order = layout.stride == contiguous_stride(layout.shape)
+    if device.type != "cpu" or name not in _IN_PIECES or not in_order or rows == 0:
+        return rows
+    row_bytes = max(1, layout.global_bytes // rows)
+    return max(_BLOCK, _PIECE_BYTES // row_bytes // _BLOCK * _BLOCK)
+
+
+def _rows_box(layout: Layout, start: int, stop: int) -> Box:
+    whole = tuple(((0, size),) for size in layout.shape)
+    return (((start, stop - start),), *whole[1:]) if whole else ()

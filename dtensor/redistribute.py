@@ -174,7 +174,8 @@ def _overlaps(source: Runs, target: Runs) -> list[tuple[slice, slice, int]]:
     return found
 
 
-def _cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+def cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+    """(slices of the source, slices of the target, elements) of what two boxes share."""
     per_dim = [_overlaps(s, t) for s, t in zip(source, target, strict=True)]
     return [
         (tuple(c[0] for c in cut), tuple(c[1] for c in cut), math.prod(c[2] for c in cut))
@@ -224,7 +225,7 @@ def _step(source: Layout, target: Layout) -> Step:
                     distance = min(_distance(here, source.place.coordinates[m]) for m in members)
                     by_box.setdefault(source.boxes[members[0]], []).append((distance, members))
             for box, holders in by_box.items():
-                cuts = _cut_box(box, target.boxes[receiver])
+                cuts = cut_box(box, target.boxes[receiver])
                 if not cuts:
                     continue
                 chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)

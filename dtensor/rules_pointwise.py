@@ -33,7 +33,7 @@ _LINEAR_IN_FIRST = {"div", "true_divide"}
 def _aligned(layout: Layout, out: Shape, dim: int) -> int | None:
     """The dim of `layout` that is broadcast onto dim `dim` of the result, if it has all of it."""
     own = dim - (len(out) - len(layout.shape))
-    return own if own >= 0 and layout.shape[own] == out[dim] and out[dim] != 1 else None
+    return own if own >= 0 and layout.shape[own] == out[dim] else None
 
 
 def _name(call: Call) -> str:
@@ -155,23 +155,7 @@ def keep(call: Call) -> Choices:
     return _keep(call, linear=True)
 
 
-@rule(
-    "empty_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "fill",
-    "bernoulli",
-    "normal",
-    "uniform",
-    "exponential",
-    "random",
-    "log_normal",
-    "cauchy",
-    "geometric",
-)
+@rule("empty_like", "ones_like", "full_like", "fill")
 def fill(call: Call) -> Choices:
     """Values that do not depend on the tensor's: the terms of a sum cannot be filled alone."""
     if len(call.inputs) > 1:
@@ -211,12 +195,6 @@ def copy(call: Call) -> Choices:
         if isinstance(placement, Partial):
             strategies.append(Strategy((placement, placement), (placement,)))
     return Choices([*strategies, *shard_strategies(call, out)])
-
-
-@rule("native_dropout")
-def native_dropout(call: Call) -> Choices:
-    """Like a pointwise op; Partial input is reduced first, as its terms need one mask."""
-    return _keep(call, linear=False)
 
 
 @rule("foreach")
