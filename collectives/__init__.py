@@ -13,6 +13,7 @@ import torch as _torch
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
 
+from weft.collectives import library as library  # registers torch.ops.weft
 from weft.collectives.collective_ops import (
     all_gather,
     all_reduce,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.collectives import movement
 from weft.collectives.exchange import agree, check_call, exchange
-from weft.collectives.group import Group, GroupLike, resolve
+from weft.collectives.group import Group, GroupLike, group_name, is_traced, resolve
 from weft.collectives.movement import ReduceOp
 
 
@@ -45,6 +45,8 @@ def all_gather(
     Example:
         x = [rank] on 3 ranks gives [0, 1, 2] on each.
     """
+    if is_traced(x):
+        return _into(out, torch.ops.weft.all_gather(x, group_name(group), dim, sizes))
     where = resolve(group)
     dim = _checked_dim(x, dim)
     lengths = known_sizes(x, where, dim, sizes)
@@ -73,6 +75,25 @@ def known_sizes(
             f"{group.world_size} ranks, with {x.shape[dim]} here (rank {group.rank})"
         )
     return list(sizes)
+
+
+def even_sizes(
+    x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None
+) -> list[int]:
+    """`sizes`, or where a traced graph took the shards for equally long: their length, checked.
+
+    Raises:
+        ValueError: on every rank, if they are not.
+    """
+    if sizes is not None:
+        return list(sizes)
+    lengths = known_sizes(x, resolve(group), dim, None)
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"a traced graph takes shards for equally long unless it is told otherwise: along dim "
+            f"{dim} they have lengths {lengths}. Pass sizes="
+        )
+    return lengths
 
 
 class _AllGather(torch.autograd.Function):
@@ -125,6 +146,9 @@ def reduce_scatter(
     Example:
         x = [1, 2, 3] on each of 2 ranks gives [2, 4] on rank 0 and [6] on rank 1.
     """
+    if is_traced(x):
+        name = group_name(group)
+        return _into(out, torch.ops.weft.reduce_scatter(x, name, dim, reduce_op, sizes))
     where = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
@@ -155,7 +179,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        _check_differentiable("reduce_scatter", ctx.op)
+        check_differentiable("reduce_scatter", ctx.op)
         out = movement.gather(grad.movedim(ctx.dim, 0), ctx.group, ctx.sizes).movedim(0, ctx.dim)
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
@@ -182,6 +206,8 @@ def all_reduce(
         ValueError: an unknown `reduce_op`, or "avg" of integers.
         PeerTimeout: a rank did not come.
     """
+    if is_traced(x):
+        return _into(out, torch.ops.weft.all_reduce(x, group_name(group), reduce_op))
     where = resolve(group)
     _check_reduce_op(x, reduce_op)
     check_call(where, f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
@@ -202,7 +228,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        _check_differentiable("all_reduce", ctx.op)
+        check_differentiable("all_reduce", ctx.op)
         return movement.all_reduce(grad, ctx.group, ctx.op), None, None
 
 
@@ -229,6 +255,9 @@ def all_to_all(
         ValueError: splits that do not add up to the rows of `x`, or equal shares that do not
         divide. MismatchError: on every rank, where what one sends is not what another expects.
     """
+    if is_traced(x):
+        name = group_name(group)
+        return _into(out, torch.ops.weft.all_to_all(x, output_split_sizes, input_split_sizes, name))
     where = resolve(group)
     if x.ndim == 0:
         raise ValueError("all_to_all cuts dim 0: x must have at least one dim")
@@ -292,6 +321,8 @@ def broadcast(
     Raises:
         ValueError: no such rank.
     """
+    if is_traced(x):
+        return _into(out, torch.ops.weft.broadcast(x, src, group_name(group)))
     where = resolve(group)
     if not 0 <= src < where.world_size:
         raise ValueError(f"src must be a rank of the group, 0..{where.world_size - 1}, got {src=}")
@@ -323,12 +354,19 @@ def barrier(group: GroupLike = None) -> None:
     Raises:
         PeerTimeout: one did not come.
     """
+    if is_traced():
+        torch.ops.weft.barrier(group_name(group))
+        return
     where = resolve(group)
     if where.why:
         dist.barrier(where.pg)
     elif where.world_size > 1:
         with exchange(where, 0, "barrier") as ex:
             ex.signal_all()
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result.detach())
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor, shape: Sequence[int]) -> None:
@@ -352,6 +390,7 @@ def _check_reduce_op(x: torch.Tensor, op: str) -> None:
         raise ValueError(f"an average needs a floating dtype, got {x.dtype}: sum, then divide")
 
 
-def _check_differentiable(name: str, op: str) -> None:
+def check_differentiable(name: str, op: str) -> None:
+    """Raise NotImplementedError unless a reduction by `op` has a gradient."""
     if op not in ("sum", "avg"):
         raise NotImplementedError(f'{name} is differentiable for "sum" and "avg", not for {op!r}')

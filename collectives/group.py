@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from weft.collectives.symmetric import Memory, SymmetricBuffer, Waiter
 
-GroupLike = Any  # ProcessGroup | 1-D DeviceMesh | Group | None
+GroupLike = Any  # ProcessGroup | its name | 1-D DeviceMesh | Group | None
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def virtual_rank(world: Group) -> Iterator[None]:
 
 
 def resolve(group: GroupLike = None) -> Group:
-    """The `Group` of a ProcessGroup, a 1-D DeviceMesh, or None for the world: on a virtual rank,
-    that of the virtual ranks.
+    """The `Group` of a ProcessGroup or its name, a 1-D DeviceMesh, or None for the world: on a
+    virtual rank, that of the virtual ranks.
 
     The first call for a process group is collective: its ranks tell each other where they run.
 
@@ -164,6 +164,9 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
         return dist.group.WORLD  # type: ignore[return-value]
     if isinstance(group, dist.ProcessGroup):
         return group
+    if isinstance(group, str):
+        named: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        return named
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
         if group.ndim != 1:
             raise ValueError(
@@ -175,6 +178,31 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the group: only its members may make the call")
     raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
+
+
+def is_traced(x: torch.Tensor | None = None) -> bool:
+    """Whether a call is traced rather than run: by torch.compile or export, or with an `x` that
+    stands for a tensor. Then it must go through torch.ops.weft.
+    """
+    return torch.compiler.is_compiling() or (x is not None and type(x) not in _PLAIN)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def group_name(group: GroupLike) -> str:
+    """The name by which torch.ops.weft knows `group`.
+
+    Raises:
+        NotImplementedError: a group of virtual ranks, which has none.
+    """
+    if isinstance(group, str):
+        return group
+    pg = group.pg if isinstance(group, Group) else _process_group(group)
+    if pg is None:
+        raise NotImplementedError("virtual ranks have no process group: call weft untraced there")
+    name: str = pg.group_name
+    return name
 
 
 def _describe(pg: dist.ProcessGroup) -> Group:

@@ -3,6 +3,7 @@
 if not __name__.startswith("weft."):
     raise ImportError("import weft.kernels: the top-level name is not ours")
 
+from weft.kernels import library as library  # registers torch.ops.weft
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.kernels.reduced_matmul import matmul_all_reduce

@@ -20,6 +20,7 @@ The triton engine is in `all_gather_gemm`; its backward is also `gemm_reduce_sca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -36,7 +37,7 @@ from weft.collectives import (
     workspace,
 )
 from weft.collectives.collective_ops import known_sizes
-from weft.collectives.group import GroupLike
+from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
 from weft.kernels.dense import WeightGrad, check_operands, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose
@@ -94,12 +95,18 @@ def all_gather_matmul(
     Example:
         x = [[1.], [2.]][rank] on 2 ranks, w = [[10.]] gives [[10.], [20.]] on both.
     """
-    where = resolve(group)
     single = isinstance(w, torch.Tensor)
     weights: list[torch.Tensor] = [w] if isinstance(w, torch.Tensor) else list(w)
     biases: list[torch.Tensor | None] = (
         [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     )
+    if is_traced(x):  # see `library`
+        traced = torch.ops.weft.all_gather_matmul(
+            x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered
+        )
+        y = traced[0] if single else traced[: len(weights)]
+        return (traced[-1], y) if return_gathered else y
+    where = resolve(group)
     if x.ndim < 2 or not -x.ndim <= gather_dim < x.ndim:
         raise ValueError(
             f"x must have at least 2 dims and gather_dim be one of them, got shape "
@@ -107,31 +114,17 @@ def all_gather_matmul(
         )
     gather_dim %= x.ndim
     lengths = known_sizes(x, where, gather_dim, sizes, "all_gather_matmul")
-    contracted = gather_dim == x.ndim - 1
-    K = sum(lengths) if contracted else x.shape[-1]
+    K = sum(lengths) if gather_dim == x.ndim - 1 else x.shape[-1]
     check_operands(x, K, weights, biases)
 
     front = x.movedim(gather_dim, 0)
     batch = front.shape[1:-1]
-    per_row = batch.numel()
-    M = x.numel() // max(x.shape[-1], 1) if contracted else sum(lengths) * per_row
-    problem = Problem(
-        "all_gather_matmul",
-        M,
-        sum(each.shape[1] for each in weights),
-        K,
-        x.dtype,
-        moved_bytes=(sum(lengths) - lengths[where.rank]) * x[..., :1].numel() * x.element_size()
-        if contracted
-        else (M - lengths[where.rank] * per_row) * K * x.element_size(),
-        refusal="the gathered dim is the contraction" if contracted else "",
-    )
-    engine = choose(problem, where, x.device)
+    engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
     if engine == "generic":
         gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
         ys = [matmul(gathered, *pair) for pair in zip(weights, biases, strict=True)]
     else:
-        rows = [length * per_row for length in lengths]
+        rows = [length * batch.numel() for length in lengths]
         results = _AllGatherMatmul.apply(
             front.reshape(-1, K), where, rows, engine, return_gathered, len(weights),
             *weights, *biases,
@@ -140,6 +133,35 @@ def all_gather_matmul(
         ys, gathered = whole[: len(weights)], whole[-1]
     y = ys[0] if single else ys
     return (gathered, y) if return_gathered else y
+
+
+def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Biases as an op takes them: torch.library has no gradients for lists with None in them.
+
+    One a weight, of no elements where there is none; an empty list if there are none at all.
+    """
+    if all(bias is None for bias in biases):
+        return []
+    return [x.new_empty(0) if bias is None else bias for bias in biases]
+
+
+def gather_problem(
+    x: torch.Tensor, weights: list[torch.Tensor], gather_dim: int, sizes: list[int]
+) -> Problem:
+    """What the choice of engine for a call, or for its gradient, depends on."""
+    whole = [*x.shape]
+    whole[gather_dim] = sum(sizes)
+    # What the rank with the smallest shard receives: the same number on every rank.
+    received = (sum(sizes) - min(sizes)) * math.prod(whole[:gather_dim] + whole[gather_dim + 1 :])
+    return Problem(
+        "all_gather_matmul",
+        math.prod(whole[:-1]),
+        sum(w.shape[1] for w in weights),
+        whole[-1],
+        x.dtype,
+        received * x.element_size(),
+        refusal="the gathered dim is the contraction" if gather_dim == x.ndim - 1 else "",
+    )
 
 
 class _AllGatherMatmul(torch.autograd.Function):

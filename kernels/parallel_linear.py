@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weft.collectives import all_gather, resolve
-from weft.collectives.group import GroupLike
+from weft.collectives.group import GroupLike, is_traced
 from weft.collectives.movement import chunk_sizes
 from weft.kernels.dense import WeightGrad, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
@@ -181,7 +181,10 @@ class _WholeInput(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = matmul_all_reduce(dy, weight, ctx.group)
         if ctx.needs_input_grad[1]:
+            rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            if is_traced(dy):  # the compiler picks the library
+                return dx, rows[0].t() @ rows[1], None
             grad = WeightGrad(weight)
-            grad.add(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+            grad.add(*rows)
             dw = grad.result()
         return dx, dw, None

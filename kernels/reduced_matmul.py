@@ -23,7 +23,7 @@ import torch
 
 from weft.collectives import Group, all_reduce, exchange, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike
+from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.dense import (
     SumOp,
@@ -69,6 +69,11 @@ def matmul_all_reduce(
     Example:
         x = [[1.]], w = [[10.]] on rank 0 and [[2.]], [[10.]] on rank 1 give [[30.]] on both.
     """
+    if is_traced(x):  # see `library`
+        traced: torch.Tensor = torch.ops.weft.matmul_all_reduce(
+            x, w, bias, group_name(group), reduce_op
+        )
+        return traced
     where = resolve(group)
     check_call(
         where,

@@ -25,7 +25,7 @@ import torch
 
 from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike
+from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.dense import (
     SumOp,
@@ -81,6 +81,11 @@ def matmul_reduce_scatter(
     Example:
         x = [[1.], [2.]] and w = [[10.]] on both of 2 ranks give [[20.]] on rank 0, [[40.]] on 1.
     """
+    if is_traced(x):  # see `library`
+        traced: torch.Tensor = torch.ops.weft.matmul_reduce_scatter(
+            x, w, bias, group_name(group), scatter_dim, reduce_op
+        )
+        return traced
     where = resolve(group)
     check_call(where, f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
                f"N = {w.shape[-1]}, along dim {scatter_dim}")  # fmt: skip
@@ -94,14 +99,8 @@ def matmul_reduce_scatter(
     scatter_dim %= x.ndim
     columns = scatter_dim == x.ndim - 1
     K, N = w.shape
-    M = x[..., 0].numel() if K else x.shape[:-1].numel()
     world_size = where.world_size
-    moved = M * N // world_size * (world_size - 1) * wire_dtype(x).itemsize
-    problem = Problem(
-        "matmul_reduce_scatter", M, N, K, x.dtype, moved,
-        refusal="the scattered dim is that of the columns" if columns else "",
-    )  # fmt: skip
-    engine = choose(problem, where, x.device)
+    engine = choose(scatter_problem(x, w, where, scatter_dim), where, x.device)
     if engine == "generic":
         y = reduce_scatter(matmul(x, w), where, dim=scatter_dim, reduce_op=reduce_op)
         if bias is None:
@@ -114,9 +113,21 @@ def matmul_reduce_scatter(
     batch, sizes = front.shape[1:-1], chunk_sizes(front.shape[0], world_size)
     rows = [size * batch.numel() for size in sizes]
     flat: torch.Tensor = _MatmulReduceScatter.apply(
-        front.reshape(M, K), w, bias, where, rows, engine, reduce_op == "avg"
+        front.reshape(sum(rows), K), w, bias, where, rows, engine, reduce_op == "avg"
     )
     return flat.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
+
+
+def scatter_problem(x: torch.Tensor, w: torch.Tensor, group: Group, scatter_dim: int) -> Problem:
+    """What the choice of engine for a call, or for its gradient, depends on."""
+    (K, N), W = w.shape, group.world_size
+    M = x.shape[:-1].numel()
+    moved = M * N // W * (W - 1) * wire_dtype(x).itemsize
+    columns = scatter_dim == x.ndim - 1
+    return Problem(
+        "matmul_reduce_scatter", M, N, K, x.dtype, moved,
+        refusal="the scattered dim is that of the columns" if columns else "",
+    )  # fmt: skip
 
 
 class Replicated(torch.autograd.Function):

@@ -1,0 +1,236 @@
+"""The collectives as ops of torch.library: torch.ops.weft.all_gather and the others.
+
+    weft.collectives.all_gather(x, group)
+        plain tensors          the call itself, past torch's dispatcher
+        torch.compile, export, fake and other wrapped tensors
+                               torch.ops.weft.all_gather(x, group_name)
+                                   fake kernel     shapes and strides of the result
+                                   run time        the call itself
+                                   gradient        ops of torch.ops.weft again
+
+A group is known by its name, as in torch's functional collectives. Ops are ordered effects: the
+compiler keeps their number and order, which must be the same on every rank.
+
+Nobody can ask the peers for the lengths of their shards while a graph is traced. There `sizes=None`
+of a gather means that all shards are as long as this rank's; that is checked each time the op runs.
+
+A new op: `define(schema, run, fake)`, and `differentiate(name, ...)` if it has a gradient. A new
+argument of an op: into its schema, its `run` and its fake kernel, with a default at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.collectives import collective_ops
+from weft.collectives.movement import chunk_sizes
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_ops: Any = torch.ops.weft
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an op that communicates.
+
+    Args:
+        schema: name, arguments and results, as torch.library writes them.
+        run: what it does, with plain tensors; its results are new tensors.
+        fake: empty tensors of the shapes, dtypes and strides that `run` returns.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=[torch.Tag.needs_fixed_stride_order])
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
+    torch.library._register_effectful_op(
+        f"weft::{name}", torch._library.effects.EffectType.ORDERED, lib=_library
+    )
+
+
+def differentiate(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> None:
+    """Register the gradient of an op: `backward(ctx, *grads)`, of what `setup_context` kept.
+
+    `backward` returns one gradient an argument.
+    """
+
+    def of_passed(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # The dispatcher drops trailing arguments that equal their default.
+        return tuple(backward(ctx, *grads)[: len(ctx.needs_input_grad)])
+
+    torch.library.register_autograd(
+        f"weft::{name}", of_passed, setup_context=setup_context, lib=_library
+    )
+
+
+def compose(schema: str, run: Callable[..., Any]) -> None:
+    """Register an op that is made of other ops: it needs neither fake kernel nor gradient."""
+    _library.define(schema)
+    _library.impl(schema.partition("(")[0], run, "CompositeImplicitAutograd")
+
+
+def world_of(group_name: str) -> tuple[int, int]:
+    """Rank and world size of a group, without any communication."""
+    pg = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return pg.rank(), pg.size()
+
+
+def gathered_sizes(length: Any, group_name: str, sizes: Sequence[Any] | None) -> list[Any]:
+    """Lengths of all ranks' shards as a traced graph assumes them."""
+    if sizes is not None:
+        return list(sizes)
+    return [length] * world_of(group_name)[1]
+
+
+def planes(x: torch.Tensor, shape: Sequence[Any], dim: int) -> torch.Tensor:
+    """Empty, of x's dtype and of `shape`, whose planes across `dim` lie one after another."""
+    rest = list(shape)
+    return x.new_empty([rest.pop(dim), *rest]).movedim(0, dim)
+
+
+def resized(x: torch.Tensor, dim: int, length: Any) -> list[Any]:
+    """x's shape, with `length` for `dim`."""
+    shape = list(x.shape)
+    shape[dim] = length
+    return shape
+
+
+def _all_gather(
+    x: torch.Tensor, group_name: str, dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor:
+    return collective_ops.all_gather(
+        x, group_name, dim=dim, sizes=collective_ops.even_sizes(x, group_name, dim, sizes)
+    )
+
+
+def _all_gather_fake(
+    x: torch.Tensor, group_name: str, dim: int = 0, sizes: Any = None
+) -> torch.Tensor:
+    length = sum(gathered_sizes(x.shape[dim], group_name, sizes))
+    return planes(x, resized(x, dim, length), dim)
+
+
+def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.group_name, ctx.dim, sizes = inputs
+    ctx.sizes = gathered_sizes(x.shape[ctx.dim], ctx.group_name, sizes)
+
+
+def _all_gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dx = _ops.reduce_scatter(grad, ctx.group_name, ctx.dim, "sum", ctx.sizes)
+    return dx, None, None, None
+
+
+def _reduce_scatter(
+    x: torch.Tensor,
+    group_name: str,
+    dim: int = 0,
+    reduce_op: Any = "sum",
+    sizes: list[int] | None = None,
+) -> torch.Tensor:
+    return collective_ops.reduce_scatter(x, group_name, dim=dim, reduce_op=reduce_op, sizes=sizes)
+
+
+def _scattered_sizes(x: torch.Tensor, group_name: str, dim: int, sizes: Any) -> list[Any]:
+    return chunk_sizes(x.shape[dim], world_of(group_name)[1]) if sizes is None else list(sizes)
+
+
+def _reduce_scatter_fake(
+    x: torch.Tensor, group_name: str, dim: int = 0, reduce_op: str = "sum", sizes: Any = None
+) -> torch.Tensor:
+    length = _scattered_sizes(x, group_name, dim, sizes)[world_of(group_name)[0]]
+    return planes(x, resized(x, dim, length), dim)
+
+
+def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.group_name, ctx.dim, ctx.op, sizes = inputs
+    ctx.sizes = _scattered_sizes(x, ctx.group_name, ctx.dim, sizes)
+
+
+def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    collective_ops.check_differentiable("reduce_scatter", ctx.op)
+    dx = _ops.all_gather(grad, ctx.group_name, ctx.dim, ctx.sizes)
+    if ctx.op == "avg":
+        dx = dx / len(ctx.sizes)
+    return dx, None, None, None, None
+
+
+def _all_reduce(x: torch.Tensor, group_name: str, reduce_op: Any = "sum") -> torch.Tensor:
+    return collective_ops.all_reduce(x, group_name, reduce_op=reduce_op)
+
+
+def _like(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.group_name, ctx.op = inputs
+
+
+def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    collective_ops.check_differentiable("all_reduce", ctx.op)
+    return _ops.all_reduce(grad, ctx.group_name, ctx.op), None, None
+
+
+def _all_to_all(
+    x: torch.Tensor, receives: list[int] | None, sends: list[int] | None, group_name: str
+) -> torch.Tensor:
+    return collective_ops.all_to_all(x, receives, sends, group_name)
+
+
+def _all_to_all_fake(x: torch.Tensor, receives: Any, sends: Any, group_name: str) -> torch.Tensor:
+    rows = x.shape[0] if receives is None else sum(receives)
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.receives, ctx.sends, ctx.group_name = inputs
+
+
+def _all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return _ops.all_to_all(grad, ctx.sends, ctx.receives, ctx.group_name), None, None, None
+
+
+def _broadcast(x: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
+    return collective_ops.broadcast(x, src, group_name)
+
+
+def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.src, ctx.group_name = inputs
+
+
+def _broadcast_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    total = _ops.all_reduce(grad, ctx.group_name, "sum")
+    is_source = world_of(ctx.group_name)[0] == ctx.src
+    return total if is_source else torch.zeros_like(total), None, None
+
+
+def _barrier(group_name: str) -> None:
+    collective_ops.barrier(group_name)
+
+
+define(
+    "all_gather(Tensor x, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
+    _all_gather, _all_gather_fake,
+)  # fmt: skip
+define(
+    "reduce_scatter(Tensor x, str group_name, int dim=0, str reduce_op='sum', "
+    "SymInt[]? sizes=None) -> Tensor",
+    _reduce_scatter, _reduce_scatter_fake,
+)  # fmt: skip
+define("all_reduce(Tensor x, str group_name, str reduce_op='sum') -> Tensor", _all_reduce, _like)
+define(
+    "all_to_all(Tensor x, SymInt[]? receives, SymInt[]? sends, str group_name) -> Tensor",
+    _all_to_all, _all_to_all_fake,
+)  # fmt: skip
+define("broadcast(Tensor x, int src, str group_name) -> Tensor", _broadcast, _like)
+define("barrier(str group_name) -> ()", _barrier, lambda group_name: None)
+
+differentiate("all_gather", _all_gather_setup, _all_gather_backward)
+differentiate("reduce_scatter", _reduce_scatter_setup, _reduce_scatter_backward)
+differentiate("all_reduce", _all_reduce_setup, _all_reduce_backward)
+differentiate("all_to_all", _all_to_all_setup, _all_to_all_backward)
+differentiate("broadcast", _broadcast_setup, _broadcast_backward)

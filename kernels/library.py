@@ -1,0 +1,361 @@
+"""The fused matmuls as ops of torch.library, and torch's own names for them.
+
+    torch.ops.weft.all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce
+        what the public functions mean, of a group's name; traced calls of those come here
+    torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
+        the gradients that communicate, computed by the engines' own backward
+    torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
+        arguments and results of those of torch.ops.symm_mem
+
+How ops, fake kernels and gradients are registered: `weft.collectives.library`. An op chooses its
+engine when it runs, by the rule of the public function that it runs.
+
+To add an argument to a fused matmul: what is done to the result element by element (activation,
+residual) is left to plain torch behind `if is_traced(x)` in the public function, and the compiler
+fuses it, forward and backward. Any other argument is added there, to the op's schema (at the end,
+with a default), to its `run`, which hands it on to the public function, and to its fake kernel if
+the result's shape or dtype depends on it; if gradients do, to `setup` and the backward op as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.collectives import all_gather, reduce_scatter, resolve
+from weft.collectives.collective_ops import even_sizes
+from weft.collectives.library import (
+    compose,
+    define,
+    differentiate,
+    gathered_sizes,
+    planes,
+    resized,
+    world_of,
+)
+from weft.collectives.movement import chunk_sizes
+from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
+from weft.kernels.dense import matmul
+from weft.kernels.engines import choose
+
+_ops: Any = torch.ops.weft
+
+
+def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as a matrix whose rows are in order of `dim` first, as the engines take it."""
+    front = x.movedim(dim, 0)
+    return front.reshape(front.shape[:-1].numel(), front.shape[-1])
+
+
+def _planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x with the strides of `planes(x, dim, ...)`: what the fake kernel said."""
+    return x.movedim(dim, 0).contiguous().movedim(0, dim)
+
+
+def _rows_dim(x: torch.Tensor, gather_dim: int) -> int:
+    """Dim of y along which its planes lie: that of the shards, where y has it."""
+    contracted = gather_dim in (-1, x.ndim - 1)
+    return 0 if contracted else gather_dim
+
+
+def _all_gather_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    group_name: str,
+    gather_dim: int = 0,
+    sizes: list[int] | None = None,
+    return_gathered: bool = False,
+) -> list[torch.Tensor]:
+    sizes = even_sizes(x, group_name, gather_dim, sizes)
+    given = [bias if len(bias) else None for bias in biases] or None
+    result = gathered_matmul.all_gather_matmul(
+        x, weights, group_name, bias=given, gather_dim=gather_dim, sizes=sizes,
+        return_gathered=return_gathered,
+    )  # fmt: skip
+    results = [*result[1], result[0]] if return_gathered else result
+    *ys, last = (_planes_of(y, _rows_dim(x, gather_dim)) for y in results)
+    return [*ys, _planes_of(result[0], gather_dim) if return_gathered else last]
+
+
+def _all_gather_matmul_fake(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    group_name: str,
+    gather_dim: int = 0,
+    sizes: Any = None,
+    return_gathered: bool = False,
+) -> list[torch.Tensor]:
+    length = sum(gathered_sizes(x.shape[gather_dim], group_name, sizes))
+    gathered = planes(x, resized(x, gather_dim, length), gather_dim)
+    rows = _rows_dim(x, gather_dim)
+    ys = [planes(x, [*gathered.shape[:-1], w.shape[1]], rows) for w in weights]
+    return [*ys, gathered] if return_gathered else ys
+
+
+def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.keep = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.biased = [bias.numel() > 0 for bias in biases]
+    ctx.sizes = gathered_sizes(x.shape[ctx.dim], ctx.group_name, sizes)
+
+
+def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    dys, dgathered = (grads[:-1], grads[-1]) if ctx.keep else (grads, None)
+    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+    needs = [needs_x, *needs_w]
+    computed: list[torch.Tensor] = []
+    if any(needs):
+        computed = _ops.all_gather_matmul_backward(
+            x, weights, dys, dgathered, ctx.group_name, ctx.dim, ctx.sizes, needs
+        )
+    dx, *dws = _spread(computed, needs)
+    dbs = [
+        dy.flatten(0, -2).sum(0) if biased and need else None
+        for dy, biased, need in zip(dys, ctx.biased, needs_b, strict=False)
+    ]
+    return dx, dws, dbs, None, None, None, None
+
+
+def _all_gather_matmul_backward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    dgathered: torch.Tensor | None,
+    group_name: str,
+    gather_dim: int,
+    sizes: list[int],
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    group, (needs_x, *needs_w) = resolve(group_name), needs
+    gather_dim %= x.ndim
+    engine = choose(gathered_matmul.gather_problem(x, weights, gather_dim, sizes), group, x.device)
+    if engine == "generic":
+        dx = None
+        if needs_x:
+            dx = torch.stack([matmul(dy, w.t()) for dy, w in zip(dys, weights, strict=True)]).sum(0)
+            dx = dx if dgathered is None else dx + dgathered
+            dx = reduce_scatter(dx, group, dim=gather_dim, sizes=sizes)
+        whole = all_gather(x, group, dim=gather_dim, sizes=sizes) if any(needs_w) else x
+        dws = [
+            matmul(_flat(whole, 0).t(), _flat(dy, 0)) if need else None
+            for dy, need in zip(dys, needs_w, strict=True)
+        ]
+    else:
+        run = (
+            gathered_matmul._host_backward if engine == "host" else gathered_matmul._triton_backward
+        )
+        front = x.movedim(gather_dim, 0)
+        rows = [size * front.shape[1:-1].numel() for size in sizes]
+        dx, dws = run(
+            _flat(x, gather_dim), weights,
+            [_flat(dy, gather_dim).contiguous() for dy in dys],
+            None if dgathered is None else _flat(dgathered, gather_dim),
+            group, rows, needs_x, needs_w,
+        )  # fmt: skip
+        dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
+    return _needed([dx, *dws], [x, *weights], needs)
+
+
+def _needed(
+    grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], needs: list[bool]
+) -> list[torch.Tensor]:
+    """The gradients asked for, each laid out in memory as `_needed_fake` says."""
+    needed = []
+    for grad, of, need in zip(grads, like, needs, strict=True):
+        if need and grad is not None:
+            laid_out = torch.empty_like(of)
+            same = grad.stride() == laid_out.stride()
+            needed.append(grad if same else laid_out.copy_(grad))
+    return needed
+
+
+def _needed_fake(like: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor]:
+    return [torch.empty_like(of) for of, need in zip(like, needs, strict=True) if need]
+
+
+def _spread(computed: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor | None]:
+    """What `_needed` left, with None in between."""
+    left = iter(computed)
+    return [next(left) if need else None for need in needs]
+
+
+def _matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    scatter_dim: int = 0,
+    reduce_op: Any = "sum",
+) -> torch.Tensor:
+    y = scattered_matmul.matmul_reduce_scatter(
+        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op
+    )
+    return _planes_of(y, scatter_dim)
+
+
+def _matmul_reduce_scatter_fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    rank, world_size = world_of(group_name)
+    shape = [*x.shape[:-1], w.shape[1]]
+    shape[scatter_dim] = chunk_sizes(shape[scatter_dim], world_size)[rank]
+    return planes(x, shape, scatter_dim)
+
+
+def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, _, *ctx.rest = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    group_name, scatter_dim, reduce_op = ctx.rest
+    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+    needs = [needs_x, needs_w, needs_b]
+    computed = _ops.matmul_reduce_scatter_backward(
+        x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
+    )
+    dx, dw, db = _spread(computed, needs)
+    return dx, dw, db, None, None, None
+
+
+def _matmul_reduce_scatter_backward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    group_name: str,
+    scatter_dim: int,
+    average: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    group, (needs_x, needs_w, needs_b) = resolve(group_name), needs
+    scatter_dim %= x.ndim
+    length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
+    sizes = chunk_sizes(length, group.world_size)
+    dx: torch.Tensor | None
+    engine = choose(scattered_matmul.scatter_problem(x, w, group, scatter_dim), group, x.device)
+    if engine == "generic":
+        whole = all_gather(dy, group, dim=scatter_dim, sizes=sizes)
+        db = whole.flatten(0, -2).sum(0)
+        whole = whole / group.world_size if average else whole
+        dx, dw = matmul(whole, w.t()), matmul(_flat(x, 0).t(), _flat(whole, 0))
+    else:
+        run = (
+            scattered_matmul._host_backward
+            if engine == "host"
+            else scattered_matmul._triton_backward
+        )
+        front = x.movedim(scatter_dim, 0)
+        rows = [size * front.shape[1:-1].numel() for size in sizes]
+        dx, dw, db = run(
+            _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
+            (needs_x, needs_w, needs_b),
+        )  # fmt: skip
+        dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
+    return _needed([dx, dw, db], [x, w, w[0]], needs)
+
+
+def _matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    reduce_op: Any = "sum",
+) -> torch.Tensor:
+    return reduced_matmul.matmul_all_reduce(x, w, group_name, bias=bias, reduce_op=reduce_op)
+
+
+def _matmul_all_reduce_fake(
+    x: torch.Tensor, w: torch.Tensor, bias: Any, group_name: str, reduce_op: str = "sum"
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:-1], w.shape[1]])
+
+
+def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, _, group_name, reduce_op = inputs
+    ctx.save_for_backward(x, w)
+    ctx.scale = 1 / world_of(group_name)[1] if reduce_op == "avg" else None
+
+
+def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+    scaled = dy if ctx.scale is None else dy * ctx.scale
+    dx = matmul(scaled, w.t()) if needs_x else None
+    dw = matmul(x.reshape(-1, x.shape[-1]).t(), scaled.reshape(-1, w.shape[1])) if needs_w else None
+    db = dy.reshape(-1, w.shape[1]).sum(0) if needs_b else None
+    return dx, dw, db, None, None
+
+
+def _fused_all_gather_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    results = _ops.all_gather_matmul(A, Bs, [], group_name, gather_dim, None, return_A)
+    return (results[-1] if return_A else None), results[: len(Bs)]
+
+
+def _fused_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    y: torch.Tensor = _ops.matmul_reduce_scatter(A, B, None, group_name, scatter_dim, reduce_op)
+    return y
+
+
+define(
+    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
+    "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False) -> Tensor[]",
+    _all_gather_matmul, _all_gather_matmul_fake,
+)  # fmt: skip
+define(
+    "all_gather_matmul_backward(Tensor x, Tensor[] weights, Tensor[] dys, Tensor? dgathered, "
+    "str group_name, int gather_dim, SymInt[] sizes, bool[] needs) -> Tensor[]",
+    _all_gather_matmul_backward,
+    lambda x, weights, *rest: _needed_fake([x, *weights], rest[-1]),
+)  # fmt: skip
+differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_grads)
+
+define(
+    "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
+    "int scatter_dim=0, str reduce_op='sum') -> Tensor",
+    _matmul_reduce_scatter, _matmul_reduce_scatter_fake,
+)  # fmt: skip
+define(
+    "matmul_reduce_scatter_backward(Tensor x, Tensor w, Tensor dy, str group_name, "
+    "int scatter_dim, bool average, bool[] needs) -> Tensor[]",
+    _matmul_reduce_scatter_backward,
+    lambda x, w, *rest: _needed_fake([x, w, w[0]], rest[-1]),
+)  # fmt: skip
+differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_reduce_scatter_grads)
+
+define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
+    "str reduce_op='sum') -> Tensor",
+    _matmul_all_reduce, _matmul_all_reduce_fake,
+)  # fmt: skip
+differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)
+
+compose(
+    "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
+    "bool return_A=True) -> (Tensor?, Tensor[])",
+    _fused_all_gather_matmul,
+)
+compose(
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+    "str group_name) -> Tensor",
+    _fused_matmul_reduce_scatter,
+)

@@ -1,0 +1,250 @@
+"""torch.ops.weft: fake kernels and gradients by torch's own checks, torch.compile against eager."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+import weft.collectives as c
+import weft.kernels
+from weft.collectives.group import group_name
+from weft.collectives.movement import chunk_sizes
+
+ops: Any = torch.ops.weft
+
+
+def leaf(*shape: int, seed: int = 0, transposed: bool = False) -> torch.Tensor:
+    """A leaf that differs from rank to rank."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    value = torch.randn(shape, generator=generator)
+    value = value.t().contiguous().t() if transposed else value
+    return value.requires_grad_()
+
+
+def calls() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Every op with arguments on which its result is uneven, strided or a list."""
+    rank, W, name = dist.get_rank(), dist.get_world_size(), group_name(None)
+    sizes = [3, 1, 2][:W]
+    x, w, b = leaf(2, sizes[rank], 8), leaf(8, 6, transposed=True), leaf(6)
+    mine = chunk_sizes(5, W)
+    return [
+        (ops.all_gather, (x, name, 1, sizes)),
+        (ops.all_gather, (leaf(3, 2), name)),
+        (ops.reduce_scatter, (leaf(2, 5), name, 1, "avg")),
+        (ops.reduce_scatter, (leaf(sum(sizes), 2), name, 0, "sum", sizes)),
+        (ops.all_reduce, (leaf(3, 4, transposed=True), name)),
+        (ops.all_to_all, (leaf(2 * W, 3), None, None, name)),
+        (ops.all_to_all, (leaf(5, 3), [mine[rank]] * W, mine, name)),
+        (ops.broadcast, (leaf(4), W - 1, name)),
+        (ops.all_gather_matmul, (x, [w], [], name, 1, sizes)),
+        (ops.all_gather_matmul, (leaf(3, 8), [w, leaf(8, 5)], [b, leaf(0)], name, 0, None, True)),
+        (ops.all_gather_matmul, (leaf(3, 8), [leaf(8 * W, 6)], [], name, -1, None, True)),
+        (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, 1, "avg")),
+        (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, -1)),
+        (ops.matmul_all_reduce, (leaf(2, 5, 8), w, b, name, "avg")),
+    ]
+
+
+def registration_body() -> None:
+    for op, args in calls():
+        torch.library.opcheck(op.default, args)
+    assert torch.library.opcheck(ops.barrier.default, (group_name(None),))
+
+
+def test_registered_as_torch_demands(ranks: Any) -> None:
+    ranks(3, registration_body)
+
+
+def test_every_call_is_an_op() -> None:
+    collectives = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    matmuls = [name for name in weft.kernels.__all__ if "matmul" in name]
+    for name in (*collectives, "barrier", *matmuls):
+        assert hasattr(ops, name), name
+
+
+def eager_body() -> None:
+    """The ops called by hand: as the functions, gradients included."""
+    name = group_name(None)
+    x, w, b = leaf(3, 8), leaf(8, 6), leaf(6)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (ops.all_gather(x, name), c.all_gather(x)),
+        (
+            ops.all_gather_matmul(x, [w], [b], name)[0],
+            weft.all_gather_matmul(x, w, bias=b),
+        ),
+        (
+            ops.matmul_reduce_scatter(x, w, b, name),
+            weft.matmul_reduce_scatter(x, w, bias=b),
+        ),
+        (ops.matmul_all_reduce(x, w, b, name), weft.matmul_all_reduce(x, w, bias=b)),
+    ]
+    for ours, theirs in pairs:
+        assert torch.equal(ours, theirs)
+        inputs = (x,) if ours.shape[-1] == 8 else (x, w, b)
+        grads = torch.autograd.grad(ours.square().sum(), inputs)
+        for actual, expected in zip(
+            grads, torch.autograd.grad(theirs.square().sum(), inputs), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("engine", ["host", "generic", "triton"])
+def test_by_hand(ranks: Any, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    ranks(2, with_engine, engine, eager_body)
+
+
+def with_engine(engine: Any, body: Callable[..., None], *args: Any) -> None:
+    with weft.engine(engine):
+        body(*args)
+
+
+def torch_names_body() -> None:
+    """Arguments and results of torch.ops.symm_mem, against a gather by hand."""
+    W, name = dist.get_world_size(), group_name(None)
+    for dim in (0, 1, -1):
+        A, Bs = leaf(2, 4, 8), [leaf(8 * (W if dim == -1 else 1), n, seed=n) for n in (6, 5)]
+        gathered, ys = ops.fused_all_gather_matmul(A, Bs, dim, name)
+        whole = c.all_gather(A, dim=dim)
+        assert torch.equal(gathered, whole)
+        for y, B in zip(ys, Bs, strict=True):
+            torch.testing.assert_close(y, whole @ B)
+        gathered, ys = ops.fused_all_gather_matmul(A, Bs, dim, name, return_A=False)
+        assert gathered is None
+        assert len(ys) == 2
+    for dim in (0, 1, 2):
+        A, B = leaf(2 * W, 4 * W, 8), leaf(8, 6 * W, seed=1)
+        for op in ("sum", "avg"):
+            y = ops.fused_matmul_reduce_scatter(A, B, op, dim, name)
+            torch.testing.assert_close(y, c.reduce_scatter(A @ B, dim=dim, reduce_op=op))
+
+
+def test_torch_s_own_names(ranks: Any) -> None:
+    ranks(2, torch_names_body)
+
+
+def everything(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Every collective and fused op, each used by the next. x (B, S, 8), w, v (8, 6), b (8,)."""
+    W = dist.get_world_size()
+    gathered, (y, z) = weft.all_gather_matmul(x, [w, v], gather_dim=1, return_gathered=True)
+    t = y.tanh() * z.sin() / 8
+    u = weft.matmul_reduce_scatter(t, v.t(), bias=b, scatter_dim=1, reduce_op="avg")
+    s = weft.matmul_all_reduce(t, w.t().contiguous(), bias=b) * gathered
+    q = weft.all_gather_matmul(u, v.repeat(W, 1), gather_dim=-1)
+    r = weft.matmul_reduce_scatter(q, v.t(), scatter_dim=-1).tanh()
+    a = c.all_gather(r, dim=1)
+    a = c.reduce_scatter(a * a, dim=1) + c.all_reduce(r, reduce_op="avg")
+    a = c.all_to_all(c.broadcast(a, 0).reshape(-1)).square()
+    c.barrier()
+    _, (f,) = ops.fused_all_gather_matmul(u, [w], 0, group_name(None))
+    return s.square().mean() + a.mean() + f.square().mean()
+
+
+def compile_body(backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend=backend)
+    W = dist.get_world_size()
+    for batch in (4, 6, 10):
+        args = leaf(batch, 2 * W, 8), leaf(8, 6, seed=1), leaf(8, 6, seed=2), leaf(8, seed=3)
+        expected, actual = everything(*args), compiled(*args)
+        torch.testing.assert_close(actual, expected)
+        grads = torch.autograd.grad(actual, args)
+        for ours, theirs in zip(grads, torch.autograd.grad(expected, args), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2, "recompiled for a batch"
+
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_as_eager(ranks: Any, backend: str) -> None:
+    ranks(2, compile_body, backend, timeout_s=300)
+
+
+def layers_body() -> None:
+    W = dist.get_world_size()
+    torch.manual_seed(0)
+    F, gelu = 4 * W, torch.nn.GELU
+    model = torch.nn.Sequential(
+        weft.ColumnParallelLinear(8, F), gelu(), weft.RowParallelLinear(F, 8), gelu(),
+        weft.ColumnParallelLinear(8, F, sequence_dim=None), gelu(),
+        weft.RowParallelLinear(F, 8, sequence_dim=None),
+    )  # fmt: skip
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for rows in (2, 3, 5):
+        x = leaf(rows, 8)
+        expected, actual = model(x), compiled(x)
+        torch.testing.assert_close(actual, expected)
+        inputs = [x, *model.parameters()]
+        for ours, theirs in zip(
+            torch.autograd.grad(actual.square().sum(), inputs),
+            torch.autograd.grad(expected.square().sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_layers_compile(ranks: Any, W: int) -> None:
+    ranks(W, layers_body)
+
+
+def uneven_body() -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    sizes = [4, 0, 3][:W]
+    x, w = leaf(sizes[rank], 8), leaf(8, 6)
+    compiled = torch.compile(weft.all_gather_matmul, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, w, sizes=sizes), weft.all_gather_matmul(x, w))
+    for call in (compiled, torch.compile(lambda x, w: c.all_gather(x), backend="aot_eager")):
+        with pytest.raises(ValueError, match="Pass sizes="):
+            call(x, w)
+    assert torch.equal(compiled(x, w, sizes=sizes), weft.all_gather_matmul(x, w))
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_uneven_shards_need_sizes_in_a_graph(ranks: Any, W: int) -> None:
+    ranks(W, uneven_body)
+
+
+def unused_body() -> None:
+    """A call whose result nobody uses is made all the same: a peer may use its own."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        c.all_gather(x)
+        y: torch.Tensor = c.all_reduce(x) + c.all_reduce(x)
+        return y
+
+    x = torch.ones(3)
+    explained = weft.explain(torch.compile(f, fullgraph=True, backend="aot_eager"), x)
+    assert [decision.op for decision in explained] == ["all_gather", "all_reduce", "all_reduce"]
+
+
+def test_calls_are_neither_dropped_nor_merged(ranks: Any) -> None:
+    ranks(2, unused_body)
+
+
+def fake_body() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    W = dist.get_world_size()
+    with FakeTensorMode():
+        x, w = torch.empty(4, 8), torch.empty(8, 6)
+        assert weft.all_gather_matmul(x, w).shape == (4 * W, 6)
+        assert weft.matmul_reduce_scatter(x, w).shape[1] == 6
+        assert c.all_gather(x, dim=1).stride() == (1, 4)
+
+
+def test_fake_tensors(ranks: Any) -> None:
+    ranks(2, fake_body)
