@@ -62,29 +62,29 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
     if group.world_size == 1:
         out.copy_(x)
         return
-    parts = out.split(sizes)
     if not _use_memory("all_gather", group, x):
-        _process_group_gather(parts, x, group)
+        _process_group_gather(out.split(sizes), x, group)
         return
-    flat, mine = [part.view(-1) for part in parts], x.view(-1)
-    if _read_directly(max(part.numel() for part in flat), group, x):
-        shards = direct.Readable(group, "all_gather", mine)
-        flat[group.rank].copy_(mine)
+    row = math.prod(x.shape[1:])
+    numels = [size * row for size in sizes]
+    starts = offsets(numels)
+    first = starts[group.rank]
+    if _read_directly(max(numels), group, x):
+        shards = direct.Readable(group, "all_gather", x)
+        out.view(-1)[first : first + x.numel()].copy_(x.view(-1))
         for peer in group.peers():
-            shards.read(peer, 0, flat[peer])
+            shards.read(peer, 0, out.view(-1)[starts[peer] : starts[peer] + numels[peer]])
         shards.done()
         return
-    for start, stop in _windows(max(part.numel() for part in flat), x.dtype):
-        nbytes = (stop - start) * x.element_size()
-        with exchange(group, nbytes, "all_gather", x.device) as ex:
-            own = mine[start:stop]
-            ex.local(tuple(own.shape), x.dtype).copy_(own)
+    for start, stop in _windows(max(numels), x.dtype):
+        with exchange(group, (stop - start) * x.element_size(), "all_gather", x.device) as ex:
+            ex.put(x, *_cut(start, stop - start, x.numel()))
             ex.signal_all()
-            flat[group.rank][start:stop].copy_(own)
-            for peer in ex.peers():
-                into = flat[peer][start:stop]
+            # Its own part like the others', from the cache.
+            for peer in (group.rank, *ex.peers()):
                 ex.wait(peer)
-                into.copy_(ex.peer(peer, tuple(into.shape), x.dtype))
+                begin, end = _cut(start, stop - start, numels[peer])
+                ex.get(peer, out, starts[peer] + begin, starts[peer] + end)
 
 
 def scatter(
@@ -110,12 +110,13 @@ def _scatter_into(
         start = offsets(sizes)[group.rank]
         out.copy_(whole[start : start + sizes[group.rank]])
         return
-    parts, result = [part.view(-1) for part in x.split(sizes)], out.view(-1)
-    widest = max(part.numel() for part in parts)
+    numels = [size * math.prod(x.shape[1:]) for size in sizes]
+    starts, widest = offsets(numels), max(numels)
+    first = starts[group.rank]
+    mine, result = x.view(-1)[first : first + numels[group.rank]], out.view(-1)
     if _read_directly(widest, group, x):
         inputs = direct.Readable(group, "reduce_scatter", x)
-        start = sum(part.numel() for part in parts[: group.rank])
-        _reduce_directly(result, parts[group.rank], inputs, start, group, op)
+        _reduce_directly(result, mine, inputs, first, group, op)
         inputs.done()
         return
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
@@ -123,11 +124,11 @@ def _scatter_into(
     for start in range(0, widest, window):
         with exchange(group, group.world_size * slot_bytes, "reduce_scatter", x.device) as ex:
             for peer in ex.peers():
-                part = parts[peer][start : start + window]
-                ex.local(tuple(part.shape), x.dtype, peer * slot_bytes).copy_(part)
+                begin, end = _cut(start, window, numels[peer])
+                ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
                 ex.signal(peer)
             into = result[start : start + window]
-            own = parts[group.rank][start : start + window]
+            own = mine[start : start + window]
             terms = _terms(ex, group, own, group.rank * slot_bytes)
             _reduce_into(into, terms, op)
 
@@ -195,7 +196,7 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
             _two_shot(own, into, group, op)
             continue
         with exchange(group, nbytes, "all_reduce", x.device) as ex:
-            ex.local(tuple(own.shape), x.dtype).copy_(own)
+            ex.put(x, start, stop)
             ex.signal_all()
             # `out` may be `x`: read this rank's part where it is not overwritten.
             part = ex.local(tuple(own.shape), own.dtype)
@@ -289,14 +290,14 @@ def _all_to_all_into(
     table = _split_table(group, sends, receives) if told else [sends]
     row = math.prod(x.shape[1:])
     widest = max(max(row_sizes) for row_sizes in table) * row
-    outgoing = [part.view(-1) for part in x.split(sends)]
-    incoming = [part.view(-1) for part in out.split(receives)]
-    incoming[group.rank].copy_(outgoing[group.rank])
+    leave, arrive = offsets([n * row for n in sends]), offsets([n * row for n in receives])
+    own = sends[group.rank] * row
+    out.view(-1)[arrive[group.rank] :][:own].copy_(x.view(-1)[leave[group.rank] :][:own])
     if _read_directly(widest, group, x):
         inputs = direct.Readable(group, "all_to_all", x)
         for peer in group.peers():
             start = row * sum(table[peer if told else 0][: group.rank])
-            inputs.read(peer, start, incoming[peer])
+            inputs.read(peer, start, out.view(-1)[arrive[peer] :][: receives[peer] * row])
         inputs.done()
         return
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
@@ -304,13 +305,14 @@ def _all_to_all_into(
     for start in range(0, widest, window):
         with exchange(group, group.world_size * slot_bytes, "all_to_all", x.device) as ex:
             for peer in ex.peers():
-                part = outgoing[peer][start : start + window]
-                ex.local(tuple(part.shape), x.dtype, peer * slot_bytes).copy_(part)
+                begin, end = _cut(start, window, sends[peer] * row)
+                ex.put(x, leave[peer] + begin, leave[peer] + end, peer * slot_bytes)
                 ex.signal(peer)
             for peer in ex.peers():
-                into = incoming[peer][start : start + window]
                 ex.wait(peer)
-                into.copy_(ex.peer(peer, tuple(into.shape), x.dtype, group.rank * slot_bytes))
+                begin, end = _cut(start, window, receives[peer] * row)
+                place = group.rank * slot_bytes
+                ex.get(peer, out, arrive[peer] + begin, arrive[peer] + end, place)
 
 
 def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[list[int]]:
@@ -348,26 +350,23 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
             out.copy_(x)
         dist.broadcast(out, group.ranks[src], group=group.pg)
         return
-    given, received = x.view(-1), out.view(-1)
-    if _read_directly(given.numel(), group, x):
-        whole = direct.Readable(group, "broadcast", given)
+    if _read_directly(x.numel(), group, x):
+        whole = direct.Readable(group, "broadcast", x)
         if group.rank == src:
-            received.copy_(given)
+            out.copy_(x)
         else:
-            whole.read(src, 0, received)
+            whole.read(src, 0, out)
         whole.done()
         return
-    for start, stop in _windows(given.numel(), x.dtype):
-        nbytes = (stop - start) * x.element_size()
-        with exchange(group, nbytes, "broadcast", x.device) as ex:
+    for start, stop in _windows(x.numel(), x.dtype):
+        with exchange(group, (stop - start) * x.element_size(), "broadcast", x.device) as ex:
             if group.rank == src:
-                ex.local((stop - start,), x.dtype).copy_(given[start:stop])
+                ex.put(x, start, stop)
                 ex.signal_all()
-                received[start:stop].copy_(given[start:stop])
             else:
                 ex.signal_all()
                 ex.wait(src)
-                received[start:stop].copy_(ex.peer(src, (stop - start,), x.dtype))
+            ex.get(src, out, start, stop)
 
 
 def _result(shape: Sequence[int], x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -401,6 +400,11 @@ def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
     """Whether a transfer of `numel` elements between two ranks goes without symmetric memory."""
     large = numel * x.element_size() >= _DIRECT_BYTES
     return large and x.device.type == "cpu" and direct.reaches(group)
+
+
+def _cut(start: int, length: int, numel: int) -> tuple[int, int]:
+    """The window of `length` elements from `start` on, cut to `numel`."""
+    return min(start, numel), min(start + length, numel)
 
 
 def _window_elements(dtype: torch.dtype) -> int:

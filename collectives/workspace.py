@@ -45,6 +45,7 @@ class Workspace:
         group, rank, world_size, device: as in `SymmetricBuffer`.
         buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
         half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
+        addresses: of each rank's data, where the host can use them; else empty.
     """
 
     def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
@@ -53,6 +54,9 @@ class Workspace:
         self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        # Addresses that the host may copy to and from; virtual ranks' accesses must be seen as ops.
+        plain = device.type == "cpu" and group.virtual is None
+        self.addresses: list[int] = self.buffer_ptrs.tolist() if plain else []
         if device.type == "cpu":
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
