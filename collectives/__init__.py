@@ -23,7 +23,7 @@ from weft.collectives.collective_ops import (
     reduce_scatter,
 )
 from weft.collectives.exchange import Exchange, agree, exchange
-from weft.collectives.group import Group, resolve, spanning_group
+from weft.collectives.group import Group, ranks_group, resolve, spanning_group
 from weft.collectives.movement import chunk_sizes
 from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
 from weft.collectives.workspace import Workspace, close, workspace
@@ -43,6 +43,7 @@ __all__ = [
     "close",
     "empty",
     "exchange",
+    "ranks_group",
     "reduce_scatter",
     "resolve",
     "spanning_group",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,7 +100,8 @@ class Group:
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.pg)
+        with _disable_current_modes():  # set-up is no communication of the program's
+            dist.all_gather_object(values, value, group=self.pg)
         return values
 
     def __repr__(self) -> str:
@@ -235,7 +237,11 @@ def spanning_group(mesh: DeviceMesh) -> Group:
     """
     if mesh.ndim == 1:
         return resolve(mesh)
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return ranks_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def ranks_group(ranks: tuple[int, ...]) -> Group:
+    """The group of these global ranks, in ascending order. Collective over them the first time."""
     if ranks == tuple(range(dist.get_world_size())):
         return resolve(None)
     key = here.world, ranks

@@ -26,8 +26,9 @@ from weft.dtensor.api import (
     randn,
     zeros,
 )
-from weft.dtensor.redistribute import redistribute_plan
+from weft.dtensor.interop import from_torch, to_torch
 from weft.dtensor.tensor import DTensor
+from weft.dtensor.transfers import redistribute_plan
 
 __all__ = [
     "DTensor",
@@ -39,11 +40,13 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "from_torch",
     "full",
     "init_device_mesh",
     "ones",
     "rand",
     "randn",
     "redistribute_plan",
+    "to_torch",
     "zeros",
 ]

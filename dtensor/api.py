@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import torch
 from torch import nn
@@ -182,34 +182,34 @@ def _with_module(name: str, function: Callable[..., Any], count: int) -> Callabl
     raise ValueError(f"{name} should take in {count} arguments, but got {n_args} arguments!")
 
 
-def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        return tuple(size[0])
-    return tuple(size)
+P = ParamSpec("P")
+Fill = Callable[..., torch.Tensor]
+# These fill a tensor with the numbers that one device would draw.
+_RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
-def _make(
-    fill: Callable[..., torch.Tensor],
-    size: tuple[int, ...],
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    *,
-    random: bool = False,
+def _create(
+    fill: Fill,
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     if layout != torch.strided:
         raise NotImplementedError(f"only torch.strided DTensors, got layout={layout}")
-    mesh, wanted = _mesh_and_placements(device_mesh, placements, len(size))
+    mesh, wanted = _mesh_and_placements(device_mesh, placements, len(shape))
     device = torch.device(mesh.device_type)
-    stride = contiguous_stride(size)
+    random = fill in _RANDOM
     if random and any(isinstance(p, Partial) for p in wanted):
         raise ValueError(
             f"random values cannot be made as terms of a sum: {show(wanted)}. Use Replicate() or "
             f"Shard(dim)"
         )
-    place = layout_of(mesh, wanted, size, stride, dtype or torch.get_default_dtype())
+    stride = contiguous_stride(shape)
+    place = layout_of(mesh, wanted, shape, stride, dtype or torch.get_default_dtype())
     if random and place.index is not None:
         local = torch.empty(place.local_shape, dtype=place.dtype, device=device)
         local = drawn(fill, fill.__name__, place, local)
@@ -221,98 +221,62 @@ def _make(
     return cast(DTensor, wrap(local, place).requires_grad_(requires_grad))
 
 
-def zeros(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of zeros, without communication. `size` is global: integers, or one sequence."""
-    return _make(torch.zeros, _size(size), dtype, layout, requires_grad, device_mesh, placements)
+def _factory(
+    create: Callable[Concatenate[Fill, P], DTensor], name: str, fill: Fill, summary: str
+) -> Callable[P, DTensor]:
+    """`create` with the first argument given, as a function in its own right."""
+
+    def factory(*args: P.args, **kwargs: P.kwargs) -> DTensor:
+        return create(fill, *args, **kwargs)
+
+    signature = inspect.signature(create, eval_str=False)
+    rest = list(signature.parameters.values())[1:]
+    factory.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = f"""{summary}, made on each rank without communication.
+
+    Args:
+        size: of the global tensor: integers, or one sequence.
+        requires_grad, dtype: as in torch.{name}.
+        layout: torch.strided, no other.
+        device_mesh: default: the mesh of the enclosing `with mesh:`.
+        placements: one per mesh dim; default: `Replicate` on all.
+    """
+    return factory
 
 
-def ones(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of ones. Arguments as for `zeros`."""
-    return _make(torch.ones, _size(size), dtype, layout, requires_grad, device_mesh, placements)
-
-
-def empty(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor of unspecified values. Arguments as for `zeros`."""
-    return _make(torch.empty, _size(size), dtype, layout, requires_grad, device_mesh, placements)
+zeros = _factory(_create, "zeros", torch.zeros, "A DTensor of zeros")
+ones = _factory(_create, "ones", torch.ones, "A DTensor of ones")
+empty = _factory(_create, "empty", torch.empty, "A DTensor of unspecified values")
+rand = _factory(
+    _create, "rand", torch.Tensor.uniform_, "A DTensor of uniform random values in [0, 1)"
+)
+randn = _factory(
+    _create, "randn", torch.Tensor.normal_, "A DTensor of normally distributed random values"
+)
 
 
 def full(
     size: Any,
     fill_value: float,
     *,
-    requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of `fill_value`. Arguments as for `zeros`."""
+    """A DTensor of `fill_value`; the other arguments are those of `zeros`."""
 
     def fill(shape: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
         return torch.full(shape, fill_value, **kwargs)
 
-    shape = _size((size,)) if isinstance(size, Sequence) else (size,)
-    return _make(fill, shape, dtype, layout, requires_grad, device_mesh, placements)
-
-
-def rand(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Uniform random values in [0, 1), those of one device. Arguments as for `zeros`."""
-    return _make(
-        torch.Tensor.uniform_,
-        _size(size),
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        random=True,
-    )
-
-
-def randn(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Normally distributed random values, those of one device. Arguments as for `zeros`."""
-    return _make(
-        torch.Tensor.normal_,
-        _size(size),
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        random=True,
+    return _create(
+        fill,
+        size,
+        requires_grad=requires_grad,
+        dtype=dtype,
+        layout=layout,
+        device_mesh=device_mesh,
+        placements=placements,
     )

@@ -98,6 +98,8 @@ class Call:
 
 Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
 rules: dict[str, Rule] = {}
+# Rules that users gave for overloads (`experimental.register_sharding`): they come before ours.
+rules_of_overloads: dict[Op, Rule] = {}
 _RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
 
 

@@ -28,6 +28,12 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 forget_meshes.append(_plans.clear)
 
 
+def forget_plans(op: Op) -> None:
+    """Make the plans of `op` anew: its rule has changed."""
+    for key in [key for key in _plans if key[0] == op]:
+        del _plans[key]
+
+
 def _add(a: Any, key: list[Any], func: Op) -> Any:
     """Append what identifies `a` to `key`, and return its local value."""
     kind = type(a)

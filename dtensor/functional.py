@@ -35,7 +35,6 @@ from weft.dtensor.layout import (
     layout_of,
     shard_dim,
 )
-from weft.dtensor.redistribute import same_shard
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_matmul import linear as _linear_op
 from weft.dtensor.rules_matmul import linear_input_grad, linear_weight_grad
@@ -50,6 +49,7 @@ from weft.dtensor.tensor import (
     wrap,
     wrap_pending,
 )
+from weft.dtensor.transfers import same_shard
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()

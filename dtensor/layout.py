@@ -190,6 +190,11 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_of, (self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the tensor."""
+        return len(self.shape)
+
     @cached_property
     def boxes(self) -> list[Box]:
         """Each rank's box, in the order of the flattened mesh."""

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any, ClassVar
 
@@ -32,8 +33,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import Placement
 
-from weft.collectives import agree, chunk_sizes, resolve
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from weft.dtensor.experimental import Replicating
 
 __all__ = [
     "ColwiseParallel",
@@ -43,6 +44,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "loss_parallel",
     "parallelize_module",
 ]
 
@@ -157,39 +159,25 @@ def _relayout(
         tensor = value
     elif isinstance(value, torch.Tensor):
         assert given is not None
-        tensor = _from_local(value, mesh, given, what)
+        tensor = DTensor.from_local(value, mesh, (given,), run_check=False)
     else:
         raise ValueError(f"{what} must be a tensor or a DTensor, got {type(value).__name__}")
     return tensor if desired in (None, given) else tensor.redistribute(placements=(desired,))
 
 
-def _from_local(value: torch.Tensor, mesh: DeviceMesh, placement: Placement, what: str) -> DTensor:
-    """A plain tensor as the shard that it is, also where the ranks' shards differ in length.
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Take a plain target (and weight) of `F.cross_entropy` and `F.nll_loss` as replicated.
 
-    Raises:
-        ValueError: on every rank, where the lengths are not those that torch.chunk gives.
+    Logits that are sharded by class are never gathered, inside the block or outside: the loss costs
+    two small reductions, and its gradient is sharded as the logits are. Any reduction, any mesh.
+
+    Example:
+        >>> with loss_parallel():
+        ...     loss = F.cross_entropy(logits, target)     # logits (N, C), [Shard(1)]; target (N,)
     """
-    group = resolve(mesh)
-    if (
-        not isinstance(placement, Shard)
-        or group.why
-        or not -value.ndim <= placement.dim < value.ndim
-    ):
-        return DTensor.from_local(value, mesh, (placement,), run_check=False)
-    dim = placement.dim % value.ndim
-    lengths = agree(group, what, value.shape[dim])
-    if len(set(lengths)) == 1:
-        return DTensor.from_local(value, mesh, (placement,), run_check=False)
-    if lengths != chunk_sizes(sum(lengths), len(lengths)):
-        raise ValueError(
-            f"{what} is sharded along dim {dim}, so that the ranks' lengths there must be those of "
-            f"torch.chunk, {chunk_sizes(sum(lengths), len(lengths))}; got {lengths}"
-        )
-    shape = torch.Size((*value.shape[:dim], sum(lengths), *value.shape[dim + 1 :]))
-    whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        value, mesh, (placement,), run_check=False, shape=shape, stride=whole.stride()
-    )
+    with Replicating((nn.functional.cross_entropy, nn.functional.nll_loss)):
+        yield
 
 
 class _WeightSharding(ParallelStyle):

@@ -26,11 +26,12 @@ from weft.dtensor.call import (
     leaves,
     map_tree,
     rules,
+    rules_of_overloads,
 )
 from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim, show
 from weft.dtensor.random import with_equal_state
-from weft.dtensor.redistribute import transition_bytes
 from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.transfers import transition_bytes
 
 
 class Plan:
@@ -83,7 +84,11 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _outside(call, writes)
     if call.name == "masked_fill_":
         call.name = "masked_fill"
-    find = rules.get(call.name) or rules.get(call.name.removesuffix("_"))
+    find = (
+        rules_of_overloads.get(func)
+        or rules.get(call.name)
+        or rules.get(call.name.removesuffix("_"))
+    )
     tags = getattr(func, "tags", ())
     if find is None:
         if torch.Tag.pointwise in tags:

@@ -17,18 +17,19 @@ from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.collectives import spanning_group
+from weft.collectives import agree, spanning_group
 from weft.dtensor.layout import (
     Layout,
     Placements,
     Shape,
+    contiguous_stride,
     is_shard,
     layout_of,
     normalize,
     shard_dim,
     show,
 )
-from weft.dtensor.redistribute import move
+from weft.dtensor.redistribute import Arriving, move, move_async
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,13 +126,15 @@ class DTensor(torch.Tensor):
             placements: one per mesh dim; default: `Replicate` on all.
             run_check: compare shapes and dtypes across ranks, and make replicas equal to the first
                 rank's. This communicates.
-            shape, stride: of the global tensor, both or none. Without them every shard is taken to
-                be as large as this one.
+            shape, stride: of the global tensor, both or none. Without them the ranks of one host
+                tell each other how long their shards are (3 us on top of waiting for the last
+                rank); over several hosts every shard is taken to be as long as this one.
             grad_placements: of the gradient that arrives here, before its local part is handed on.
                 Default: that of `placements`, `Replicate` for `Partial`.
 
         Raises:
-            ValueError: `local_tensor` has not the shape that the layout gives this rank.
+            ValueError: `local_tensor` has not the shape that the layout gives this rank: shards are
+                those of `torch.chunk`.
         """
         if isinstance(local_tensor, DTensor):
             raise RuntimeError(
@@ -146,7 +149,7 @@ class DTensor(torch.Tensor):
         if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
             local_tensor = local_tensor.to(mesh.device_type)
         if shape is None or stride is None:
-            layout = _even_layout(local_tensor, mesh, placements)
+            layout = _layout_of_parts(local_tensor, mesh, placements)
         else:
             layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
         if layout.index is None:
@@ -213,10 +216,12 @@ class DTensor(torch.Tensor):
         The reduction of a `Partial` matmul that was not used yet is fused with the matmul.
 
         Args:
-            device_mesh: default: the tensor's. Another mesh needs ranks that contain the tensor's,
-                or are among them.
+            device_mesh: default: the tensor's. Another mesh may have other ranks, and as many as it
+                likes: the ranks of both make the call.
             placements: one per mesh dim.
-            async_op: accepted; the result is ready when the call returns.
+            async_op: return once this rank's part is published; the rest is fetched at the first
+                look at the result (`to_local`, or an operation on it). No need to wait for it.
+                On a GPU every redistribution is enqueued, and the host never waits.
             forward_dtype: the dtype to communicate in, and of the result.
             backward_dtype: the dtype in which the gradient is communicated.
 
@@ -237,7 +242,7 @@ class DTensor(torch.Tensor):
                     f"use only! {show(layout.placements)} -> {show(wanted)}"
                 )
         target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
-        return _redistribute(self, target, forward_dtype, backward_dtype)
+        return _redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -331,6 +336,45 @@ def _gradient_placements(placements: Placements) -> Placements:
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
+def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
+    """The layout that the ranks' local tensors make up, whose shards may differ in length.
+
+    Raises:
+        ValueError: on every rank, where the lengths are not those of torch.chunk.
+    """
+    even = _even_layout(local, mesh, placements)
+    cut = sorted({shard_dim(p) for p in placements} - {-1})
+    if not cut or even.index is None or local.is_meta or torch.compiler.is_compiling():
+        return even
+    group = spanning_group(mesh)
+    if group.why or group.world_size == 1:
+        return even
+    fixed = [size for dim, size in enumerate(local.shape) if dim not in cut]
+    call = f"from_local({local.dtype}, other dims {fixed}, {show(placements)})"
+    place, shape = even.place, list(local.shape)
+    parts: list[list[int]] = []
+    for dim in cut:
+        lengths = dict(zip(group.ranks, agree(group, call, local.shape[dim]), strict=True))
+        parts.append([lengths[rank] for rank in place.ranks])
+        shape[dim] = sum(
+            length
+            for length, coordinate in zip(parts[-1], place.coordinates, strict=True)
+            if not any(
+                i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
+            )
+        )
+    if all(len(set(lengths)) == 1 for lengths in parts):
+        return even
+    layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
+    right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
+    if parts != right:
+        raise ValueError(
+            f"from_local: along dims {cut} the ranks' shards have lengths {parts}, but shards of "
+            f"{shape} placed {show(placements)} must be those of torch.chunk, {right}"
+        )
+    return layout
+
+
 def _even_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
     shape, stride = list(local.shape), list(local.stride())
     for placement, parts in zip(placements, mesh.shape, strict=True):
@@ -403,6 +447,7 @@ def _redistribute(
     target: Layout,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
 ) -> DTensor:
     """`tensor` as `target` places it; differentiable. Nothing happens where nothing changes."""
     layout = tensor._layout
@@ -415,25 +460,35 @@ def _redistribute(
     if forward_dtype is not None:
         target = target.with_dtype(forward_dtype)
     if needs_grad(tensor):
-        return cast(DTensor, _Redistribute.apply(tensor, target, backward_dtype))
+        return cast(DTensor, _Redistribute.apply(tensor, target, backward_dtype, async_op))
     local = tensor._local_tensor.to(target.dtype)
-    source = layout.with_dtype(target.dtype)
-    return wrap(move(local, source, target) if source is not target else local, target)
+    return _moved(local, layout.with_dtype(target.dtype), target, async_op)
+
+
+def _moved(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
+    if source is target:
+        return wrap(local, target)
+    result = move_async(local, source, target) if async_op else move(local, source, target)
+    if isinstance(result, Arriving):
+        return wrap_pending(result, target, local.device)
+    return wrap(result, target)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: DTensor, target: Layout, backward_dtype: torch.dtype | None
+        ctx: Any,
+        tensor: DTensor,
+        target: Layout,
+        backward_dtype: torch.dtype | None,
+        async_op: bool,
     ) -> DTensor:
         layout = tensor._layout
         ctx.backward_dtype, ctx.dtype = backward_dtype, layout.dtype
         ctx.source = layout.with_placements(_gradient_placements(layout.placements))
         local = tensor._local_tensor.to(target.dtype)
         source = layout.with_dtype(target.dtype)
-        if source is target:
-            return wrap(local.view_as(local), target)
-        return wrap(move(local, source, target), target)
+        return _moved(local.view_as(local), source, target, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -444,4 +499,4 @@ class _Redistribute(torch.autograd.Function):
         )
         # A gradient that is Partial where the target was Partial already is as good as reduced.
         back = _redistribute(grad, target, forward_dtype=dtype)
-        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None
+        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None, None

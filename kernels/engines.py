@@ -89,6 +89,13 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
     return engine
 
 
+def record_backward(op: str, engine: str, *collectives: str) -> None:
+    """Tell who listens that the gradient of `op` runs, and the collectives that it does."""
+    if settings.tracing():
+        for collective in collectives:
+            settings.record(f"{op} backward", engine, "as forward", collective, collective)
+
+
 def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
     fused: RunnableEngine = "triton" if device.type == "cuda" else "host"
     supported, reason = is_supported(fused, problem, group, device)

@@ -40,7 +40,7 @@ from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
 from weft.kernels.dense import WeightGrad, check_operands, matmul, mm, wire_dtype
-from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.host import (
     gather_bytes,
     gather_shards,
@@ -192,6 +192,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         needs = ctx.needs_input_grad
         needs_w = needs[6 : 6 + ctx.count]
         dys = [grad.contiguous() for grad in grads[: ctx.count]]
+        moved = [needs[0] and "reduce_scatter", any(needs_w) and "all_gather"]
+        record_backward("all_gather_matmul", ctx.engine, *filter(None, moved))
         run = _host_backward if ctx.engine == "host" else _triton_backward
         dgathered = grads[-1] if ctx.keep else None
         dx, dws = run(x, weights, dys, dgathered, ctx.group, ctx.rows, needs[0], needs_w)

@@ -36,7 +36,7 @@ from weft.kernels.dense import (
     mm,
     wire_dtype,
 )
-from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.gathered_matmul import gather_workspace
 from weft.kernels.host import (
     gather_bytes,
@@ -165,6 +165,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w = ctx.saved_tensors
+        record_backward("matmul_reduce_scatter", ctx.engine, "all_gather")
         run = _host_backward if ctx.engine == "host" else _triton_backward
         dx, dw, db = run(
             x, w, dy.contiguous(), ctx.group, ctx.rows, ctx.average, ctx.needs_input_grad[:3]

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weft.dtensor import Partial, Replicate, Shard
 from weft.dtensor.layout import Layout, chunk, contiguous_stride, layout_of, normalize
-from weft.dtensor.redistribute import plan
+from weft.dtensor.transfers import plan
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (3, 4), (5, 7), (8, 8), (2, 3, 5)]

@@ -22,7 +22,9 @@ from typing import Any, Literal, cast, get_args
 Engine = Literal["auto", "triton", "host", "generic"]
 
 _engine: ContextVar[Engine | None] = ContextVar("weft_engine", default=None)
-_trace: ContextVar[list[Decision] | None] = ContextVar("weft_trace", default=None)
+_listeners: ContextVar[tuple[Callable[[Decision], object], ...]] = ContextVar(
+    "weft_listeners", default=()
+)
 
 
 def timeout_s() -> float:
@@ -83,12 +85,16 @@ def engine(name: Engine) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Decision:
-    """One call of an op: which engine ran it, and why."""
+    """One call of an op: which engine ran it, and why.
+
+    `collective` is what a redistribution amounts to; empty for other ops.
+    """
 
     op: str
     engine: str
     why: str
     shapes: str = ""
+    collective: str = ""
 
     def __str__(self) -> str:
         return f"{self.op}({self.shapes}): {self.engine}, {self.why}"
@@ -105,24 +111,31 @@ class Explanation(tuple[Decision, ...]):
 
 def tracing() -> bool:
     """Whether somebody listens to `record`: callers skip the formatting otherwise."""
-    return _trace.get() is not None
+    return bool(_listeners.get())
 
 
-def record(op: str, engine: str, why: str, shapes: str = "") -> None:
-    """Tell `weft.explain` that `engine` runs `op`."""
-    if (trace := _trace.get()) is not None:
-        trace.append(Decision(op, engine, why, shapes))
+def record(op: str, engine: str, why: str, shapes: str = "", collective: str = "") -> None:
+    """Tell those who listen (`weft.explain`) that `engine` runs `op`."""
+    for listener in _listeners.get():
+        listener(Decision(op, engine, why, shapes, collective))
+
+
+@contextmanager
+def listening(listener: Callable[[Decision], object]) -> Iterator[None]:
+    """Call `listener` with the decision of every call inside the block."""
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
 
 
 @contextmanager
 def explaining() -> Iterator[list[Decision]]:
     """Collect the decisions of the calls inside the block."""
     decisions: list[Decision] = []
-    token = _trace.set(decisions)
-    try:
+    with listening(decisions.append):
         yield decisions
-    finally:
-        _trace.reset(token)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -1,0 +1,242 @@
+"""`local_map`, `register_sharding` and `implicit_replication`, as in torch's `experimental`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from weft.dtensor.call import Call, Choices, Strategy, rules_of_overloads
+from weft.dtensor.dispatch import forget_plans
+from weft.dtensor.layout import Layout, show
+from weft.dtensor.tensor import DTensor
+
+__all__ = ["implicit_replication", "local_map", "register_sharding"]
+
+PlacementType = Sequence[Placement] | None
+InputPlacements = tuple[PlacementType, ...] | None
+OutputPlacements = PlacementType | tuple[PlacementType, ...]
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Make a function of plain tensors one of DTensors: it runs on the local parts.
+
+    Args:
+        func: takes and returns plain tensors. None: `local_map(...)` is a decorator.
+        out_placements: of each result (a tuple of placements lists, or one for a single result);
+            None for a result that is no tensor.
+        in_placements: that each flattened argument must have; None for one that is no tensor.
+            Default: any.
+        in_grad_placements: how each argument's local gradients make up the global one, see
+            `DTensor.to_local`.
+        device_mesh: of the results. Default: the first DTensor argument's.
+        redistribute_inputs: bring arguments to `in_placements`, rather than raise.
+
+    Returns:
+        The function of DTensors. Without any DTensor among its arguments it is `func` itself.
+
+    Raises:
+        ValueError: an argument is placed otherwise; a number of placements that is not that of the
+            arguments or results, or placements for what is no tensor.
+
+    Example:
+        >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
+        ... def partial_product(x, w):      # local: (4, 8/W) @ (8/W, 4)
+        ...     return x @ w
+        >>> partial_product(x, w).full_tensor()                      # (4, 4)
+    """
+    if func is None:
+        return partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    return partial(
+        _run_locally,
+        func,
+        out_placements,
+        in_placements,
+        in_grad_placements,
+        device_mesh,
+        redistribute_inputs,
+    )
+
+
+def _run_locally(
+    func: Callable[..., Any],
+    out_placements: OutputPlacements,
+    in_placements: InputPlacements,
+    in_grad_placements: InputPlacements,
+    device_mesh: DeviceMesh | None,
+    redistribute_inputs: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    flat, tree = pytree.tree_flatten(args)
+    wanted = _one_each("in_placements", in_placements, len(flat))
+    gradients = _one_each("in_grad_placements", in_grad_placements, len(flat))
+    local: list[Any] = []
+    mesh = device_mesh
+    for i, (arg, placements, of_grad) in enumerate(zip(flat, wanted, gradients, strict=True)):
+        if not isinstance(arg, DTensor):
+            if placements is not None and not isinstance(arg, torch.Tensor):
+                raise ValueError(
+                    f"local_map: argument {i} is no tensor but {type(arg).__name__}, its "
+                    f"in_placements must be None, got {placements}"
+                )
+            local.append(arg)
+            continue
+        mesh = mesh or arg.device_mesh
+        if in_placements is not None:
+            arg = _placed(arg, placements, redistribute_inputs, i)
+        if in_grad_placements is not None and of_grad is None:
+            raise ValueError(f"local_map: in_grad_placements of the DTensor argument {i} are None")
+        local.append(arg.to_local(grad_placements=of_grad))
+    out = func(*pytree.tree_unflatten(local, tree), **kwargs)
+    if not any(isinstance(arg, DTensor) for arg in flat):
+        return out
+    results, out_tree = pytree.tree_flatten(out)
+    given = out_placements if isinstance(out_placements, tuple) else (out_placements,)
+    placed = _one_each("out_placements", given, len(results))
+    wrapped: list[Any] = []
+    for i, (value, placements) in enumerate(zip(results, placed, strict=True)):
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            wrapped.append(DTensor.from_local(value, mesh, placements, run_check=False))
+        elif placements is None and not isinstance(value, torch.Tensor):
+            wrapped.append(value)
+        else:
+            raise ValueError(
+                f"local_map: result {i} is a {type(value).__name__} with out_placements "
+                f"{placements}: plain tensors have placements, other values None"
+            )
+    return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _one_each(
+    name: str, placements: tuple[PlacementType, ...] | None, count: int
+) -> tuple[PlacementType, ...]:
+    if placements is None:
+        return (None,) * count
+    if len(placements) != count:
+        raise ValueError(
+            f"local_map needs one entry in {name} for each value, got {len(placements)} for "
+            f"{count}: give None for what is no tensor"
+        )
+    return placements
+
+
+def _placed(arg: DTensor, placements: PlacementType, redistribute: bool, i: int) -> DTensor:
+    if placements is None:
+        raise ValueError(f"local_map: in_placements of the DTensor argument {i} are None")
+    if arg.placements == tuple(placements):
+        return arg
+    if not redistribute:
+        raise ValueError(
+            f"local_map: argument {i} has mismatched placements {show(arg.placements)}, wanted are "
+            f"{show(placements)}: redistribute it, or pass redistribute_inputs=True"
+        )
+    return arg.redistribute(placements=placements)
+
+
+def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that says how an aten or custom op may be sharded. It replaces our rule.
+
+    Args:
+        op: an `OpOverload`, or a list of them.
+
+    The function gets the op's arguments, with a layout (`.shape`, `.ndim`, `.placements`) in place
+    of each tensor. It returns pairs ([placement of each result], [placement of each argument, None
+    for one that is no tensor]), each a way to run the op along one mesh dim. The cheapest is taken.
+
+    Example:
+        >>> @register_sharding(torch.ops.mylib.scale.default)    # scale(Tensor x, float by)
+        ... def scale_sharding(x, by):
+        ...     shards = [([Shard(d)], [Shard(d), None]) for d in range(x.ndim)]
+        ...     return [([Replicate()], [Replicate(), None]), *shards]
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def sharding(call: Call) -> Choices:
+            strategies = []
+            for outputs, inputs in function(*call.args, **call.kwargs):
+                strategies.append(
+                    Strategy(_per_tensor(call, inputs), tuple(p for p in outputs if p is not None))
+                )
+            return Choices(strategies)
+
+        for overload in op if isinstance(op, (list, tuple)) else [op]:
+            rules_of_overloads[overload] = sharding
+            forget_plans(overload)
+        return function
+
+    return register
+
+
+def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> tuple[Placement, ...]:
+    """The placements of the tensors among the flattened arguments."""
+    flat, _ = pytree.tree_flatten([call.args, call.kwargs])
+    positional = len(pytree.tree_flatten(list(call.args))[0])
+    tensors = [i for i, leaf in enumerate(flat) if isinstance(leaf, Layout)]
+    if len(placements) in (len(flat), positional):
+        placements = [placements[i] for i in tensors if i < len(placements)]
+    if len(placements) != len(tensors) or any(p is None for p in placements):
+        raise ValueError(
+            f"register_sharding of {call}: a strategy must place each of its {len(tensors)} "
+            f"tensors, got {list(placements)} for {len(flat)} arguments"
+        )
+    return tuple(p for p in placements if p is not None)
+
+
+class Replicating(TorchFunctionMode):
+    """Makes DTensors of the plain tensors that meet a DTensor in a call (of `functions`)."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.functions is not None and func not in self.functions:
+            return func(*args, **(kwargs or {}))
+        flat, tree = pytree.tree_flatten([args, kwargs or {}])
+        mesh = next((leaf.device_mesh for leaf in flat if isinstance(leaf, DTensor)), None)
+        if mesh is not None:
+            everywhere = (Replicate(),) * mesh.ndim
+            flat = [
+                DTensor.from_local(leaf, mesh, everywhere, run_check=False)
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+                else leaf
+                for leaf in flat
+            ]
+            args, kwargs = pytree.tree_unflatten(flat, tree)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Take plain tensors that meet a DTensor in an operation as replicated.
+
+    Their gradients are plain tensors. Every rank must hold the same values: nobody checks.
+    """
+    with Replicating():
+        yield

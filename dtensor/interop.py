@@ -1,0 +1,34 @@
+"""Exchange with PyTorch's own `torch.distributed.tensor.DTensor`: both share the local tensor."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from weft.dtensor.tensor import DTensor
+
+__all__ = ["from_torch", "to_torch"]
+
+
+def to_torch(tensor: DTensor) -> TorchDTensor:
+    """The same tensor as a DTensor of PyTorch's. No copy, no communication; differentiable."""
+    layout = tensor._layout
+    return TorchDTensor.from_local(
+        tensor.to_local(),
+        layout.mesh,
+        layout.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=layout.stride,
+    )
+
+
+def from_torch(tensor: TorchDTensor) -> DTensor:
+    """A DTensor of PyTorch's as one of ours. No copy, no communication; differentiable."""
+    return DTensor.from_local(
+        tensor.to_local(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

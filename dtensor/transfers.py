@@ -1,0 +1,501 @@
+"""How a redistribution goes: which rank takes which blocks from whom, in which steps.
+
+Each rank cuts its target box by the source boxes and takes every piece from the nearest rank that
+holds it: itself first, else a replica that differs in the innermost mesh dims, replicas in turn.
+These are the fewest bytes that can be received, in one step, for any pair of layouts, on one mesh
+or on two.
+
+A `Partial` source has several holders of a piece, to be reduced. Where reducing shards first and
+pulling them afterwards is cheaper, that makes two steps:
+
+    [P, S(0)] -> [R, S(0)] on (2, 4)     1. [S(1), S(0)]: each rank reduces half of what it has
+                                         2. [R, S(0)]: and takes the other half
+
+Where no symmetric memory spans the ranks, steps along single mesh dims are weighed against one step
+of all: hosts may be far from each other along one mesh dim and not along another. Planning is
+arithmetic: no rank talks to another, and all ranks come to the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.layout import (
+    Box,
+    Layout,
+    Placements,
+    Runs,
+    Shape,
+    check_partials,
+    contiguous_stride,
+    distinct,
+    is_shard,
+    layout_of,
+    normalize,
+    shard_dim,
+    show,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Slices = tuple[slice, ...]
+
+# What one more step costs, in bytes that could be received meanwhile: 5 us at 6 GB/s.
+_STEP_BYTES = 32 << 10
+# How much longer a byte takes between hosts than inside one.
+_BETWEEN_HOSTS = 5
+_MAX_MIDDLES = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block that one rank takes: the same block of each of `holders`, reduced in this order."""
+
+    holders: tuple[int, ...]  # indices in the flattened source mesh
+    source: Slices  # of a holder's local tensor
+    target: Slices  # of the receiver's local tensor
+    numel: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pull of every rank. `pieces[i]` is what rank i of the flattened target mesh takes."""
+
+    source: Layout
+    target: Layout
+    pieces: tuple[tuple[Piece, ...], ...]
+    reduce_op: str | None
+    scale: int  # a sum is divided by it (avg)
+    mesh_dim: int | None = None  # the only one along which anything moves, where that is planned
+
+    @cached_property
+    def bytes_received(self) -> list[int]:
+        """Bytes that come from other ranks, for each rank of the flattened target mesh."""
+        source_ranks, target_ranks = self.source.place.ranks, self.target.place.ranks
+        return [
+            self.source.dtype.itemsize
+            * sum(
+                piece.numel
+                for piece in pieces
+                for holder in piece.holders
+                if source_ranks[holder] != target_ranks[receiver]
+            )
+            for receiver, pieces in enumerate(self.pieces)
+        ]
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank has all that it needs."""
+        return not any(self.bytes_received)
+
+    @cached_property
+    def senders(self) -> frozenset[int]:
+        """Global ranks that others take something from."""
+        source_ranks, target_ranks = self.source.place.ranks, self.target.place.ranks
+        return frozenset(
+            source_ranks[holder]
+            for receiver, pieces in enumerate(self.pieces)
+            for piece in pieces
+            for holder in piece.holders
+            if source_ranks[holder] != target_ranks[receiver]
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold the source or the target, in order."""
+        return tuple(sorted({*self.source.place.ranks, *self.target.place.ranks}))
+
+    @cached_property
+    def collective(self) -> str:
+        """The collective that this amounts to; empty where nothing moves."""
+        source, target = self.source, self.target
+        if self.is_local:
+            return ""
+        if source.mesh != target.mesh:
+            return "broadcast" if target.is_replicated else "scatter"
+        changes = [
+            (old, new)
+            for old, new in zip(source.placements, target.placements, strict=True)
+            if old != new
+        ]
+        gathers = any(isinstance(new, Replicate) for _, new in changes)
+        if self.reduce_op:
+            return "all_reduce" if gathers else "reduce_scatter"
+        return "all_gather" if gathers else "all_to_all"
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes of symmetric memory a rank: the largest local tensor of the source."""
+        ranks = range(len(self.source.boxes))
+        return max(math.prod(self.source.shape_at(i)) for i in ranks) * self.source.dtype.itemsize
+
+    def __str__(self) -> str:
+        worst = max(self.bytes_received, default=0)
+        kind = "local" if self.is_local else f"pull, at most {worst} bytes a rank"
+        reduce = f", {self.reduce_op} in rank order" if self.reduce_op else ""
+        return f"{show(self.source.placements)} -> {show(self.target.placements)}: {kind}{reduce}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a redistribution would go. Printable; making it communicates nothing.
+
+    Attributes:
+        steps: the pulls, in order; empty where nothing changes.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+    @property
+    def bytes_received(self) -> list[int]:
+        """Bytes that each rank of the flattened target mesh receives from others."""
+        count = len(self.target.place.ranks)
+        return [sum(step.bytes_received[i] for step in self.steps) for i in range(count)]
+
+    def __str__(self) -> str:
+        head = f"{self.source} -> {self.target}: {len(self.steps)} steps"
+        return "\n".join([head, *(f"  {step}" for step in self.steps)])
+
+
+def _overlaps(source: Runs, target: Runs) -> list[tuple[slice, slice, int]]:
+    """(source slice, target slice, length) of the indices that both list, along one dim."""
+    found = []
+    target_at = 0
+    for target_start, target_size in target:
+        source_at = 0
+        for source_start, source_size in source:
+            start = max(source_start, target_start)
+            size = min(source_start + source_size, target_start + target_size) - start
+            if size > 0:
+                of_source = source_at + start - source_start
+                of_target = target_at + start - target_start
+                found.append(
+                    (slice(of_source, of_source + size), slice(of_target, of_target + size), size)
+                )
+            source_at += source_size
+        target_at += target_size
+    return found
+
+
+def _cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+    per_dim = [_overlaps(s, t) for s, t in zip(source, target, strict=True)]
+    return [
+        (tuple(c[0] for c in cut), tuple(c[1] for c in cut), math.prod(c[2] for c in cut))
+        for cut in itertools.product(*per_dim)
+    ]
+
+
+def _distance(here: Shape | None, there: Shape) -> int:
+    """How far apart two ranks of one mesh are: outer mesh dims are the slower links."""
+    if here is None:
+        return 0
+    return sum(1 << (len(there) - dim) for dim, i in enumerate(there) if here[dim] != i)
+
+
+def _step(source: Layout, target: Layout) -> Step:
+    """One pull from `source` to `target`, mesh dims that stay Partial left as they are."""
+    same_mesh = source.mesh == target.mesh
+    kept = [
+        dim
+        for dim, (old, new) in enumerate(zip(source.placements, target.placements, strict=False))
+        if same_mesh and isinstance(old, Partial) and old == new
+    ]
+    summed = [
+        dim
+        for dim, old in enumerate(source.placements)
+        if isinstance(old, Partial) and dim not in kept
+    ]
+    born = [
+        dim
+        for dim, new in enumerate(target.placements)
+        if isinstance(new, Partial) and dim not in kept
+    ]
+    # Ranks whose values add up have the same box: one family, known by its first member.
+    families: dict[Shape, list[int]] = {}
+    for index, coordinate in enumerate(source.place.coordinates):
+        first = tuple(0 if dim in summed else i for dim, i in enumerate(coordinate))
+        families.setdefault(first, []).append(index)
+
+    every: list[tuple[Piece, ...]] = []
+    for receiver, coordinate in enumerate(target.place.coordinates):
+        pieces: list[Piece] = []
+        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
+            by_box: dict[Box, list[tuple[int, list[int]]]] = {}
+            for first, members in families.items():
+                if all(first[dim] == coordinate[dim] for dim in kept):
+                    here = coordinate if same_mesh else None
+                    distance = min(_distance(here, source.place.coordinates[m]) for m in members)
+                    by_box.setdefault(source.boxes[members[0]], []).append((distance, members))
+            for box, holders in by_box.items():
+                cuts = _cut_box(box, target.boxes[receiver])
+                if not cuts:
+                    continue
+                chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
+                pieces += [Piece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
+        every.append(tuple(pieces))
+
+    ops = [source.placements[dim] for dim in summed]
+    kinds = {op.reduce_op for op in ops if isinstance(op, Partial)}
+    scale = math.prod(
+        source.place.sizes[dim]
+        for dim in summed
+        if getattr(source.placements[dim], "reduce_op", "") == "avg"
+    )
+    reduce_op = None if not kinds else ("sum" if kinds <= {"sum", "avg"} else kinds.pop())
+    return Step(source, target, tuple(every), reduce_op, scale, _only_dim(source, target))
+
+
+def _only_dim(source: Layout, target: Layout) -> int | None:
+    """The mesh dim along which all exchanges are, if there is one."""
+    if source.mesh != target.mesh:
+        return None
+    pairs = list(zip(source.placements, target.placements, strict=True))
+    changed = [(dim, new) for dim, (old, new) in enumerate(pairs) if old != new]
+    if len(changed) == 1 and _is_aligned(source.placements, *changed[0]):
+        return changed[0][0]
+    return None
+
+
+def _nearest(
+    holders: list[tuple[int, list[int]]], source: Layout, rank: int, receiver: int
+) -> list[int]:
+    """The family to take from: one with the receiver in it, else a nearest one, in turn."""
+    for _, members in holders:
+        if any(source.place.ranks[m] == rank for m in members):
+            return members
+    least = min(distance for distance, _ in holders)
+    near = [members for distance, members in holders if distance == least]
+    return near[receiver % len(near)]
+
+
+def _contributes(placement: Placement, index: int) -> bool:
+    """Whether the rank at `index` of a new Partial dim holds the value, not a neutral element.
+
+    One rank holds the value and the others zero (one), rather than each its share: no rounding, and
+    right for integers. Where a repeated value changes nothing, every rank holds it.
+    """
+    op = placement.reduce_op if isinstance(placement, Partial) else ""
+    return index == 0 or op not in ("sum", "product", "bxor")
+
+
+def _overlap(source: Runs, target: Runs) -> int:
+    """How many indices both list."""
+    return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
+
+
+def _received(source: Layout, target: Layout) -> list[int]:
+    """Elements that each rank of the target mesh would receive in one step, without planning it."""
+    same_mesh = source.mesh == target.mesh
+    terms = math.prod(
+        size
+        for dim, (old, size) in enumerate(zip(source.placements, source.place.sizes, strict=True))
+        if isinstance(old, Partial) and not (same_mesh and target.placements[dim] == old)
+    )
+    held = dict(zip(source.place.ranks, source.boxes, strict=True))
+    received = []
+    for rank, box in zip(target.place.ranks, target.boxes, strict=True):
+        needed = terms * math.prod(sum(size for _, size in runs) for runs in box)
+        if needed and rank in held:
+            needed -= math.prod(map(_overlap, held[rank], box))
+        received.append(needed)
+    return received
+
+
+def _cost(steps: Sequence[list[int]], itemsize: int) -> int:
+    return len(steps) * _STEP_BYTES + itemsize * sum(map(sum, steps)) // max(len(steps[0]), 1)
+
+
+def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
+    """Where to reduce first: `source` with its Partial dims turned into shards.
+
+    The other mesh dims stay, become what they are in the end, or are sharded to share the work.
+    """
+    same_mesh = source.mesh == target.mesh
+    shards: list[Placement] = [Shard(d) for d in range(source.ndim)]
+    choices: list[list[Placement]] = []
+    for dim, old in enumerate(source.placements):
+        new = target.placements[dim] if same_mesh else Replicate()
+        if not isinstance(old, Partial):
+            choices.append(distinct([old, new, *(shards if isinstance(old, Replicate) else [])]))
+        elif old == new:
+            choices.append([old])
+        else:
+            choices.append(distinct([new, *shards]) if is_shard(new) else shards)
+    for placements in itertools.product(*choices):
+        yield source.with_placements(placements)
+
+
+@lru_cache(maxsize=4096)
+def plan(source: Layout, target: Layout) -> Plan:
+    """The cheapest way from `source` to `target`: one pull, or reduce shards, then pull.
+
+    Raises:
+        ValueError: Partial reductions that do not commute.
+    """
+    if source is target:
+        return Plan(source, target, ())
+    check_partials(source.placements)
+    reduced = any(
+        isinstance(old, Partial) and (source.mesh != target.mesh or target.placements[dim] != old)
+        for dim, old in enumerate(source.placements)
+    )
+    via: Layout | None = None
+    if reduced and source.ndim:
+        itemsize = source.dtype.itemsize
+        least = _cost([_received(source, target)], itemsize)
+        for middle in itertools.islice(_middles(source, target), _MAX_MIDDLES):
+            if middle is target:
+                continue
+            cost = _cost([_received(source, middle), _received(middle, target)], itemsize)
+            if cost < least:
+                via, least = middle, cost
+    stops = [source, target] if via is None else [source, via, target]
+    return Plan(source, target, tuple(itertools.starmap(_step, itertools.pairwise(stops))))
+
+
+@lru_cache(maxsize=4096)
+def collective_plan(source: Layout, target: Layout) -> Plan:
+    """The cheapest steps where ranks talk through process groups, some of them between hosts.
+
+    A step changes one mesh dim, within that dim's groups, or all at once, among all ranks.
+    """
+    if source is target:
+        return Plan(source, target, ())
+    check_partials(source.placements)
+    pairs = list(zip(source.placements, target.placements, strict=False))
+    if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
+        return plan(source, target)
+    choices = [_choices(old, new, source.ndim) for old, new in pairs]
+    far = [_between_hosts(source, dim) for dim in range(len(choices))]
+    order = itertools.count()  # heaps compare: equal costs must not come to placements
+    start, goal = source.placements, target.placements
+    heap: list[tuple[float, int, Placements, Placements | None]] = [(0.0, next(order), start, None)]
+    came_from: dict[Placements, Placements | None] = {}
+    while goal not in came_from:
+        cost, _, here, previous = heapq.heappop(heap)
+        if here in came_from:
+            continue
+        came_from[here] = previous
+        for dim, options in enumerate(choices):
+            for new in options:
+                if new != here[dim] and _is_aligned(here, dim, new):
+                    there = (*here[:dim], new, *here[dim + 1 :])
+                    if there not in came_from:
+                        price = _edge_cost(source, here, dim, new, far[dim])
+                        heapq.heappush(heap, (cost + price, next(order), there, here))
+        if not any(isinstance(a, Partial) and a != b for a, b in zip(here, goal, strict=True)):
+            elements = _received(source.with_placements(here), target)
+            price = 2.0 * _STEP_BYTES + max(elements) * source.dtype.itemsize * _slowness(any(far))
+            heapq.heappush(heap, (cost + price, next(order), goal, here))
+    stops = [goal]
+    while (before := came_from[stops[-1]]) is not None:
+        stops.append(before)
+    layouts = [source.with_placements(placements) for placements in reversed(stops)]
+    return Plan(source, target, tuple(itertools.starmap(_step, itertools.pairwise(layouts))))
+
+
+def _choices(old: Placement, new: Placement, ndim: int) -> list[Placement]:
+    """What one mesh dim may be on its way. It becomes Partial never, Replicate always."""
+    if not isinstance(old, Partial):
+        return distinct([old, Replicate(), new])
+    return [old] if old == new else distinct([old, new, *map(Shard, range(ndim)), Replicate()])
+
+
+def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
+    """Whether only ranks of one row along mesh dim `dim` exchange anything."""
+    if isinstance(new, Partial):
+        return False
+    cut = {shard_dim(here[dim]), shard_dim(new)} - {-1}
+    return not any(shard_dim(later) in cut for later in here[dim + 1 :])
+
+
+def _edge_cost(source: Layout, here: Placements, dim: int, new: Placement, far: bool) -> float:
+    old, size = here[dim], source.place.sizes[dim]
+    if isinstance(old, Replicate) or size == 1:
+        return 0.0
+    whole = source.global_bytes
+    for other, (placement, parts) in enumerate(zip(here, source.place.sizes, strict=True)):
+        if other != dim and is_shard(placement):
+            whole //= parts
+    if is_shard(old):
+        moved = whole * (size - 1) / (size if isinstance(new, Replicate) else size * size)
+    else:
+        moved = whole * (size - 1) * (1.0 if isinstance(new, Replicate) else 1 / size)
+    return _STEP_BYTES + moved * _slowness(far)
+
+
+def _slowness(far: bool) -> int:
+    return _BETWEEN_HOSTS if far else 1
+
+
+def _between_hosts(layout: Layout, dim: int) -> bool:
+    """Whether ranks along a mesh dim are on several hosts, which torchrun fills in rank order."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(layout.place.ranks)
+    stride = math.prod(layout.place.sizes[dim + 1 :])
+    size = layout.place.sizes[dim]
+    ranks = layout.place.ranks
+    return any(
+        ranks[i] // per_host != ranks[i + stride * (size - 1)] // per_host
+        for i in range(len(ranks))
+        if (i // stride) % size == 0
+    )
+
+
+def redistribute_plan(
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    src_placements: Sequence[Placement],
+    dst_placements: Sequence[Placement],
+    *,
+    dst_mesh: DeviceMesh | None = None,
+    by_groups: bool = False,
+) -> Plan:
+    """How a redistribution would go, without running it.
+
+    Args:
+        mesh: where the tensor lies; `dst_mesh` (default: the same) is where it goes.
+        shape, dtype: of the global tensor.
+        by_groups: plan as where no symmetric memory spans the ranks.
+
+    Example:
+        >>> plan = redistribute_plan(mesh, (8, 8), torch.float32, [Shard(0)], [Shard(1)])
+        >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
+        ([64, 64], 1)
+    """
+    size = tuple(shape)
+    stride = contiguous_stride(size)
+    onto = dst_mesh or mesh
+    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
+    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
+    return (collective_plan if by_groups else plan)(source, target)
+
+
+def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
+    """About how many bytes a rank receives when one mesh dim of `layout` changes to `wanted`."""
+    old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
+    if old == wanted or isinstance(old, Replicate) or size == 1:
+        return 0.0
+    whole = layout.bytes_across(mesh_dim) * (size - 1) / size
+    if is_shard(wanted):
+        return whole if isinstance(old, Partial) else whole / size
+    return 2 * whole if isinstance(old, Partial) else whole
+
+
+def same_shard(a: Placement, b: Placement) -> bool:
+    """Whether both cut the same tensor dim."""
+    return is_shard(a) and shard_dim(a) == shard_dim(b)

@@ -1,0 +1,58 @@
+"""The public names of `torch.distributed.tensor` are ours, with the same arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+MODULES = ("", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh")
+# What another part of the library brings.
+ABSENT = {"context_parallel"}
+
+
+def arguments(function: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults; the order of keywords does not matter."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    ordered = [p for p in parameters if p.kind != p.KEYWORD_ONLY]
+    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+    ordered += sorted(keywords, key=lambda p: p.name)
+    return [(p.name, p.kind, p.default) for p in ordered]
+
+
+def public_names() -> list[tuple[str, str]]:
+    names = []
+    for module in MODULES:
+        theirs = importlib.import_module(f"torch.distributed.tensor{module}")
+        listed = getattr(theirs, "__all__", ["DeviceMesh", "init_device_mesh"])
+        names += [(module, name) for name in listed if name not in ABSENT]
+    return names
+
+
+@pytest.mark.parametrize(("module", "name"), public_names(), ids="/".join)
+def test_name_and_arguments(module: str, name: str) -> None:
+    theirs = getattr(importlib.import_module(f"torch.distributed.tensor{module}"), name)
+    home = importlib.import_module(f"weft.dtensor{module}")
+    ours = getattr(home, name)
+    if ours is theirs:
+        return
+    assert ours.__doc__
+    if inspect.isclass(theirs):
+        assert inspect.isclass(ours)
+        if name != "DTensor":  # made by from_local and distribute_tensor only
+            assert arguments(ours.__init__) == arguments(theirs.__init__)
+        for method, of_theirs in inspect.getmembers(theirs):
+            if not method.startswith("_") and method in vars(theirs):
+                of_ours = getattr(ours, method)
+                if callable(of_theirs) and method not in vars(ours.__mro__[1]):
+                    assert arguments(of_ours) == arguments(of_theirs), method
+    else:
+        assert arguments(ours) == arguments(theirs)
+
+
+def test_all_lists_what_is_there() -> None:
+    for module in MODULES:
+        ours = importlib.import_module(f"weft.dtensor{module}")
+        assert all(hasattr(ours, name) for name in ours.__all__), module

@@ -1,0 +1,284 @@
+"""What surrounds DTensor: exchange with torch's, experimental, debug, loss_parallel, async."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional
+
+import weft
+from weft.collectives import spanning_group
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    from_torch,
+    init_device_mesh,
+    to_torch,
+)
+from weft.dtensor.call import rules_of_overloads
+from weft.dtensor.debug import CommDebugMode, visualize_sharding
+from weft.dtensor.dispatch import forget_plans
+from weft.dtensor.experimental import implicit_replication, local_map, register_sharding
+from weft.dtensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+_counted = torch.ops.c10d_functional
+
+
+def world() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def exchange_with_torch() -> None:
+    mesh = world()
+    strided: Any = _StridedShard(0, split_factor=2)
+    for shape, placement in (((5, 3), Shard(0)), ((8, 3), strided), ((4, 4), Partial())):
+        x = distribute_tensor(torch.randn(shape), mesh, [placement]).requires_grad_()
+        theirs = to_torch(x)
+        assert type(theirs) is TorchDTensor and theirs.placements == (placement,)
+        assert theirs.to_local().data_ptr() == x.to_local().data_ptr()
+        ours = from_torch(theirs)
+        assert ours._layout is x._layout
+        assert ours.to_local().data_ptr() == x.to_local().data_ptr()
+        (ours * 2).full_tensor().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), torch.full(shape, 2.0))
+
+
+def asynchronous() -> None:
+    mesh, rank = world(), dist.get_rank()
+    whole = torch.randn(7, 6)
+    x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    pending = [x.redistribute(placements=[Shard(1)], async_op=True) for _ in range(7)]
+    assert pending[-1]._local is None
+    x.zero_()  # the values of the time of the call count
+    if rank == 0:  # no rank waits for one that does not look
+        torch.testing.assert_close(pending[3].to_local(), whole.chunk(mesh.size(), 1)[0])
+    for y in pending:
+        torch.testing.assert_close(y.full_tensor(), whole)
+    leaf = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    y = leaf.redistribute(placements=[Replicate()], async_op=True)
+    (y * y).full_tensor().sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), 2 * whole)
+    summed = DTensor.from_local(torch.ones(4) * (rank + 1), mesh, [Partial()])
+    total = mesh.size() * (mesh.size() + 1) / 2
+    late = summed.redistribute(placements=[Replicate()], async_op=True)
+    late.add_(1)  # written before it was looked at
+    assert late.to_local().tolist() == [total + 1] * 4
+    # The same without symmetric memory.
+    group = spanning_group(mesh)
+    object.__setattr__(group, "why", "as if on two hosts")
+    try:
+        x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+        y = x.redistribute(placements=[Shard(1)], async_op=True)
+        assert y._local is None
+        x.zero_()
+        torch.testing.assert_close(y.full_tensor(), whole)
+    finally:
+        object.__setattr__(group, "why", "")
+
+
+def mapping_local_parts() -> None:
+    mesh = world()
+    xw, ww = torch.randn(4, 6), torch.randn(6, 5)
+
+    @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(x, DTensor)
+        return x @ w
+
+    x = distribute_tensor(xw, mesh, [Shard(1)]).requires_grad_()
+    w = distribute_tensor(ww, mesh, [Shard(0)]).requires_grad_()
+    y = product(x, w)
+    assert y.placements == (Partial(),)
+    torch.testing.assert_close(y.full_tensor(), xw @ ww)
+    y.full_tensor().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.ones(4, 5) @ ww.t())
+    torch.testing.assert_close(product(xw, ww), xw @ ww)  # no DTensor: the function itself
+    with pytest.raises(ValueError, match="mismatched placements"):
+        product(distribute_tensor(xw, mesh, [Shard(0)]), w)
+    moved = local_map(
+        lambda x, w, n: (x @ w * n, n),
+        out_placements=([Partial()], None),
+        in_placements=([Shard(1)], [Shard(0)], None),
+        redistribute_inputs=True,
+    )
+    y, n = moved(distribute_tensor(xw, mesh, [Shard(0)]), w, 2)
+    assert n == 2
+    torch.testing.assert_close(y.full_tensor(), 2 * (xw @ ww))
+    with pytest.raises(ValueError, match="one entry in in_placements"):
+        moved(x, w)
+
+
+@torch.library.custom_op("weft_tests::double_rows", mutates_args=())
+def double_rows(x: torch.Tensor, times: int) -> torch.Tensor:
+    return x * 2 * times
+
+
+@double_rows.register_fake
+def _(x: torch.Tensor, times: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def sharding_of_ones_own() -> None:
+    mesh = world()
+    x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    op = torch.ops.weft_tests.double_rows.default
+    seen = []
+
+    @register_sharding(op)
+    def sharding(x: Any, times: int) -> Any:
+        seen.append((x.shape, x.ndim, times))
+        return [([Replicate()], [Replicate(), None]), ([Shard(0)], [Shard(0), None])]
+
+    y = op(x, 3)
+    assert y.placements == (Shard(0),) and seen == [((6, 4), 2, 3)]
+    torch.testing.assert_close(y.full_tensor(), x.full_tensor() * 6)
+    assert op(x.redistribute(placements=[Shard(1)]), 1).placements == (Shard(0),)
+
+    # A rule of ours is replaced: negation may be sharded by rows only.
+    neg = torch.ops.aten.neg.default
+    columns = x.redistribute(placements=[Shard(1)])
+    assert torch.neg(columns).placements == (Shard(1),)
+    register_sharding(neg)(lambda x: [([Shard(0)], [Shard(0)])])
+    try:
+        assert torch.neg(columns).placements == (Shard(0),)
+    finally:
+        del rules_of_overloads[neg]
+        forget_plans(neg)
+
+
+def plain_tensors_replicated() -> None:
+    mesh = world()
+    whole, plain = torch.randn(6, 4), torch.randn(4)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    plain.requires_grad_()
+    with pytest.raises(RuntimeError, match="got mixed"):
+        _ = x + plain
+    with implicit_replication():
+        y = functional.layer_norm(x + plain, (4,), plain)
+    y.full_tensor().sum().backward()
+    own, bias = whole.clone().requires_grad_(), plain.detach().clone().requires_grad_()
+    functional.layer_norm(own + bias, (4,), bias).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), own.grad)
+    assert not isinstance(plain.grad, DTensor)
+    torch.testing.assert_close(plain.grad, bias.grad)
+    with torch.no_grad(), implicit_replication():
+        torch._foreach_mul_([plain, x], 2.0)
+        plain.add_(distribute_tensor(torch.ones(4), mesh))
+    torch.testing.assert_close(plain.detach(), bias.detach() * 2 + 1)
+
+
+def losses_by_class() -> None:
+    mesh = world()
+    logits, target = torch.randn(6, 7), torch.tensor([0, 3, 6, -100, 2, 5])
+    weight = torch.rand(7)
+    for reduction in ("mean", "sum", "none"):
+        x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        plain = logits.clone().requires_grad_()
+        with loss_parallel(), CommDebugMode() as comm:
+            loss = functional.cross_entropy(x, target, weight, reduction=reduction)
+            loss.sum().backward()
+        want = functional.cross_entropy(plain, target, weight, reduction=reduction)
+        want.sum().backward()
+        torch.testing.assert_close(loss.full_tensor(), want)
+        assert loss.placements == (Replicate(),) and x.grad.placements == (Shard(1),)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        assert comm.get_comm_counts()[_counted.all_gather_into_tensor] == 0
+
+
+def counting() -> None:
+    mesh = world()
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        x.redistribute(placements=[Replicate()])
+        x.redistribute(placements=[Shard(1)])
+        x.sum().redistribute(placements=[Replicate()])
+        x.sum(0).redistribute(placements=[Shard(0)])
+        plain = torch.ones(2)
+        dist.all_reduce(plain)
+    assert comm.get_comm_counts() == {
+        _counted.all_gather_into_tensor: 1,
+        _counted.all_to_all_single: 1,
+        _counted.all_reduce: 1,
+        _counted.reduce_scatter_tensor: 1,
+        torch.ops.c10d.allreduce_: 1,
+    }
+    mlp = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(mlp, mesh, plan)
+    with weft.engine("host"), CommDebugMode() as comm:
+        mlp(x.to_local().requires_grad_()).sum().backward()
+    counts = comm.get_comm_counts()
+    # Forward: one gather, one reduce-scatter, both fused; backward the duals of them, and the
+    # second gather for each weight gradient comes with the first.
+    assert counts[_counted.all_gather_into_tensor] >= 2, counts
+    assert counts[_counted.reduce_scatter_tensor] == 2, counts
+    assert comm.get_sharding_info()["Sequential.0.weight"] == (Shard(0),)
+    assert "all_gather_into_tensor" in comm.generate_comm_debug_tracing_table(noise_level=1)
+    assert comm.get_total_counts() == sum(counts.values())
+
+
+def drawing() -> list[str]:
+    import contextlib
+    import io
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    drawn = []
+    for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)]):
+        x = distribute_tensor(torch.ones(8, 6), mesh, placements)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            visualize_sharding(x, header="x")
+        drawn.append(out.getvalue())
+    with pytest.raises(ValueError, match="1-D and 2-D"):
+        visualize_sharding(distribute_tensor(torch.ones(2, 2, 2), mesh))
+    return drawn
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "body",
+    [
+        asynchronous,
+        exchange_with_torch,
+        mapping_local_parts,
+        sharding_of_ones_own,
+        plain_tensors_replicated,
+        losses_by_class,
+        counting,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_tools(ranks: Any, body: Any, world_size: int) -> None:
+    ranks(world_size, body)
+
+
+def test_visualize_sharding(ranks: Any) -> None:
+    first, *others = ranks(4, drawing)
+    assert others == [["", ""]] * 3
+    assert first[0].splitlines() == [
+        "x",
+        "         Col 0-2  Col 3-5",
+        "Row 0-3  cpu:0    cpu:1",
+        "Row 4-7  cpu:2    cpu:3",
+    ]
+    assert first[1].splitlines() == [
+        "x",
+        "         Col 0-5",
+        "Row 0-3  cpu:0,2",
+        "Row 4-7  cpu:1,3",
+    ]
