@@ -88,10 +88,17 @@ def _take(runs: Runs, start: int, length: int) -> list[Run]:
     return taken
 
 
-def _cut(runs: Runs, placement: Placement, parts: int, index: int) -> Runs:
-    """What rank `index` of `parts` keeps of `runs` under a shard placement."""
+@lru_cache(maxsize=1 << 14)
+def _runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
+    """What is left of a dim after cuts (pieces, parts, index), from left to right."""
+    if cuts:
+        return _cut(_runs_of(size, cuts[:-1]), *cuts[-1])
+    return ((0, size),) if size else ()
+
+
+def _cut(runs: Runs, pieces: int, parts: int, index: int) -> Runs:
+    """What rank `index` of `parts` keeps of `runs`, of each of `pieces` pieces."""
     total = sum(size for _, size in runs)
-    pieces = pieces_of(placement)
     kept: list[Run] = []
     for piece in range(pieces):
         offset, size = chunk(total, pieces, piece)
@@ -202,14 +209,13 @@ class Layout:
 
     def box(self, coordinate: Shape) -> Box:
         """The box of the rank at `coordinate` of the mesh."""
-        runs: list[Runs] = [((0, size),) if size else () for size in self.shape]
+        cuts: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.shape)
         for placement, parts, index in zip(
             self.placements, self.place.sizes, coordinate, strict=True
         ):
             if is_shard(placement):
-                dim = shard_dim(placement)
-                runs[dim] = _cut(runs[dim], placement, parts, index)
-        return tuple(runs)
+                cuts[shard_dim(placement)] += ((pieces_of(placement), parts, index),)
+        return tuple(map(_runs_of, self.shape, cuts))
 
     def shape_at(self, index: int) -> Shape:
         """Local shape of rank `index` of the flattened mesh."""

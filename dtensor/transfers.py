@@ -25,13 +25,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
     Box,
     Layout,
     Placements,
@@ -71,29 +72,43 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """One pull of every rank. `pieces[i]` is what rank i of the flattened target mesh takes."""
+    """One pull of every rank."""
 
     source: Layout
     target: Layout
-    pieces: tuple[tuple[Piece, ...], ...]
-    reduce_op: str | None
-    scale: int  # a sum is divided by it (avg)
-    mesh_dim: int | None = None  # the only one along which anything moves, where that is planned
+
+    @cached_property
+    def pieces(self) -> list[tuple[Piece, ...]]:
+        """What each rank of the flattened target mesh takes."""
+        return _pieces(self.source, self.target)
+
+    @cached_property
+    def reduce_op(self) -> str | None:
+        """How the holders' values are reduced; None where there is one holder."""
+        ops = {op for op, _ in _reductions(self.source, self.target)}
+        return None if not ops else "sum" if ops <= set(LINEAR_REDUCTIONS) else ops.pop()
+
+    @cached_property
+    def scale(self) -> int:
+        """What a sum is divided by (avg)."""
+        reductions = _reductions(self.source, self.target)
+        return math.prod(size for op, size in reductions if op == "avg")
+
+    @cached_property
+    def mesh_dim(self) -> int | None:
+        """The only mesh dim along which anything moves, if there is one."""
+        if self.source.mesh != self.target.mesh:
+            return None
+        here = self.source.placements
+        pairs = enumerate(zip(here, self.target.placements, strict=True))
+        changed = [(dim, new) for dim, (old, new) in pairs if old != new]
+        return changed[0][0] if len(changed) == 1 and _is_aligned(here, *changed[0]) else None
 
     @cached_property
     def bytes_received(self) -> list[int]:
         """Bytes that come from other ranks, for each rank of the flattened target mesh."""
-        source_ranks, target_ranks = self.source.place.ranks, self.target.place.ranks
-        return [
-            self.source.dtype.itemsize
-            * sum(
-                piece.numel
-                for piece in pieces
-                for holder in piece.holders
-                if source_ranks[holder] != target_ranks[receiver]
-            )
-            for receiver, pieces in enumerate(self.pieces)
-        ]
+        itemsize = self.source.dtype.itemsize
+        return [itemsize * numel for numel in _received(self.source, self.target)]
 
     @cached_property
     def is_local(self) -> bool:
@@ -206,24 +221,33 @@ def _distance(here: Shape | None, there: Shape) -> int:
     return sum(1 << (len(there) - dim) for dim, i in enumerate(there) if here[dim] != i)
 
 
-def _step(source: Layout, target: Layout) -> Step:
-    """One pull from `source` to `target`, mesh dims that stay Partial left as they are."""
+def _partial_dims(source: Layout, target: Layout) -> tuple[list[int], list[int], list[int]]:
+    """Mesh dims (that stay Partial, that are reduced, that become Partial)."""
     same_mesh = source.mesh == target.mesh
     kept = [
         dim
         for dim, (old, new) in enumerate(zip(source.placements, target.placements, strict=False))
         if same_mesh and isinstance(old, Partial) and old == new
     ]
-    summed = [
-        dim
-        for dim, old in enumerate(source.placements)
-        if isinstance(old, Partial) and dim not in kept
+    before, after = (
+        [dim for dim, p in enumerate(side.placements) if isinstance(p, Partial) and dim not in kept]
+        for side in (source, target)
+    )
+    return kept, before, after
+
+
+def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
+    """(operation, number of terms) of each mesh dim that is reduced."""
+    return [
+        (cast(Partial, source.placements[dim]).reduce_op, source.place.sizes[dim])
+        for dim in _partial_dims(source, target)[1]
     ]
-    born = [
-        dim
-        for dim, new in enumerate(target.placements)
-        if isinstance(new, Partial) and dim not in kept
-    ]
+
+
+def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
+    """What each rank takes in one pull, mesh dims that stay Partial left as they are."""
+    kept, summed, born = _partial_dims(source, target)
+    same_mesh = source.mesh == target.mesh
     # Ranks whose values add up have the same box: one family, known by its first member.
     families: dict[Shape, list[int]] = {}
     for index, coordinate in enumerate(source.place.coordinates):
@@ -247,27 +271,7 @@ def _step(source: Layout, target: Layout) -> Step:
                 chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
                 pieces += [Piece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
         every.append(tuple(pieces))
-
-    ops = [source.placements[dim] for dim in summed]
-    kinds = {op.reduce_op for op in ops if isinstance(op, Partial)}
-    scale = math.prod(
-        source.place.sizes[dim]
-        for dim in summed
-        if getattr(source.placements[dim], "reduce_op", "") == "avg"
-    )
-    reduce_op = None if not kinds else ("sum" if kinds <= {"sum", "avg"} else kinds.pop())
-    return Step(source, target, tuple(every), reduce_op, scale, _only_dim(source, target))
-
-
-def _only_dim(source: Layout, target: Layout) -> int | None:
-    """The mesh dim along which all exchanges are, if there is one."""
-    if source.mesh != target.mesh:
-        return None
-    pairs = list(zip(source.placements, target.placements, strict=True))
-    changed = [(dim, new) for dim, (old, new) in enumerate(pairs) if old != new]
-    if len(changed) == 1 and _is_aligned(source.placements, *changed[0]):
-        return changed[0][0]
-    return None
+    return every
 
 
 def _nearest(
@@ -292,31 +296,32 @@ def _contributes(placement: Placement, index: int) -> bool:
     return index == 0 or op not in ("sum", "product", "bxor")
 
 
+@lru_cache(maxsize=1 << 14)
 def _overlap(source: Runs, target: Runs) -> int:
     """How many indices both list."""
     return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
 
 
 def _received(source: Layout, target: Layout) -> list[int]:
-    """Elements that each rank of the target mesh would receive in one step, without planning it."""
-    same_mesh = source.mesh == target.mesh
-    terms = math.prod(
-        size
-        for dim, (old, size) in enumerate(zip(source.placements, source.place.sizes, strict=True))
-        if isinstance(old, Partial) and not (same_mesh and target.placements[dim] == old)
-    )
+    """Elements that each rank of the target mesh receives from others in one step."""
+    _, summed, born = _partial_dims(source, target)
+    terms = math.prod(source.place.sizes[dim] for dim in summed)
     held = dict(zip(source.place.ranks, source.boxes, strict=True))
     received = []
-    for rank, box in zip(target.place.ranks, target.boxes, strict=True):
-        needed = terms * math.prod(sum(size for _, size in runs) for runs in box)
-        if needed and rank in held:
-            needed -= math.prod(map(_overlap, held[rank], box))
-        received.append(needed)
+    for rank, box, coordinate in zip(
+        target.place.ranks, target.boxes, target.place.coordinates, strict=True
+    ):
+        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
+            needed = terms * math.prod(map(_overlap, box, box))
+            own = math.prod(map(_overlap, held[rank], box)) if rank in held else 0
+            received.append(needed - own)
+        else:
+            received.append(0)
     return received
 
 
-def _cost(steps: Sequence[list[int]], itemsize: int) -> int:
-    return len(steps) * _STEP_BYTES + itemsize * sum(map(sum, steps)) // max(len(steps[0]), 1)
+def _cost(itemsize: int, *steps: list[int]) -> float:
+    return len(steps) * _STEP_BYTES + itemsize * sum(map(sum, steps)) / len(steps[0])
 
 
 def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
@@ -349,22 +354,25 @@ def plan(source: Layout, target: Layout) -> Plan:
     if source is target:
         return Plan(source, target, ())
     check_partials(source.placements)
-    reduced = any(
-        isinstance(old, Partial) and (source.mesh != target.mesh or target.placements[dim] != old)
-        for dim, old in enumerate(source.placements)
-    )
-    via: Layout | None = None
-    if reduced and source.ndim:
+    stops = [source, target]
+    kept, summed, _ = _partial_dims(source, target)
+    if summed and source.ndim:
         itemsize = source.dtype.itemsize
-        least = _cost([_received(source, target)], itemsize)
+        least = _cost(itemsize, _received(source, target))
+        # What no way can beat: every element is reduced once, where it may be needed anyhow.
+        terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
+        elements = copies * math.prod(source.shape)
+        needed = sum(math.prod(map(_overlap, box, box)) for box in target.boxes)
+        bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
         for middle in itertools.islice(_middles(source, target), _MAX_MIDDLES):
             if middle is target:
                 continue
-            cost = _cost([_received(source, middle), _received(middle, target)], itemsize)
+            cost = _cost(itemsize, _received(source, middle), _received(middle, target))
             if cost < least:
-                via, least = middle, cost
-    stops = [source, target] if via is None else [source, via, target]
-    return Plan(source, target, tuple(itertools.starmap(_step, itertools.pairwise(stops))))
+                stops, least = [source, middle, target], cost
+                if cost <= bound + _STEP_BYTES:
+                    break
+    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
 
 
 @lru_cache(maxsize=4096)
@@ -379,7 +387,8 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     pairs = list(zip(source.placements, target.placements, strict=False))
     if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
         return plan(source, target)
-    choices = [_choices(old, new, source.ndim) for old, new in pairs]
+    shards = sorted(range(source.ndim), key=lambda dim: -source.shape[dim])[:2]
+    choices = [_choices(old, new, shards) for old, new in pairs]
     far = [_between_hosts(source, dim) for dim in range(len(choices))]
     order = itertools.count()  # heaps compare: equal costs must not come to placements
     start, goal = source.placements, target.placements
@@ -405,14 +414,14 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     while (before := came_from[stops[-1]]) is not None:
         stops.append(before)
     layouts = [source.with_placements(placements) for placements in reversed(stops)]
-    return Plan(source, target, tuple(itertools.starmap(_step, itertools.pairwise(layouts))))
+    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
 
 
-def _choices(old: Placement, new: Placement, ndim: int) -> list[Placement]:
-    """What one mesh dim may be on its way. It becomes Partial never, Replicate always."""
-    if not isinstance(old, Partial):
-        return distinct([old, Replicate(), new])
-    return [old] if old == new else distinct([old, new, *map(Shard, range(ndim)), Replicate()])
+def _choices(old: Placement, new: Placement, shards: list[int]) -> list[Placement]:
+    """What one mesh dim may be on its way; a sum that is wanted everywhere is scattered first."""
+    if isinstance(old, Partial) and isinstance(new, Replicate):
+        return distinct([old, *map(Shard, shards), new])
+    return [old] if old == new and isinstance(old, Partial) else distinct([old, Replicate(), new])
 
 
 def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
