@@ -90,8 +90,18 @@ def local_and_back() -> None:
         DTensor.from_local(torch.ones(7), mesh, [Shard(0)], shape=(n,), stride=(1,))
     with pytest.raises(RuntimeError, match="got a DTensor"):
         DTensor.from_local(x, mesh, [Shard(0)])
+    # Shards of different lengths, as torch.chunk makes them, need no shape; others are refused.
+    whole = torch.arange(2.0 * n + 1).view(2 * n + 1, 1).expand(-1, 3)
+    uneven = torch.chunk(whole, n)
+    mine = uneven[rank] if rank < len(uneven) else whole[:0]
+    z = DTensor.from_local(mine.contiguous().requires_grad_(), mesh, [Shard(0)])
+    assert torch.equal(z.full_tensor(), whole) and z.mean().item() == n
+    with pytest.raises(ValueError, match=r"must be those of torch\.chunk"):
+        DTensor.from_local(torch.ones(rank + 1), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="another call"):
+        DTensor.from_local(torch.ones(2, rank + 1), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="different global tensors"):
-        DTensor.from_local(torch.ones(rank + 1), mesh, [Shard(0)], run_check=True)
+        DTensor.from_local(torch.ones(rank + 1), mesh, [Replicate()], run_check=True)
     checked = DTensor.from_local(torch.full((2,), rank), mesh, [Replicate()], run_check=True)
     assert checked.to_local().tolist() == [0, 0]
 
