@@ -248,12 +248,8 @@ def _factory(
 zeros = _factory(_create, "zeros", torch.zeros, "A DTensor of zeros")
 ones = _factory(_create, "ones", torch.ones, "A DTensor of ones")
 empty = _factory(_create, "empty", torch.empty, "A DTensor of unspecified values")
-rand = _factory(
-    _create, "rand", torch.Tensor.uniform_, "A DTensor of uniform random values in [0, 1)"
-)
-randn = _factory(
-    _create, "randn", torch.Tensor.normal_, "A DTensor of normally distributed random values"
-)
+rand = _factory(_create, "rand", torch.Tensor.uniform_, "Uniform random values in [0, 1)")
+randn = _factory(_create, "randn", torch.Tensor.normal_, "Normally distributed random values")
 
 
 def full(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weft.collectives import spanning_group
 from weft.dtensor.layout import Box, Layout, contiguous_stride
-from weft.dtensor.redistribute import cut_box
+from weft.dtensor.transfers import cut_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -91,16 +91,20 @@ kept_by_group.append(_slots)
 def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor | Arriving:
     """`move` that returns once `local` is published; the result where nothing remains to be done.
 
-    On a GPU `move` itself only enqueues. Of two steps, only the last one is left for later.
+    On a GPU `move` itself only enqueues, on virtual ranks it finishes. Of two steps, only the last
+    one is left for later.
     """
     if source.index is None or target.index is None or local.device.type != "cpu":
         return move(local, source, target)
     steps = _steps(source, target)
     for step in steps[:-1]:
         local = _finish(_start(step, local))
-    if not steps or steps[-1].is_local:
-        return _finish(_start(steps[-1], local)) if steps else local
-    slots = _slots.setdefault(_group_of(steps[-1]), _Slots())
+    if not steps:
+        return local
+    group = _group_of(steps[-1])
+    if steps[-1].is_local or group.virtual is not None:
+        return _finish(_start(steps[-1], local))
+    slots = _slots.setdefault(group, _Slots())
     number = slots.count % _SLOTS
     slots.count += 1
     if (previous := slots.taken.pop(number, None)) is not None:

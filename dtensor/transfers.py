@@ -31,6 +31,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.collectives.group import forget_meshes
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Box,
@@ -206,7 +207,8 @@ def _overlaps(source: Runs, target: Runs) -> list[tuple[slice, slice, int]]:
     return found
 
 
-def _cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+def cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+    """(slices of the source, slices of the target, elements) of what two boxes share."""
     per_dim = [_overlaps(s, t) for s, t in zip(source, target, strict=True)]
     return [
         (tuple(c[0] for c in cut), tuple(c[1] for c in cut), math.prod(c[2] for c in cut))
@@ -265,7 +267,7 @@ def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
                     distance = min(_distance(here, source.place.coordinates[m]) for m in members)
                     by_box.setdefault(source.boxes[members[0]], []).append((distance, members))
             for box, holders in by_box.items():
-                cuts = _cut_box(box, target.boxes[receiver])
+                cuts = cut_box(box, target.boxes[receiver])
                 if not cuts:
                     continue
                 chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
@@ -415,6 +417,10 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
         stops.append(before)
     layouts = [source.with_placements(placements) for placements in reversed(stops)]
     return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
+
+
+for _cached in (plan, collective_plan):
+    forget_meshes.append(_cached.cache_clear)
 
 
 def _choices(old: Placement, new: Placement, shards: list[int]) -> list[Placement]:
