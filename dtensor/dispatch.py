@@ -10,8 +10,9 @@ Numbers of type float are in the key by their type only: no plan depends on thei
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -22,6 +23,7 @@ from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -54,19 +56,42 @@ def _add(a: Any, key: list[Any], func: Op) -> Any:
         if isinstance(a, DTensor):
             key[-1] = a._layout
             return a._local_tensor
-        if a.numel() != 1:
-            raise RuntimeError(
-                f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
-                f"{tuple(a.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, "
-                f"placements) if every rank holds all of it, DTensor.from_local(t, mesh, "
-                f"placements) if each holds its part. (One-element tensors count as replicated.)"
-            )
-        key.append((a.dtype, a.dim()))
+        if a.numel() == 1:
+            key.append((a.dtype, a.dim()))
+            return a
+        _check_mixed(a, func)
+        key.append((a.dtype, a.shape, a.stride()))
         return a
     if isinstance(a, torch.Generator):
         return a
     key.append(a)
     return a
+
+
+class Outermost(threading.local):
+    """The call of the user that is being run: what it was given, None below `backward`."""
+
+    arguments: Any = None
+    implicit_replication = False
+
+
+outermost = Outermost()
+
+
+def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
+    """A plain tensor may come from inside of torch: then all ranks have made the same."""
+    if outermost.implicit_replication:
+        return
+    for given in leaves(outermost.arguments):
+        plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
+        if plain and given.numel() != 1:
+            raise RuntimeError(
+                f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
+                f"{tuple(given.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, "
+                f"placements) if every rank holds all of it, DTensor.from_local(t, mesh, "
+                f"placements) if each holds its part; or run under implicit_replication(). "
+                f"(One-element tensors count as replicated.)"
+            )
 
 
 def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
@@ -98,16 +123,18 @@ def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None
             _plans.clear()
         plan = _plans[tuple(key)] = make_plan(func, args, kwargs or {})
     if plan.simple and not (deferred and plan.is_view):
-        return wrap(plan.local(*local_args, **local_kwargs), plan.result)
+        try:
+            return wrap(plan.local(*local_args, **local_kwargs), plan.result)
+        except NoViewError:
+            return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
     if plan.writes_first:
         # In place, on the first argument or all of the first list, and nothing moves.
-        for hook in before_write:
-            hook()
-        for tensor in args[0] if plan.result is None else args[:1]:
-            if tensor._pending is not None:
-                _begin_write(tensor)
-        plan.local(*local_args, **local_kwargs)
-        return args[0] if plan.result is not None else None
+        targets = args[:1] if plan.result is not None else args[0]
+        if all(tensor._pending is None for tensor in targets):
+            for hook in before_write:
+                hook()
+            plan.local(*local_args, **local_kwargs)
+            return args[0] if plan.result is not None else None
     return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
@@ -120,28 +147,46 @@ def _follow(
 ) -> Any:
     if plan.decomposed is not None:
         return plan.decomposed(*args, **kwargs)
+    if plan.is_view:
+        return _view(plan, args, local_args, local_kwargs)
     tensors: list[torch.Tensor] = []
-    if plan.writes or plan.moves is not None or plan.is_view:
+    if plan.writes or plan.moves is not None or plan.dynamic:
         tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     if plan.writes:
         for hook in before_write:
             hook()
         for position in plan.writes:
-            _begin_write(tensors[position])
+            _settle(tensors[position])
+    moved: list[torch.Tensor] = []
     if plan.moves is not None:
-        moved = _moved(plan.moves, tensors)
+        moved = list(_moved(plan.moves, tensors))
+        each = iter(moved)
         local_args, local_kwargs = map_tree(
-            [list(args), kwargs], lambda a: next(moved) if isinstance(a, torch.Tensor) else a
+            [list(args), kwargs], lambda a: next(each) if isinstance(a, torch.Tensor) else a
         )
     result = plan.local(*local_args, **local_kwargs)
-    if type(plan.result) is int:
-        return tensors[plan.result]
+    for position in plan.writes:
+        _store(tensors[position], moved[position] if moved else None, plan, position)
     if plan.dynamic:
-        return map_tree(result, lambda t: _wrap_dynamic(t, tensors, args, kwargs))
-    if plan.is_view:
-        source = cast(DTensor, tensors[0])
-        return _wrap_view(result, plan, source)
+        return map_tree(result, lambda t: _wrap_dynamic(t, tensors))
+    if plan.check:
+        _check(result, plan)
     return _wrap_tree(result, plan.result, tensors)
+
+
+def _check(result: Any, plan: Plan) -> None:
+    """The first time: what meta tensors said of the result holds of the local ones."""
+    pairs = zip(leaves(result), leaves(plan.result), strict=True)
+    for value, layout in pairs:
+        if isinstance(layout, Layout) and (
+            tuple(value.shape) != layout.local_shape or value.dtype != layout.dtype
+        ):
+            raise RuntimeError(
+                f"{plan.title}: gives {value.dtype}{list(value.shape)} on rank {layout.index} of "
+                f"the mesh, where {layout!r} was expected. Redistribute its tensors to Replicate() "
+                f"and call it on their to_local()"
+            )
+    plan.check = False
 
 
 def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
@@ -155,65 +200,63 @@ def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
     return result
 
 
-def _wrap_view(result: Any, plan: Plan, source: DTensor) -> Any:
-    tensors = _wrap_tree(result, plan.result, [])
-    if plan.moves is not None or isinstance(source._pending, CopiedView):
-        base = source._pending.base if isinstance(source._pending, CopiedView) else source
-        for tensor in leaves([tensors]):
-            tensor._pending = CopiedView(tensor._local, base)
-            tensor._local = None
-    return tensors
+def _view(
+    plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]
+) -> Any:
+    """A view op whose result may be no alias of what this rank holds of its first argument."""
+    source: DTensor = args[0]
+    target = None if plan.moves is None else plan.moves[0]
+
+    def view(local: torch.Tensor) -> Any:
+        return plan.local(local, *local_args[1:], **local_kwargs)
+
+    if target is None and not isinstance(source._pending, CopiedView):
+        try:
+            return _wrap_tree(view(source._local_tensor), plan.result, [])
+        except NoViewError:
+            target = source._layout
+    return as_copies(map_tree(plan.result, _blank), source, target, view)
 
 
-class CopiedView:
-    """A view whose elements other ranks hold: a copy of them, valid while the base is unchanged."""
-
-    def __init__(self, local: torch.Tensor, base: DTensor) -> None:
-        self.local, self.base = local, base
-        self.version = None if base.is_inference() else base._version
-
-    def value(self) -> torch.Tensor:
-        if self.version is not None and self.base._version != self.version:
-            raise RuntimeError(
-                "a view of a DTensor is read after its base was written. The view had to be "
-                "gathered from other ranks, and is a copy of the old values: take it again."
-            )
-        return self.local
-
-    def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
-        return None
+def _blank(layout: Any) -> Any:
+    # The local tensor comes later: only its device is looked at.
+    device = torch.device(layout.mesh.device_type)
+    return wrap(torch.empty(0, device=device), layout) if isinstance(layout, Layout) else layout
 
 
-def _begin_write(tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, DTensor) or tensor._pending is None:
+def _settle(tensor: torch.Tensor) -> None:
+    """Before it is written: what was put off is computed."""
+    if not isinstance(tensor, DTensor) or isinstance(tensor._pending, (CopiedView, type(None))):
         return
-    if isinstance(tensor._pending, CopiedView):
-        raise NotImplementedError(
-            "writing in place through a view of a sharded dim: the view is a copy gathered from "
-            "other ranks, the base would not see the write. Redistribute the base to Replicate() "
-            "on that mesh dim first, or write with torch.where / slice_scatter"
-        )
     tensor._local = tensor._local_tensor
     tensor._pending = None
+
+
+def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: Plan, position: int) -> None:
+    """After it was written: the result goes where the tensor, and the base of a copy, lies."""
+    if not isinstance(tensor, DTensor):
+        return
+    target = plan.moves[position] if plan.moves is not None else None
+    if target is not None and moved is not None:
+        tensor._local_tensor.copy_(move(moved, target, tensor._layout))
+    if isinstance(tensor._pending, CopiedView):
+        tensor._pending.store()
 
 
 def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     for target, tensor in zip(moves, tensors, strict=True):
         if not isinstance(tensor, DTensor):
-            yield tensor
+            yield tensor if target is None else move(tensor, target.replicated(), target)
         elif target is None or target is tensor._layout:
             yield tensor._local_tensor
         else:
             yield move(tensor._local_tensor, tensor._layout, target)
 
 
-def _wrap_dynamic(
-    value: Any, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _wrap_dynamic(value: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    found = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, DTensor)]
-    mesh = found[0]._layout.mesh
+    mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
     placements = (Replicate(),) * mesh.ndim
     layout = layout_of(mesh, placements, tuple(value.shape), value.stride(), value.dtype)
     return wrap(value, layout)

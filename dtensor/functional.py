@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives.group import forget_meshes
-from weft.dtensor.dispatch import dispatch
+from weft.dtensor.dispatch import dispatch, outermost
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -612,8 +612,12 @@ def _torch_function(
             return result
     elif func in _direct and not kwargs and not torch.is_grad_enabled():
         return dispatch(_direct[func], args)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs) if kwargs else func(*args)
+    before, outermost.arguments = outermost.arguments, (args, kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs) if kwargs else func(*args)
+    finally:
+        outermost.arguments = before
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment, method-assign]

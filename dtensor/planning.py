@@ -28,7 +28,8 @@ from weft.dtensor.call import (
     rules,
     rules_of_overloads,
 )
-from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim, show
+from weft.dtensor.discovery import discovered
+from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 from weft.dtensor.transfers import transition_bytes
@@ -40,13 +41,16 @@ class Plan:
     Attributes:
         local: the op on local tensors.
         moves: target layout of each tensor argument, None where it stays; None if all stay.
-        result: the layout of the result, a tree of them, or the position of the argument that is
-            written and returned.
+        result: the layout of the result or the position of the argument that is written and
+            returned; a tree of them where there are several.
+        writes: positions of the arguments that are written. What was moved is stored back.
+        check: compare the result with its layout, the first time.
         simple: nothing to do but run `local` and wrap its one result.
         writes_first: nothing to do but run `local`, which writes the first argument.
     """
 
     __slots__ = (
+        "check",
         "decomposed",
         "dynamic",
         "is_view",
@@ -54,6 +58,7 @@ class Plan:
         "moves",
         "result",
         "simple",
+        "title",
         "writes",
         "writes_first",
     )
@@ -64,6 +69,8 @@ class Plan:
         self.writes_first = False
         self.is_view = False
         self.dynamic = False
+        self.check = False
+        self.title = ""
         self.writes: tuple[int, ...] = ()
         self.decomposed: Op | None = None
 
@@ -82,6 +89,10 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     writes = written(call)
     if call.inputs[0].index is None:
         return _outside(call, writes)
+    if "out" in str(getattr(func, "_overloadname", "")) and (functional := _functional(func)):
+        plan = Plan(func, None, None)
+        plan.decomposed = _into_out(func, functional)
+        return plan
     if call.name == "masked_fill_":
         call.name = "masked_fill"
     find = (
@@ -96,10 +107,8 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         elif call.name.startswith(("_foreach_", "_fused_")):
             find = rules["foreach"]
     _learn_outputs(call)
-    if find is None or call.output_tree is _DYNAMIC:
-        decision: Choices | Chosen | Decomposed = _replicate_all(call, writes)
-    else:
-        decision = find(call)
+    known = find is not None and call.output_tree is not _DYNAMIC
+    decision = find(call) if find is not None and known else _unknown(call, writes)
     if isinstance(decision, Decomposed):
         plan = Plan(func, None, None)
         plan.decomposed = decision.function
@@ -126,10 +135,15 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     plan.is_view = _is_view(call)
     if plan.dynamic:
         return plan
-    if writes and len(results) == 1 and _returns_argument(call):
-        plan.result = writes[0]
-        _check_unchanged(call, call.inputs[writes[0]], call.outputs[0])
-        plan.writes_first = writes == [0] and plan.moves is None and not plain[0]
+    plan.check, plan.title = not known, str(call)
+    returned = _returned(call, writes)
+    if returned is not None:
+        plan.result = returned[0] if len(returned) == 1 else tuple(returned)
+        for position, meta in zip(returned, call.outputs, strict=True):
+            _check_unchanged(call, call.inputs[position], meta)
+        plan.writes_first = (
+            returned == writes == [0] and plan.moves is None and not plain[0] and not plan.check
+        )
         return plan
     if writes and not results:
         first = args[0]
@@ -142,8 +156,40 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return plan
     each = iter(results)
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
-    plan.simple = isinstance(plan.result, Layout) and not (plan.moves or writes)
+    plan.simple = isinstance(plan.result, Layout) and not (plan.moves or writes or plan.check)
     return plan
+
+
+def _functional(func: Op) -> Op | None:
+    """The variant of an op with out= that returns new tensors."""
+    schema: Any = cast(Any, func)._schema
+    given = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    packet: Any = cast(Any, func)._overloadpacket
+    for name in packet.overloads():
+        other: Any = getattr(packet, name)
+        if not other._schema.is_mutable and given == [
+            (a.name, str(a.type)) for a in other._schema.arguments
+        ]:
+            return cast(Op, other)
+    return None
+
+
+def _into_out(func: Op, functional: Op) -> Op:
+    names = [a.name for a in cast(Any, func)._schema.arguments if a.is_out]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outs = [kwargs.pop(name) for name in names]
+        result = functional(*args, **kwargs)
+        for out, value in zip(outs, [result] if len(outs) == 1 else result, strict=True):
+            if out.shape != value.shape or not torch.can_cast(value.dtype, out.dtype):
+                raise ValueError(
+                    f"{func}: the result is {value.dtype}{list(value.shape)}, and cannot be put in "
+                    f"out= of {out.dtype}{list(out.shape)}: pass one of that shape and dtype"
+                )
+            out.copy_(value)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return run
 
 
 def _outside(call: Call, writes: list[int]) -> Plan:
@@ -153,7 +199,8 @@ def _outside(call: Call, writes: list[int]) -> Plan:
     plan = Plan(lambda *args, **kwargs: None, None, None)
     if writes:
         plan.writes = tuple(writes)
-        plan.result = writes[0] if _returns_argument(call) else None
+        returned = _returned(call, writes)
+        plan.result = returned[0] if returned and len(returned) == 1 else returned
         return plan
 
     def result(value: Any) -> Any:
@@ -209,9 +256,25 @@ def written(call: Call) -> list[int]:
     return positions
 
 
-def _returns_argument(call: Call) -> bool:
-    returns = cast(Any, call.op)._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None
+def _returned(call: Call, writes: list[int]) -> list[int] | None:
+    """Which written argument each result is; None where the results are new tensors."""
+    schema = getattr(call.op, "_schema", None)
+    if not writes or schema is None or not schema.returns:
+        return None
+    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    marks = {
+        mark: position
+        for name, position in zip(names, writes, strict=False)
+        for a in schema.arguments
+        if a.name == name
+        for mark in a.alias_info.before_set
+    }
+    found: list[int] = []
+    for result in schema.returns:
+        if result.alias_info is None:
+            return None
+        found += [marks[mark] for mark in result.alias_info.before_set if mark in marks][:1]
+    return found if len(found) == len(schema.returns) else None
 
 
 def _is_view(call: Call) -> bool:
@@ -274,18 +337,15 @@ def _meta_leaves(tree: Any) -> Iterator[Meta]:
             yield from _meta_leaves(item)
 
 
-def _replicate_all(call: Call, writes: list[int]) -> Choices:
-    """The way of an op without rule: run it whole on every rank."""
-    if writes:
-        raise NotImplementedError(
-            f"{call} writes in place and has no sharding rule. Redistribute its tensors to "
-            f"Replicate() and call it on their to_local(), or use the variant that returns a new "
-            f"tensor"
-        )
-    if settings.tracing():
-        settings.record(call.name, "replicated", "no sharding rule for it", str(call))
+def _unknown(call: Call, writes: list[int]) -> Choices:
+    """What an op without rule may do: what a probe has found, and to run whole on every rank."""
     n_in, n_out = len(call.inputs), len(call.outputs)
-    return Choices([Strategy((Replicate(),) * n_in, (Replicate(),) * n_out)])
+    whole = Strategy((Replicate(),) * n_in, (Replicate(),) * n_out)
+    found = [] if call.output_tree is _DYNAMIC else discovered(call, writes)
+    if settings.tracing():
+        how = "a rule was found by probing it" if found else "no sharding rule for it"
+        settings.record(call.name, "discovered" if found else "replicated", how, str(call))
+    return Choices([whole, *found])
 
 
 def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
@@ -301,14 +361,8 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
                 best, taken = price, strategy
         if taken is None:
             raise RuntimeError(
-                f"{call}: no strategy fits mesh dim {mesh_dim}. "
-                + (
-                    f"An op in place cannot change the placement of its target "
-                    f"{show(call.inputs[writes[0]].placements)}: redistribute it first, or use the "
-                    f"variant that returns a new tensor."
-                    if writes
-                    else "Redistribute its tensors to Replicate() first."
-                )
+                f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
+                f"Replicate() first."
             )
         for per_tensor, placement in zip(inputs, taken.inputs, strict=True):
             per_tensor.append(placement)
@@ -330,7 +384,7 @@ def _price(
         old = layout.placements[mesh_dim]
         if old == wanted:
             continue
-        if i in writes or plain[i]:
+        if plain[i] and (i in writes or layout.shape == ()):
             return None
         if isinstance(wanted, Partial) and not isinstance(old, Replicate):
             return None
@@ -338,9 +392,8 @@ def _price(
             return None
         total += transition_bytes(layout, mesh_dim, wanted)
         changes += 1
-    for i in writes:
-        if i < len(strategy.outputs) and len(writes) == len(strategy.outputs):
-            wanted_out = strategy.outputs[writes.index(i)]
-            if wanted_out != call.inputs[i].placements[mesh_dim]:
-                return None
+    if len(writes) == len(strategy.outputs) and any(
+        strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
+    ):
+        return None  # in place, the result lies as what is written
     return total, changes

@@ -21,11 +21,13 @@ import os
 import random
 import sys
 import time
+import traceback
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Result:
     reasons: dict[str, str] = field(default_factory=dict)  # per bad verdict, its first case
 
 
+@cache
 def op_variants() -> dict[str, Any]:
     """The op variants of the database that take float32 on CPU, by name."""
     with warnings.catch_warnings():
@@ -182,17 +185,30 @@ def _is_random(op: Any, sample: Any) -> bool:
     )
 
 
-def check(op: Any, sample: Any, layout: str, mesh: Any) -> tuple[str, str]:
-    """(verdict, reason) of one sample in one layout; "skipped" where plain torch raises."""
-    everything = [sample.input, sample.args, sample.kwargs]
-    is_leaf = [t for t in leaves(everything) if isinstance(t, torch.Tensor)]
+@dataclass
+class Expected:
+    """What plain torch gives for one sample."""
+
+    outputs: list[Any]
+    gradients: list[Any]
+    at_random: bool
+
+
+def expect(op: Any, sample: Any) -> Expected | None:
+    """Run plain torch; None where it refuses the sample itself."""
+    tensors = list(leaves([sample.input, sample.args, sample.kwargs]))
     try:
-        expected = call(op, sample, 0)
-        expected_grads = gradients(expected, is_leaf, layout, mesh)
+        outputs = call(op, sample, 0)
         at_random = _is_random(op, sample)
+        return Expected(outputs, gradients(outputs, tensors, "", None), at_random)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
-        return "skipped", ""
+        return None
+
+
+def check(op: Any, sample: Any, expected: Expected, layout: str, mesh: Any) -> tuple[str, str]:
+    """(verdict, reason) of one sample in one layout."""
     rng = random.Random(zlib.crc32(op.formatted_name.encode()))
+    everything = [sample.input, sample.args, sample.kwargs]
     try:
         value, args, kwargs = change(everything, lambda t: spread(t, layout, mesh, rng))
         ours = type(sample)(
@@ -202,35 +218,40 @@ def check(op: Any, sample: Any, layout: str, mesh: Any) -> tuple[str, str]:
             output_process_fn_grad=sample.output_process_fn_grad,
         )
         got = call(op, ours, 0)
-        inputs = [t for t in leaves([value, args, kwargs]) if isinstance(t, torch.Tensor)]
-        if len(got) != len(expected):
-            return "wrong", f"{len(got)} results, not {len(expected)}"
-        for i, (o, e) in enumerate(zip(got, expected, strict=True)):
-            if reason := differs(o, e, f"result {i}"):
-                return "random" if at_random else "wrong", reason
-        got_grads = gradients(got, inputs, layout, mesh)
-        if len(got_grads) != len(expected_grads):
-            return "wrong", f"{len(got_grads)} gradients, not {len(expected_grads)}"
-        for i, (o, e) in enumerate(zip(got_grads, expected_grads, strict=True)):
-            if o is None or e is None:
-                # A gradient of zero may be given as none.
-                here = o if e is None else e
-                if here is not None and not bool((here == 0).all()):
-                    return "wrong", f"gradient {i} is missing" if o is None else f"gradient {i}"
-                continue
-            if reason := differs(o, e, f"gradient {i}"):
-                return "random" if at_random else "wrong", reason
-    except Exception as error:
-        import traceback
-
+        reason = compare(got, expected.outputs, "result")
+        if reason is None:
+            inputs = list(leaves([value, args, kwargs]))
+            reason = compare(gradients(got, inputs, layout, mesh), expected.gradients, "gradient")
+    except Exception as error:  # whatever an op raises is what is counted here
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
         text = " ".join(str(error).split())[:400]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
         return "error", f"{type(error).__name__}: {text} ({where})"
-    return "right", ""
+    if reason is None:
+        return "right", ""
+    return "random" if expected.at_random else "wrong", reason
 
 
-_ops: dict[str, Any] = {}
+def compare(ours: list[Any], theirs: list[Any], what: str) -> str | None:
+    """The first difference of two lists of results. A gradient of zeros may be given as none."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} {what}s, not {len(theirs)}"
+    for i, (o, e) in enumerate(zip(ours, theirs, strict=True)):
+        if what == "gradient" and (o is None or e is None):
+            given = o if e is None else e
+            if given is not None and not bool((given == 0).all()):
+                return f"gradient {i} is {'missing' if o is None else 'there'}"
+        elif reason := differs(o, e, f"{what} {i}"):
+            return reason
+    return None
+
+
+def samples_of(op: Any, count: int) -> list[Any]:
+    """Some of the database's sample inputs, from the first to the last; equal on all ranks."""
+    torch.manual_seed(0)
+    random.seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+    return samples[:: max(1, -(-len(samples) // count))]
 
 
 def check_op(name: str, n_samples: int) -> list[tuple[str, str, str]]:
@@ -238,18 +259,13 @@ def check_op(name: str, n_samples: int) -> list[tuple[str, str, str]]:
     from weft.dtensor import init_device_mesh
 
     warnings.simplefilter("ignore")
-    if not _ops:
-        _ops.update(op_variants())
-    op = _ops[name]
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    torch.manual_seed(0)
-    random.seed(0)
-    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
-    picked = samples[:: max(1, -(-len(samples) // n_samples))]
+    op = op_variants()[name]
     found = []
-    for number, sample in enumerate(picked):
-        for layout in LAYOUTS:
-            verdict, reason = check(op, sample, layout, mesh)
+    for number, sample in enumerate(samples_of(op, n_samples)):
+        expected = expect(op, sample)
+        for layout in LAYOUTS if expected else ():
+            verdict, reason = check(op, sample, expected, layout, mesh)
             found.append((verdict, f"sample {number} {layout} {sample.summary()}"[:300], reason))
     return found
 

@@ -1,0 +1,369 @@
+"""Rule discovery: an op without rule is tried out on small random tensors.
+
+It runs once on whole tensors and once on each part of a cut, in the way a candidate strategy says.
+If the parts' results make up the whole result, along some dim or as a sum, for every try, the
+strategy holds; otherwise the op runs whole on every rank.
+
+    linalg.inv, x (8, 4, 4) -> (8, 4, 4)      cut along dim 0: parts of 5, 2, 1 give parts of the
+                                              whole result: S(0) -> S(0)
+                                              cut along dim 1: raises, as parts are not square
+
+What must not deceive it: parts of length 1, which are broadcast, and of length 0, where a rank may
+have one; NaN and infinities; a result that is constant, and tells nothing. Tensors are small, but
+keep their dims of size 1, equal sizes, and remainders. Only outputs that are shards, replicas or
+sums are believed, and only inputs that are shards or replicas. The probe draws from a generator of
+its own and runs on CPU alike on every rank: nothing is communicated, no state changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.dtensor.call import Call, Meta, Strategy, leaves, map_tree
+from weft.dtensor.layout import Layout, Shape, is_shard, moved, shard_dim
+
+_LARGE = 16  # dims up to this size are probed as they are
+_MAX_CANDIDATES = 48
+_MAX_NUMEL = 1 << 16
+_TOLERANCE = 1e-9
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+class _Try(NamedTuple):
+    """One candidate: the dim along which each tensor is cut, None where it is not."""
+
+    dims: tuple[int | None, ...]
+
+
+_found: dict[Any, tuple[tuple[Any, ...], ...] | None] = {}
+
+
+def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
+    """Strategies that a probe of the op has confirmed; none where nothing can be proven."""
+    if not _may_probe(call):
+        return []
+    strategies: list[Strategy] = []
+    for placement, dims in _candidates(call):
+        outputs = _probed(call, dims, writes, _leaves_empty(call, dims))
+        if outputs is None:
+            continue
+        inputs = tuple(Replicate() if d is None else moved(placement, d) for d in dims)
+        placed = tuple(_placement(out, placement) for out in outputs)
+        strategy = Strategy(cast("tuple[Placement, ...]", inputs), placed)
+        if strategy not in strategies:
+            strategies.append(strategy)
+    return strategies
+
+
+def _placement(found: int | str, like: Placement) -> Placement:
+    if isinstance(found, int):
+        return moved(like, found)
+    return Partial("sum") if found == "sum" else Replicate()
+
+
+def _may_probe(call: Call) -> bool:
+    op: Any = call.op
+    tags = set(getattr(op, "tags", ()))
+    unfit = {
+        torch.Tag.nondeterministic_seeded,
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.inplace_view,
+    }
+    if getattr(op, "namespace", "") != "aten" or tags & unfit or not call.outputs:
+        return False
+    if any(isinstance(a, torch.Generator) for a in leaves([call.args, call.kwargs])):
+        return False
+    if any(leaf is not None and not isinstance(leaf, Meta) for leaf in leaves(call.output_tree)):
+        return False
+    # Kernels may trust the integers that they are given: not to be called with any.
+    return not any(
+        not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
+        for t in call.inputs
+    )
+
+
+def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
+    """For each shard that some tensor has: the others cut alike, where they are as long, or not."""
+    seen: set[tuple[int | None, ...]] = set()
+    count = 0
+    for at, layout in enumerate(call.inputs):
+        for placement in layout.placements:
+            if not is_shard(placement):
+                continue
+            dim = shard_dim(placement)
+            size, from_end = layout.shape[dim], dim - len(layout.shape)
+            options: list[list[int | None]] = []
+            for other, theirs in enumerate(call.inputs):
+                own: list[int | None] = [None]
+                for d in (dim, from_end + len(theirs.shape)):
+                    if 0 <= d < len(theirs.shape) and theirs.shape[d] == size and d not in own:
+                        own.insert(0, d)
+                options.append([dim] if other == at else own)
+            for dims in itertools.product(*options):
+                if dims not in seen and count < _MAX_CANDIDATES:
+                    seen.add(dims)
+                    count += 1
+                    yield placement, dims
+
+
+def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
+    """Whether a rank of the mesh may have nothing of a dim that is cut."""
+    most = max(call.inputs[0].place.sizes)
+    ranks = len(call.inputs[0].place.ranks)
+    for layout, dim in zip(call.inputs, dims, strict=True):
+        if dim is not None:
+            size = layout.shape[dim]
+            # Nested shards divide what is left once more: only an even division is sure.
+            if (size % ranks and -(-size // -(-size // most)) < most) or size < ranks:
+                return True
+    return False
+
+
+def _shrunk(call: Call) -> tuple[dict[int, int], bool]:
+    """A smaller size for each large one; whether anything is smaller."""
+    sizes = {n for t in [*call.inputs, *call.outputs] for n in t.shape if n > _LARGE}
+    # Twelve keeps what the size leaves when divided by 2, 3 and 4.
+    small = {n: 12 + n % 12 for n in sizes}
+    used: set[int] = {n for t in call.inputs for n in t.shape if n <= _LARGE}
+    for n in sorted(small):
+        while small[n] in used:
+            small[n] += 12
+        used.add(small[n])
+    return small, bool(small)
+
+
+def _probed(
+    call: Call, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool
+) -> tuple[int | str, ...] | None:
+    """What each output is, if the inputs are cut along `dims`: a dim, "same", or "sum"."""
+    small, _ = _shrunk(call)
+    key = _key(call, dims, small, empty)
+    if key not in _found:
+        if len(_found) > 4096:
+            _found.clear()
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            _found[key] = _probe(call, dims, tuple(writes), small, empty)
+    return cast("tuple[int | str, ...] | None", _found[key])
+
+
+def _key(call: Call, dims: Any, small: dict[int, int], empty: bool) -> Any:
+    def frozen(a: Any) -> Any:
+        if isinstance(a, Layout):
+            return "tensor", tuple(small.get(n, n) for n in a.shape), a.dtype
+        if isinstance(a, (list, tuple)):
+            return tuple(map(frozen, a))
+        if isinstance(a, dict):
+            return tuple((name, frozen(item)) for name, item in sorted(a.items()))
+        return type(a), a
+
+    return call.op, frozen(call.args), frozen(call.kwargs), dims, empty
+
+
+def _probe(
+    call: Call,
+    dims: tuple[int | None, ...],
+    writes: tuple[int, ...],
+    small: dict[int, int],
+    empty: bool,
+) -> tuple[int | str, ...] | None:
+    shapes = [tuple(small.get(n, n) for n in t.shape) for t in call.inputs]
+    lengths = {s[d] for s, d in zip(shapes, dims, strict=True) if d is not None}
+    if len(lengths) != 1 or any(torch.Size(s).numel() > _MAX_NUMEL for s in shapes):
+        return None
+    length = lengths.pop()
+    if length < 2:
+        return None
+    believed: list[set[int | str]] | None = None
+    told = False
+    for seed, draw in enumerate(_DRAWS):
+        rng = torch.Generator().manual_seed(seed)
+        tensors = [draw(rng, shape, t.dtype) for shape, t in zip(shapes, call.inputs, strict=True)]
+        whole = _run(call, tensors, writes)
+        if whole is None:
+            if draw is _DRAWS[-1]:
+                break  # not every op takes NaN
+            continue
+        kinds = _compare(call, dims, tensors, writes, whole, _cuts(length, empty, seed))
+        if kinds is None:
+            return None
+        believed = (
+            kinds if believed is None else [a & b for a, b in zip(believed, kinds, strict=True)]
+        )
+        if not all(believed):
+            return None
+        told = told or all(_varies(t) for t in whole)
+    if believed is None or not told or not _shapes_fit(call, dims, believed):
+        return None
+    return tuple(_first(kinds) for kinds in believed)
+
+
+def _first(kinds: set[int | str]) -> int | str:
+    shards = sorted(kind for kind in kinds if isinstance(kind, int))
+    return shards[0] if shards else ("same" if "same" in kinds else "sum")
+
+
+def _shapes_fit(call: Call, dims: tuple[int | None, ...], believed: list[set[int | str]]) -> bool:
+    """Whether the real outputs are cut as the real inputs are: their dims are as long."""
+    length = next(t.shape[d] for t, d in zip(call.inputs, dims, strict=True) if d is not None)
+    for meta, kinds in zip(call.outputs, believed, strict=True):
+        for kind in list(kinds):
+            if isinstance(kind, int) and meta.shape[kind] != length:
+                kinds.remove(kind)
+    return all(believed)
+
+
+def _cuts(length: int, empty: bool, seed: int) -> list[int]:
+    """Lengths of the parts: one has length 1, one is empty where a rank's may be."""
+    cuts = [length - 1, 1] if length < 4 or seed % 2 else [length - length // 2, length // 2 - 1, 1]
+    return [*cuts, 0] if empty else cuts
+
+
+def _compare(
+    call: Call,
+    dims: tuple[int | None, ...],
+    tensors: list[torch.Tensor],
+    writes: tuple[int, ...],
+    whole: list[torch.Tensor],
+    cuts: list[int],
+) -> list[set[int | str]] | None:
+    parts: list[list[torch.Tensor]] = []
+    start = 0
+    for length in cuts:
+        mine = [
+            t if d is None else t.narrow(d, start, length)
+            for t, d in zip(tensors, dims, strict=True)
+        ]
+        start += length
+        part = _run(call, mine, writes)
+        if part is None or len(part) != len(whole):
+            return None
+        parts.append(part)
+    kinds = [
+        _kinds(result, list(of_parts), cuts)
+        for result, of_parts in zip(whole, zip(*parts, strict=True), strict=True)
+    ]
+    return kinds if all(kinds) else None
+
+
+def _kinds(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[int]) -> set[int | str]:
+    """All that the parts may be of the whole."""
+    kinds: set[int | str] = set()
+    if any(p.dtype != whole.dtype or p.dim() != whole.dim() for p in parts):
+        return kinds
+    if all(p.shape == whole.shape for p in parts):
+        if all(_close(p, whole) for p in parts):
+            kinds.add("same")
+        if whole.dtype.is_floating_point or whole.dtype.is_complex:
+            total = torch.stack(parts).sum(0)
+            if _close(total, whole):
+                kinds.add("sum")
+    for d in range(whole.dim()):
+        if [p.shape[d] for p in parts] == cuts:
+            rest = [(*p.shape[:d], *p.shape[d + 1 :]) for p in parts]
+            if len(set(rest)) == 1 and whole.shape[d] == sum(cuts):
+                joined = torch.cat(parts, d)
+                if joined.shape == whole.shape and _close(joined, whole):
+                    kinds.add(d)
+    return kinds
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (b.dtype.is_floating_point or b.dtype.is_complex):
+        return torch.equal(a, b)
+    finite = b[b.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 1.0
+    return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+
+
+def _varies(result: torch.Tensor) -> bool:
+    """Whether a result tells something: a constant would look like anything."""
+    flat = result.reshape(-1)
+    if flat.numel() < 2:
+        return flat.numel() == 1 and bool((flat != 0).all())
+    return bool((flat != flat[0]).any()) and not bool((flat != flat).all())
+
+
+def _run(
+    call: Call, tensors: list[torch.Tensor], writes: tuple[int, ...]
+) -> list[torch.Tensor] | None:
+    """Results, or what is written, of the op on these tensors; None where it refuses them."""
+    copies = [t.clone() for t in tensors]
+    each = iter(copies)
+    args, kwargs = map_tree(
+        [list(call.args), dict(call.kwargs)], lambda a: next(each) if isinstance(a, Layout) else a
+    )
+    if "dtype" in kwargs:
+        kwargs["dtype"] = _WIDE.get(kwargs["dtype"], kwargs["dtype"])
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    try:
+        result = call.op(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return None
+    found = [t for t in leaves([result]) if isinstance(t, torch.Tensor)]
+    if len(found) != len(call.outputs):
+        return None
+    written = [copies[i] for i in writes]
+    if written and len(written) != len(found):
+        return None  # what is written, and not returned, would go unseen
+    return found
+
+
+_Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
+
+
+def _draw(scale: float, shift: float, spoilt: bool) -> _Draw:
+    def draw(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.bool:
+            return torch.rand(shape, generator=rng) < 0.5
+        wide = _WIDE.get(dtype, dtype)
+        values = torch.rand(shape, generator=rng, dtype=torch.float64) * scale + shift
+        if spoilt:
+            odd = torch.rand(shape, generator=rng)
+            values[odd < 0.1] = float("nan")
+            values[odd > 0.9] = float("inf")
+        if dtype.is_complex:
+            imag = torch.rand(shape, generator=rng, dtype=torch.float64) * scale + shift
+            return torch.complex(values, imag).to(wide)
+        return values.to(wide)
+
+    return draw
+
+
+def _definite(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Symmetric, positive definite matrices: what some ops of linear algebra ask for."""
+    values = _draw(2, -1, False)(rng, shape, dtype)
+    floats = values.dtype.is_floating_point or values.dtype.is_complex
+    if floats and values.dim() >= 2 and shape[-1] == shape[-2]:
+        eye = torch.eye(shape[-1], dtype=values.dtype)
+        return values @ values.mH + shape[-1] * eye
+    return values
+
+
+# Signed, positive, large, matrices, and last with NaN and infinities.
+_DRAWS: list[_Draw] = [
+    _draw(2, -1, False),
+    _draw(0.9, 0.05, False),
+    _draw(200, -100, False),
+    _definite,
+    _draw(2, -1, True),
+]

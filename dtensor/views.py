@@ -1,0 +1,119 @@
+"""Views that are copies: what they show lies on other ranks, and was gathered from them.
+
+    x [S(0)]                      y = x[:2]                     y.zero_()
+    rank 0: rows 0 1   gather->   buffer: rows 0 1 2 3          buffer is written through y,
+    rank 1: rows 2 3              y: a view of the buffer       each rank stores its rows in x
+
+A write through such a view is stored in its base, down to the tensor that owns its memory. A copy
+that is older than a write to its base is gathered again when it is read next. Whether it is older
+follows from the calls alone: all ranks gather, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.dtensor.call import leaves
+from weft.dtensor.layout import Layout
+from weft.dtensor.redistribute import move
+from weft.dtensor.tensor import DTensor, before_write
+
+
+class NoViewError(Exception):
+    """A rank's part has not the strides of the whole: what is a view of that must copy this."""
+
+
+class _Clock:
+    writes = 0
+
+
+def _tick() -> None:
+    _Clock.writes += 1
+
+
+before_write.append(_tick)
+
+
+class Copy:
+    """A moved copy of a base, and the views that one op took of it.
+
+    Args:
+        target: how the copy is placed; None where the op saw the base's own local tensor.
+        view: from the local tensor of the copy to the list of views.
+    """
+
+    def __init__(
+        self,
+        base: DTensor,
+        target: Layout | None,
+        view: Callable[[torch.Tensor], list[torch.Tensor]],
+    ) -> None:
+        self.base, self.target, self.view = base, target, view
+        self.own: torch.Tensor | None = None
+        self.version: int | None = None
+        self.read()
+
+    def read(self) -> list[torch.Tensor]:
+        """The views, of the base as it is now."""
+        own = self.base._local_tensor
+        if own is not self.own or self._is_old():
+            self.own = own
+            if self.target is None:
+                self.local = own
+            elif self.target is self.base._layout:
+                self.local = own.contiguous()
+            else:
+                self.local = move(own, self.base._layout, self.target)
+            self.views = self.view(self.local)
+            self.version = None if self.base.is_inference() else self.base._version
+            self.clock = _Clock.writes
+        return self.views
+
+    def _is_old(self) -> bool:
+        # Versions are exact, but inference tensors have none.
+        if self.version is None:
+            return self.clock != _Clock.writes
+        return self.base._version != self.version
+
+    def store(self) -> None:
+        """Bring what was written to the copy into the base."""
+        assert self.own is not None
+        if self.local is not self.own:
+            back = self.local
+            if self.target is not None and self.target is not self.base._layout:
+                back = move(back, self.target, self.base._layout)
+            self.own.copy_(back)
+        if isinstance(self.base._pending, CopiedView):
+            self.base._pending.store()
+        # The version is about to be counted up by autograd: -1 is none that it gives.
+        self.version = -1 if self.version is not None else None
+
+
+class CopiedView:
+    """One view of a `Copy`, in place of a local tensor."""
+
+    def __init__(self, copy: Copy, index: int) -> None:
+        self.copy, self.index = copy, index
+
+    def value(self) -> torch.Tensor:
+        return self.copy.read()[self.index]
+
+    def store(self) -> None:
+        self.copy.store()
+
+    def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
+        return None
+
+
+def as_copies(
+    tensors: Any, base: DTensor, target: Layout | None, view: Callable[[torch.Tensor], Any]
+) -> Any:
+    """Make the results of a view op, which are wrapped already, views of a copy of `base`."""
+    copy = Copy(base, target, lambda local: list(leaves(view(local))))
+    for index, tensor in enumerate(leaves(tensors)):
+        tensor._local = None
+        tensor._pending = CopiedView(copy, index)
+    return tensors

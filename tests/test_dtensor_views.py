@@ -1,0 +1,113 @@
+"""Writes through views are in the tensor that is viewed, also where its elements lie elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+# Each changes its tensor of shape (8, 4) in place, through views.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "x[:2].zero_()": lambda x: x[:2].zero_(),
+    "x[3].mul_(5)": lambda x: x[3].mul_(5),
+    "x.view(32)[0:3].add_(1)": lambda x: x.view(32)[0:3].add_(1),
+    "x[1] = 5": lambda x: x.__setitem__(1, 5.0),
+    "x[0] += 1": lambda x: x.__setitem__(0, x[0].add_(1)),
+    "x[:, 1] = x[:, 0]": lambda x: x.__setitem__((slice(None), 1), x[:, 0]),
+    "x[2:6] = x[0:4]": lambda x: x.__setitem__(slice(2, 6), x[0:4].clone()),
+    "x[::3, 1::2] = 7": lambda x: x.__setitem__((slice(None, None, 3), slice(1, None, 2)), 7.0),
+    "x[mask] = 0": lambda x: x.__setitem__(x > 0, 0.0),
+    "x[list] = 0": lambda x: x.__setitem__([0, 5, 5], 0.0),
+    "x.t()[1:3].exp_()": lambda x: x.t()[1:3].exp_(),
+    "x.diagonal().fill_(1)": lambda x: x.diagonal().fill_(1),
+    "a, b = x.split(3)": lambda x: [p.neg_() for p in x.split([3, 5])],
+    "x.chunk(3, 1)": lambda x: [p.mul_(i) for i, p in enumerate(x.chunk(3, 1))],
+    "x.unbind()": lambda x: x.unbind()[7].fill_(3),
+    "view of a view": lambda x: x[1:7][2:4][0].sub_(1),
+    "view, write, write": lambda x: [x[2:5].add_(1).mul_(2), x[4:6].add_(1)],
+    "x.data[:2]": lambda x: x.data[:2].fill_(2),
+    "x.detach()[2]": lambda x: x.detach()[2].fill_(2),
+    "x.flatten()[5:9]": lambda x: x.flatten()[5:9].zero_(),
+    "x.T.reshape": lambda x: x.view(2, 4, 4).transpose(1, 2)[1, 1:].fill_(4),
+    "relu_ of a part": lambda x: torch.nn.functional.relu(x[1:5], inplace=True),
+    "out=": lambda x: torch.mul(x[:3], 2, out=x[:3]),
+    "copy_": lambda x: x[4:].copy_(x[:4]),
+    "fill_ tensor": lambda x: x[0].fill_(x[1, 1].clone()),
+    "masked_fill_": lambda x: x[2:].masked_fill_(x[2:] < 0, 9.0),
+    "index_fill_": lambda x: x[1:].index_fill_(0, (x[0, :2] * 0).long(), -1.0),
+}
+
+
+def write_and_compare(mesh_shape: tuple[int, ...]) -> list[str]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    wrong = []
+    whole = torch.randn(8, 4, dtype=torch.float64)
+    rest = [Replicate()] * (len(mesh_shape) - 1)
+    for name, write in WRITES.items():
+        for placement in (Replicate(), Shard(0), Shard(1), Partial()):
+            want = whole.clone()
+            write(want)
+            x = distribute_tensor(whole.clone(), mesh, [placement, *rest])
+            try:
+                write(x)
+            except Exception as error:
+                error.add_note(f"{name} {placement}")
+                raise
+            if x.placements[0] != placement or not torch.allclose(x.full_tensor(), want):
+                wrong.append(f"{name} {placement}")
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,)], ids=str)
+def test_writes_through_views_are_seen(ranks: Any, mesh: tuple[int, ...]) -> None:
+    for wrong in ranks(torch.Size(mesh).numel(), write_and_compare, mesh):
+        assert wrong == []
+
+
+def reads_after_writes() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.arange(12.0).view(6, 2)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            want, x = whole.clone(), distribute_tensor(whole.clone(), mesh, [Shard(0)])
+            theirs, ours = want[1:4], x[1:4]
+            deeper_theirs, deeper = theirs[1], ours[1]
+            for t in (want, x):
+                t.add_(1)  # a view shows what its base holds now
+            assert torch.equal(ours.full_tensor(), theirs)
+            theirs.mul_(3), ours.mul_(3)
+            assert torch.equal(deeper.full_tensor(), deeper_theirs)
+            deeper_theirs.zero_(), deeper.zero_()
+            assert torch.equal(ours.full_tensor(), theirs)
+            assert torch.equal(x.full_tensor(), want)
+
+
+def gradients() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.randn(6, 4, dtype=torch.float64)
+
+    def loss(x: Any) -> Any:
+        y = x * 2
+        y[:2].mul_(3)
+        y[4] = y[0] + y[1]
+        y[:, 1].zero_()
+        return (y * y).sum()
+
+    leaf = whole.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        (grad,) = torch.autograd.grad(loss(x), x)
+        torch.testing.assert_close(grad.full_tensor(), want)
+
+
+def test_views_are_read_after_their_base_was_written(ranks: Any) -> None:
+    ranks(2, reads_after_writes)
+
+
+def test_gradients_of_writes_through_views(ranks: Any) -> None:
+    ranks(2, gradients)
