@@ -31,10 +31,9 @@ format: .venv/.installed  ## rewrite the sources as ruff formats them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed  ## time weft beside its bounds and its peers
-	$(BIN)/weft bench mlp --out bench/results/mlp.json
-	$(BIN)/weft bench collectives --out bench/results/collectives.json
-	$(BIN)/weft bench dispatch --out bench/results/dispatch.json
+bench: .venv/.installed  ## all suites (12 minutes), into bench/results and the README
+	$(BIN)/weft bench all --out out/bench
+	cp out/bench/*.json out/bench/*.md bench/results/
 	$(BIN)/python -m weft.bench.readme
 
 clean:  ## remove what the other targets made

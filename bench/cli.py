@@ -3,121 +3,166 @@
 from __future__ import annotations
 
 import argparse
-import math
+import importlib
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from weft.bench import collectives_suite, dispatch_suite, mlp_suite
-from weft.bench.harness import Case, on_ranks, write_json
+from weft.bench import shapes
+from weft.bench.suites import SUITES
 
-_EXAMPLES = """examples:
-  weft bench mlp                          a tensor-parallel MLP's training step, 4 shapes
-  weft bench mlp --shapes 1024,1024,4096  tokens, hidden, ffn of your own
-  weft bench collectives --quick          collectives against Gloo, few rounds
-  weft bench dispatch                     host time of DTensor's operations against torch's
+if TYPE_CHECKING:
+    from weft.bench.problem import Options
+    from weft.bench.rows import Case
+
+_COMMANDS = ("compare", "explain", "calibrate")
+
+_EPILOG = """\
+suites (`all` runs every one):
+{suites}
+commands (each has its own --help):
+  compare A B       what changed between two results; fails past --max-regression
+  explain OP M N K W   the cost model's reasoning for one shape, beside the measured times
+  calibrate         measure this machine's rates again, from which auto chooses
+
+shapes, for --shapes: a model ({models}), a .yaml file of your own (see
+weft.bench.shapes), or sizes with commas:
+  ops M,N,K         tokens, features out, features in of the whole linear layer
+  mlp S,H,F         tokens, hidden, ffn         collectives BYTES     redistribute ROWS,COLUMNS
+
+examples:
+  weft bench ops --quick --out report       a minute; then open report/index.html
+  weft bench ops --shapes llama-3-8b        the linears of a Llama, mirrored down to this CPU
+  weft bench mlp --shapes 1024,1024,4096    a training step of your MLP
+  weft bench collectives --filter all_reduce --ranks 4
+  weft bench all --out report               every suite, one report
+  weft bench compare old/ops.json report/ops.json --max-regression 10
 """
 
 
-def _mlp(shapes: Sequence[tuple[int, int, int]], rounds: int) -> list[Case]:
-    return [mlp_suite.run(shape, rounds) for shape in _shown(shapes)]
-
-
-def _collectives(sizes: Sequence[int], rounds: int) -> list[Case]:
-    todo = [(op, size) for op in collectives_suite.OPS for size in sizes]
-    return [collectives_suite.run(op, size, rounds) for op, size in _shown(todo)]
-
-
-def _shown(todo: Sequence[Any]) -> Iterator[Any]:
-    """Iterate with a progress bar on rank 0's terminal."""
-    import torch.distributed as dist
-    from rich.console import Console
-    from rich.progress import track
-
-    if dist.get_rank() == 0:
-        yield from track(todo, "benchmark", console=Console(stderr=True), transient=True)
-    else:
-        yield from todo
-
-
-def print_table(title: str, cases: list[Case], unit: Literal["ms", "us"] = "ms") -> None:
-    """Times, the spread where it is wide, and the ratios."""
-    from rich.console import Console
-    from rich.table import Table
-
-    scale = 1e3 if unit == "ms" else 1
-    table = Table(title=title, title_justify="left")
-    table.add_column("case")
-    for name in cases[0].us:
-        table.add_column(f"{name}, {unit}", justify="right")
-    for name in cases[0].ratios:
-        table.add_column(name, justify="right")
-    for row in cases:
-        cells = [
-            f"{us / scale:.3g}"
-            + (f" ±{row.spread[name] * 50:.0f}%" if row.spread[name] > 0.2 else "")
-            for name, us in row.us.items()
-        ]
-        table.add_row(row.name, *cells, *(f"{ratio:.2f}" for ratio in row.ratios.values()))
-    if len(cases) > 1:
-        means = [
-            math.exp(sum(math.log(row.ratios[name]) for row in cases) / len(cases))
-            for name in cases[0].ratios
-        ]
-        table.add_section()
-        table.add_row("geometric mean", *[""] * len(cases[0].us), *(f"{m:.2f}" for m in means))
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = ()
-    if len(shape) != 3 or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"a shape is tokens,hidden,ffn, got {text!r}")
-    return shape
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a suite and print its table; the exit status is 0 if every case was right."""
+    """Run what is asked for.
+
+    The exit status is 0 if every variant that can run here was right, 1 if a case failed or a
+    comparison found a regression, 2 for a wrong command line, 130 after Ctrl-C.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in _COMMANDS:
+        command: Callable[[list[str]], int] = importlib.import_module(f"weft.bench.{given[0]}").main
+        return command(given[1:])
+    return _run(given)
+
+
+def _run(given: list[str]) -> int:
+    from weft.bench import report, runner, suites, terminal
+    from weft.bench.rows import Result
+    from weft.bench.tables import table_of
+
+    parser = _parser()
+    args = parser.parse_args(given)
+    options = options_of(args, parser)
+    wanted = suites.named(args.suites)
+    try:
+        for each in wanted:
+            if not any(options.filter in spec.name for spec in each.cases(options)):
+                raise ValueError(f"--filter {options.filter!r}: no case of {each.NAME} has that")
+    except ValueError as error:
+        parser.error(str(error))
+
+    def show(result: Result) -> None:
+        if result.cases:
+            terminal.show(table_of(result))
+        if result.suite == "ops":
+            from weft.bench import ops_suite
+
+            print(ops_suite.verdict(result.cases))
+
+    terminal.show_legend()
+    command = shlex.join(["weft", "bench", *given])
+    results = runner.run(wanted, options, command=command, on_result=show)
+    if args.out and any(result.cases for result in results):
+        page = report.write([result for result in results if result.cases], args.out)
+        print(f"wrote {args.out}: tables, plots, and the report, {page}")
+    if any(result.interrupted for result in results):
+        return 130
+    return int(any(failed(case) for result in results for case in result.cases))
+
+
+def failed(case: Case) -> bool:
+    """Whether something of ours did not run or was wrong: what cannot run here is no failure."""
+    return bool(case.failure) or (case.main in case.variants and not case.variants[case.main].ok)
+
+
+def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
+    """The `Options` that the command line asks for."""
+    import torch
+
+    from weft.bench.problem import Options
+
+    gpus = torch.cuda.device_count()
+    device: Literal["cpu", "cuda"] = args.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        parser.error("--device cuda: torch sees no GPU here; leave it away to run on the CPU")
+    ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
+    if ranks < 2:
+        parser.error(f"--ranks must be at least 2, got {ranks}: one rank has no peers")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    return Options(
+        ranks=ranks,
+        device=device,
+        dtype=getattr(torch, args.dtype),
+        engines=tuple(args.engines or ()),
+        shapes=tuple(entry for entries in args.shapes or () for entry in entries),
+        full_size=args.full_size,
+        quick=args.quick,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        filter=args.filter,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft bench",
         description=__doc__,
-        epilog=_EXAMPLES,
+        epilog=_EPILOG.format(
+            suites="".join(f"  {name:<14}{about}\n" for name, about in SUITES.items()),
+            models=", ".join(shapes.MODELS),
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "suite", choices=["mlp", "collectives", "dispatch"], nargs="?", default="mlp"
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (2)")
-    parser.add_argument("--rounds", type=int, help="timed rounds a case (21; 5 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="few rounds, small sizes")
+        "suites", nargs="*", default=["ops"], metavar="SUITE", choices=[*SUITES, "all"],
+        help="what to time (ops)",
+    )  # fmt: skip
+    add_machine_options(parser)
     parser.add_argument(
-        "--shapes", type=_shape, nargs="+", metavar="S,H,F", help="tokens,hidden,ffn for mlp"
+        "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", help="problems of your own"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON")
-    args = parser.parse_args(argv)
-    if args.ranks < 2:
-        parser.error(f"--ranks must be at least 2, got {args.ranks}: one rank has no peers")
-    rounds = args.rounds or (5 if args.quick else 21)
-    if args.suite == "dispatch":
-        cases = dispatch_suite.run(rounds)
-        print_table(f"weft bench dispatch: median of {rounds} rounds", cases, "us")
-    else:
-        body: Callable[..., list[Case]] = _mlp
-        todo: Sequence[Any] = args.shapes or mlp_suite.SHAPES[: 1 if args.quick else None]
-        if args.suite == "collectives":
-            body = _collectives
-            todo = [s for s in collectives_suite.SIZES if not args.quick or s <= 1 << 20]
-        if args.suite == "mlp" and any(s[0] % args.ranks or s[2] % args.ranks for s in todo):
-            parser.error(f"--ranks {args.ranks} must divide the tokens and the ffn of every shape")
-        cases = on_ranks(args.ranks, body, todo, rounds)
-        print_table(
-            f"weft bench {args.suite}: {args.ranks} ranks, median of {rounds} rounds", cases
-        )
-    if args.out:
-        write_json(args.out, args.suite, args.ranks, cases)
-        print(f"wrote {args.out}")
-    return 0
+    parser.add_argument(
+        "--engines", nargs="+", choices=["auto", "host", "generic", "triton", "peers"],
+        help="of ops: only these (all that run well here)",
+    )  # fmt: skip
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases named like this")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument(
+        "--full-size", action="store_true", help="models in their own size on a CPU, too"
+    )
+    parser.add_argument("--rounds", type=int, help="timed rounds a case (as --seconds allows)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="aimed at a case, at least 7 rounds (1.5)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables, plots, a report")
+    return parser
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs ranks takes."""
+    parser.add_argument("--ranks", type=int, help="ranks (2 on a CPU, else one a GPU)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(cuda where there is one)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"]
+    )

@@ -1,62 +1,130 @@
-"""The collectives against Gloo and against the copy that the machine can do.
+"""The collectives against the process group's and against the copy that the machine can do.
 
-`copy` is what the result costs when its bytes lie ready in this rank's memory: it writes as many
-bytes, while the other ranks do the same. All write into tensors that exist, as Gloo does.
+A size is what a rank passes in. The bound is a copy, in a rank's own memory while the others do the
+same, of the larger of what it passes in and what it gets (a reduce-scatter reads all of its input),
+after one signal to the peers and theirs back: nothing can be known of them sooner.
+
+Bus bandwidth counts the bytes that a link must carry for each rank, as nccl-tests do:
+(W-1)/W of the whole for all_gather, reduce_scatter and all_to_all, twice that for all_reduce, the
+input for broadcast.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from weft import collectives
-from weft.bench.harness import Case, case, interleaved
+from weft.bench import bounds
+from weft.bench.problem import INPUTS, Options, Prepared, Spec
+from weft.bench.shapes import sized
+
+NAME = "collectives"
+WORLD: Literal["ranks", "one"] = "ranks"
+SIZES = ("bytes",)
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-SIZES = tuple(1 << shift for shift in range(10, 27, 2))  # bytes a rank: 1 KiB to 64 MiB
-RATIOS = (("gloo", "weft"), ("weft", "copy"))
+_SIZES = tuple(1 << shift for shift in range(10, 29, 2))
+_ONE_INPUT = 32 << 20  # larger ones are in no cache anyway
 
 
-def run(op: str, nbytes: int, rounds: int) -> Case:
-    """One collective at one size (bytes of a rank's input), on the running process group."""
-    world_size = dist.get_world_size()
-    x = torch.rand(nbytes // 4)
-    whole, same = torch.empty(world_size * len(x)), torch.empty(len(x))
-    part = torch.empty(len(x) // world_size)
-    sizes = [len(x)] * world_size
-    ours, theirs, out = {
+def cases(options: Options) -> list[Spec]:
+    """Every collective at every size."""
+    sizes = [sized(entry, SIZES, NAME)[0] for entry in options.shapes]
+    if not sizes:
+        sizes = [1 << 10, 1 << 16] if options.quick else list(_SIZES)
+    dtype = str(options.dtype).split(".")[1]
+    return [
+        Spec(f"{op} {_readable(nbytes)}", {"op": op, "nbytes": nbytes, "dtype": dtype})
+        for op in OPS
+        for nbytes in sizes
+    ]
+
+
+def _readable(nbytes: int) -> str:
+    for unit, shift in (("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):g} {unit}"
+    return f"{nbytes} B"
+
+
+def prepare(spec: Spec, options: Options) -> Prepared:
+    """One collective at one size, on this rank."""
+    op, nbytes = spec.params["op"], spec.params["nbytes"]
+    group, device = collectives.resolve(None), torch.device(options.device)
+    W, rank = group.world_size, group.rank
+    # A multiple of the ranks: the process group takes equal shares only.
+    length = max(1, nbytes // options.dtype.itemsize // W) * W
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.rand(W, length, generator=generator).to(device, options.dtype)
+    inputs = INPUTS if nbytes <= _ONE_INPUT else 1
+    xs = [whole[rank].clone(), *(torch.rand_like(whole[rank]) for _ in range(inputs - 1))]
+    gathered, same, part = (whole.new_empty(n) for n in (W * length, length, length // W))
+    sizes = [length] * W
+
+    def reduced_in_place(i: int) -> torch.Tensor:
+        same.copy_(xs[i])  # the process group reduces in place: the input must stay as it is
+        dist.all_reduce(same)
+        return same
+
+    def sent(i: int) -> torch.Tensor:
+        if rank == 0:
+            same.copy_(xs[i])
+        dist.broadcast(same, 0)
+        return same
+
+    def double() -> torch.Tensor:
+        return whole.double()
+
+    calls: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], Callable[[], Any], int]] = {
         "all_gather": (
-            lambda: collectives.all_gather(x, sizes=sizes, out=whole),
-            lambda: dist.all_gather_into_tensor(whole, x),
-            whole,
+            lambda i: collectives.all_gather(xs[i], sizes=sizes, out=gathered),
+            lambda i: (dist.all_gather_into_tensor(gathered, xs[i]), gathered)[1],
+            lambda: double().flatten(),
+            (W - 1) * length,
         ),
         "reduce_scatter": (
-            lambda: collectives.reduce_scatter(x, out=part),
-            lambda: dist.reduce_scatter_tensor(part, x),
-            part,
+            lambda i: collectives.reduce_scatter(xs[i], out=part),
+            lambda i: (dist.reduce_scatter_tensor(part, xs[i]), part)[1],
+            lambda: double().sum(0).chunk(W)[rank],
+            (W - 1) * length // W,
         ),
         "all_reduce": (
-            lambda: collectives.all_reduce(x, out=same),
-            lambda: dist.all_reduce(same),
-            same,
+            lambda i: collectives.all_reduce(xs[i], out=same),
+            reduced_in_place,
+            lambda: double().sum(0),
+            2 * (W - 1) * length // W,
         ),
         "all_to_all": (
-            lambda: collectives.all_to_all(x, out=same),
-            lambda: dist.all_to_all_single(same, x),
-            same,
+            lambda i: collectives.all_to_all(xs[i], out=same),
+            lambda i: (dist.all_to_all_single(same, xs[i]), same)[1],
+            lambda: double().view(W, W, -1)[:, rank].flatten(),
+            (W - 1) * length // W,
         ),
         "broadcast": (
-            lambda: collectives.broadcast(x, out=same),
-            lambda: dist.broadcast(same, 0),
-            same,
+            lambda i: collectives.broadcast(xs[i], out=same),
+            sent,
+            lambda: double()[0],
+            length,
         ),
-    }[op]
-    source = torch.rand(len(out))
-    same.copy_(x)
-    theirs()
-    expected = out.clone()
-    ours()
-    torch.testing.assert_close(out, expected)
-    same.zero_()  # Gloo's all_reduce adds in place, round after round
-    table = interleaved({"weft": ours, "gloo": theirs, "copy": lambda: out.copy_(source)}, rounds)
-    return case(f"{op} {nbytes >> 10} KiB", table, RATIOS)
+    }
+    ours, theirs, expected, on_the_bus = calls[op]
+    spec.params["bus_bytes"] = on_the_bus * options.dtype.itemsize
+    copied = length * options.dtype.itemsize * (W if op == "all_gather" else 1)
+    peer = dist.get_backend()
+    least = {"memory": bounds.copy_of(copied, device)}
+    if not group.why:
+        least["signal"] = bounds.round_trip(group, device)
+    return Prepared(
+        {"weft": ours, peer: theirs},
+        least,
+        bound_rule="sum",
+        expected=expected,
+        tolerance={torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(options.dtype, 1e-6),
+        inputs=inputs,
+        main="weft",
+        peer=peer,
+    )

@@ -1,16 +1,15 @@
 """Host time of DTensor operations: weft's against torch's, in one process, interleaved.
 
 The world is a fake process group of two ranks, as the cost of dispatch, not of communication, is
-measured: a row is the median over rounds of the time of a call, on one thread.
+measured: a time is the mean of 50 calls in a row, on one thread. Results that need no communication
+are compared with torch's.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,50 +19,62 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import dtensor as weft_tensor
-from weft.bench.harness import Case, spread
+from weft.bench.problem import Call, Options, Prepared, Spec
 
-Row = tuple[str, bool, Callable[[], Any]]
+NAME = "dispatch"
+WORLD: Literal["ranks", "one"] = "one"
+
+_REPEATS = 50
+_WEFT, _TORCH = "weft", "torch"
 
 
-def rows(api: Any) -> Iterator[Row]:
-    """(name, whether autograd records, the call) with DTensors made by `api`."""
+class Row(NamedTuple):
+    """An operation. `checked`: its result is right on one rank alone, and is compared."""
+
+    call: Callable[[], Any]
+    records: bool = False  # whether autograd does
+    checked: bool = True
+
+
+def _rows(api: Any) -> Iterator[tuple[str, Row]]:
     mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
     replicate, shard, columns = [api.Replicate()], [api.Shard(0)], [api.Shard(1)]
 
     def make(*shape: int, placements: Any, grad: bool = False) -> Any:
-        local = torch.zeros(shape)
+        local = torch.randn(shape, generator=generator)
         return api.distribute_tensor(local, mesh, placements, src_data_rank=None).requires_grad_(
             grad
         )
 
-    x, y = make(8, 8, placements=shard), make(8, 8, placements=shard)
+    x, y, z = (make(8, 8, placements=shard) for _ in range(3))
     x_grad = make(8, 8, placements=shard, grad=True)
     x3 = make(2, 4, 8, placements=replicate)
     w, b = make(8, 8, placements=shard), make(8, placements=shard)
     scale = make(8, placements=replicate)
-    local = torch.zeros(4, 8)
+    local = torch.randn(4, 8, generator=generator)
     x3_2d, w_columns = make(4, 8, placements=replicate), make(8, 8, placements=columns)
-    yield "add", False, lambda: torch.add(x, y)
-    yield "x + y", False, lambda: x + y
-    yield "add, requires grad", True, lambda: x_grad + y
-    yield "add in place", False, lambda: x.add_(y)
-    yield "mul by scalar", False, lambda: x * 2.0
-    yield "relu", False, lambda: torch.relu(x)
-    yield "softmax", False, lambda: torch.softmax(x, -1)
-    yield "sum", False, lambda: x.sum()
-    yield "matmul R @ S(1)", False, lambda: torch.mm(x3_2d, w_columns)
-    yield "linear 2-d", False, lambda: functional.linear(x3_2d, w, b)
-    yield "linear 3-d", False, lambda: functional.linear(x3, w, b)
-    yield "layer_norm", False, lambda: functional.layer_norm(x, (8,), scale, scale)
-    yield "t", False, lambda: x.t()
-    yield "view", False, lambda: x.view(2, 4, 8)
-    yield "detach", False, lambda: x.detach()
-    yield "split", False, lambda: x.split(4, 1)
-    yield "from_local", False, lambda: api.DTensor.from_local(local, mesh, shard)
-    yield "to_local", True, lambda: x_grad.to_local()
-    yield "redistribute, no change", False, lambda: x.redistribute(mesh, shard)
-    yield "redistribute R -> S(0)", False, lambda: x3.redistribute(mesh, shard)
-    yield "redistribute S(0) -> R", False, lambda: x.redistribute(mesh, replicate)
+    yield "add", Row(lambda: torch.add(x, y))
+    yield "x + y", Row(lambda: x + y)
+    yield "add, requires grad", Row(lambda: x_grad + y, records=True)
+    yield "add in place", Row(lambda: z.add_(y), checked=False)
+    yield "mul by scalar", Row(lambda: x * 2.0)
+    yield "relu", Row(lambda: torch.relu(x))
+    yield "softmax", Row(lambda: torch.softmax(x, -1))
+    yield "sum", Row(lambda: x.sum())
+    yield "matmul R @ S(1)", Row(lambda: torch.mm(x3_2d, w_columns))
+    yield "linear 2-d", Row(lambda: functional.linear(x3_2d, w, b))
+    yield "linear 3-d", Row(lambda: functional.linear(x3, w, b))
+    yield "layer_norm", Row(lambda: functional.layer_norm(x, (8,), scale, scale))
+    yield "t", Row(lambda: x.t())
+    yield "view", Row(lambda: x.view(2, 4, 8))
+    yield "detach", Row(lambda: x.detach())
+    yield "split", Row(lambda: x.split(4, 1))
+    yield "from_local", Row(lambda: api.DTensor.from_local(local, mesh, shard))
+    yield "to_local", Row(lambda: x_grad.to_local(), records=True)
+    yield "redistribute, no change", Row(lambda: x.redistribute(mesh, shard))
+    yield "redistribute R -> S(0)", Row(lambda: x3.redistribute(mesh, shard))
+    yield "redistribute S(0) -> R", Row(lambda: x.redistribute(mesh, replicate), checked=False)
 
     w1 = make(16, 8, placements=shard, grad=True)
     w2 = make(8, 16, placements=columns, grad=True)
@@ -75,59 +86,102 @@ def rows(api: Any) -> Iterator[Row]:
     def step() -> None:
         mlp().sum().to_local().backward()
 
-    yield "MLP forward", False, mlp
-    yield "MLP forward + backward", True, step
+    yield "MLP forward", Row(mlp, checked=False)
+    yield "MLP forward + backward", Row(step, records=True, checked=False)
 
     sizes = [torch.nn.Parameter(make(8, 8, placements=shard)) for _ in range(20)]
     for p in sizes:
         p.grad = make(8, 8, placements=shard)
     optimizer = torch.optim.AdamW(sizes, foreach=True)
-    yield "AdamW, 20 parameters", True, optimizer.step
+    yield "AdamW, 20 parameters", Row(optimizer.step, records=True, checked=False)
     norm = torch.nn.utils.clip_grad_norm_
-    yield "clip_grad_norm_, 20 parameters", True, lambda: norm(sizes, 1.0, foreach=True)
+    yield (
+        "clip_grad_norm_, 20 parameters",
+        Row(lambda: norm(sizes, 1.0, foreach=True), records=True, checked=False),
+    )
 
     shapes = iter(range(10, 10**9))
 
     def miss() -> Any:
         n = next(shapes)
-        t = api.DTensor.from_local(torch.empty(1, n), mesh, shard)
+        t = api.DTensor.from_local(torch.ones(1, n), mesh, shard)
         return torch.add(t, t)
 
-    yield "add, new shape each call", False, miss
+    yield "add, new shape each call", Row(miss, checked=False)
 
 
-def _microseconds(call: Callable[[], Any], calls: int) -> float:
-    """Mean time of `calls` calls."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
-def run(rounds: int, calls: int = 200) -> list[Case]:
-    """All rows, in a process that has no process group yet."""
-    torch.set_num_threads(1)
+@lru_cache(maxsize=1)
+def _tables() -> tuple[dict[str, Row], dict[str, Row]]:
+    """Ours and torch's rows, in a process that has no process group yet."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        pairs = zip(rows(weft_tensor), rows(torch_tensor), strict=True)
-        return [_compare(ours, theirs, rounds, calls) for ours, theirs in pairs]
-    finally:
-        dist.destroy_process_group()
+    return dict(_rows(weft_tensor)), dict(_rows(torch_tensor))
 
 
-def _compare(ours: Row, theirs: Row, rounds: int, calls: int) -> Case:
-    name, records, _ = ours
-    variants = {"weft": ours[2], "torch": theirs[2]}
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    with nullcontext() if records else torch.no_grad():
-        for call in variants.values():
-            _microseconds(call, max(calls // 4, 5))
-        for _ in range(rounds):
-            for variant, call in variants.items():
-                times[variant].append(_microseconds(call, calls))
-    return Case(
-        name,
-        {variant: statistics.median(us) for variant, us in times.items()},
-        {variant: spread(us) for variant, us in times.items()},
-        {"weft/torch": statistics.median(a / b for a, b in zip(*times.values(), strict=True))},
+_NAMES = (
+    "add",
+    "x + y",
+    "add, requires grad",
+    "add in place",
+    "mul by scalar",
+    "relu",
+    "softmax",
+    "sum",
+    "matmul R @ S(1)",
+    "linear 2-d",
+    "linear 3-d",
+    "layer_norm",
+    "t",
+    "view",
+    "detach",
+    "split",
+    "from_local",
+    "to_local",
+    "redistribute, no change",
+    "redistribute R -> S(0)",
+    "redistribute S(0) -> R",
+    "MLP forward",
+    "MLP forward + backward",
+    "AdamW, 20 parameters",
+    "clip_grad_norm_, 20 parameters",
+    "add, new shape each call",
+)
+
+
+def cases(options: Options) -> list[Spec]:
+    """One case an operation."""
+    return [Spec(name, {"op": name, "repeats": _REPEATS}) for name in _NAMES]
+
+
+def prepare(spec: Spec, options: Options) -> Prepared:
+    """One operation."""
+    ours, theirs = (table[spec.name] for table in _tables())
+    repeats = 5 if options.quick else _REPEATS
+
+    def repeated(row: Row) -> Call:
+        def call(_: int) -> Any:
+            with torch.set_grad_enabled(row.records):
+                for _ in range(repeats):
+                    value = row.call()
+            return value
+
+        return call
+
+    return Prepared(
+        {_WEFT: repeated(ours), _TORCH: repeated(theirs)},
+        expected=(lambda: _values(theirs.call())) if ours.checked else None,
+        observe=_values,
+        tolerance=1e-6,
+        inputs=1,
+        repeats=repeats,
+        main=_WEFT,
+        peer=_TORCH,
     )
+
+
+def _values(value: Any) -> list[torch.Tensor]:
+    """This rank's part of the tensors in a result."""
+    if isinstance(value, (tuple, list)):
+        return [each for item in value for each in _values(item)]
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    return [value.detach()] if isinstance(value, torch.Tensor) else []

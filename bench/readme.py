@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from pathlib import Path
-from typing import Any
+
+from weft.bench.rows import Case, Result, geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ("arithmetic", "torch alone", "weft", "weft DTensor", "torch DTensor")
+COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")
 
 
-def _read(suite: str) -> dict[str, Any]:
-    path = ROOT / "bench" / "results" / f"{suite}.json"
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
+def _read(suite: str) -> Result:
+    return Result.read(ROOT / "bench" / "results" / f"{suite}.json")
 
 
 def table() -> str:
     """The lines between the README's markers."""
     mlp, collectives = _read("mlp"), _read("collectives")
-    where = mlp["environment"]
+    where = mlp.environment
     lines = [
         "Forward + backward of a column/row-parallel ReLU MLP, fp32, sequence-sharded input and "
         "output,",
@@ -29,21 +26,36 @@ def table() -> str:
         f"torch {where['torch']}), in ms, by `make bench`. *arithmetic*: a rank's",
         "matmuls alone; *torch alone*: the same by nn.Linear; *torch DTensor*: on Gloo.",
         "",
-        f"| tokens x hidden x ffn | {' | '.join(COLUMNS)} | weft / arithmetic | torch / weft |",
-        "| --- |" + " ---: |" * (len(COLUMNS) + 2),
-    ]
-    for case in mlp["cases"]:
-        times = " | ".join(f"{case['us'][name] / 1e3:.1f}" for name in COLUMNS)
-        bound, gain = case["ratios"]["weft/arithmetic"], case["ratios"]["torch DTensor/weft"]
-        lines.append(f"| {case['name']} | {times} | {bound:.2f} | {gain:.2f} |")
-    gains = [math.log(case["ratios"]["gloo/weft"]) for case in collectives["cases"]]
-    worst = math.exp(min(gains))
-    lines += [
+        f"| tokens x hidden x ffn | arithmetic | {' | '.join(COLUMNS)} | weft / arithmetic "
+        "| torch / weft |",
+        "| --- |" + " ---: |" * (len(COLUMNS) + 3),
+        *(_row(case) for case in mlp.cases),
         "",
-        f"Collectives, 1 KiB to 64 MiB a rank: {math.exp(sum(gains) / len(gains)):.1f} times "
-        f"faster than Gloo (geometric mean, {worst:.1f} at worst).",
+        _collectives(collectives.cases),
     ]
     return "\n".join(lines)
+
+
+def _row(case: Case) -> str:
+    bound, fraction, gain = case.bound_us, case.fraction("weft"), case.gain
+    if bound is None or fraction is None or gain is None:
+        raise ValueError(f"the case {case.name} of bench/results/mlp.json is not complete")
+    times = [bound, *(case.variants[name].us for name in COLUMNS)]
+    cells = " | ".join(f"{us / 1e3:.1f}" for us in times)
+    return f"| {case.name} | {cells} | {1 / fraction:.2f} | {gain.median:.2f} |"
+
+
+def _collectives(cases: list[Case]) -> str:
+    gains = [case.gain.median for case in cases if case.gain is not None]
+    return (
+        f"Collectives, {_size(cases[0])} to {_size(cases[-1])} a rank: "
+        f"{geometric_mean(gains):.1f} times faster than Gloo (geometric mean, {min(gains):.1f} at "
+        f"worst)."
+    )
+
+
+def _size(case: Case) -> str:
+    return case.name.partition(" ")[2]
 
 
 def main() -> None:

@@ -1,50 +1,271 @@
-"""Every suite of `weft bench` runs, checks its results, and writes files that can be read back."""
+"""`weft bench`: every suite runs and its files can be read back; rows tell what failed, and why."""
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import bench_cases
 import pytest
+
+from weft.bench import ops_suite, rows, runner, shapes, tables
+from weft.bench.problem import Options, Spec
+from weft.bench.suites import SUITES, suite
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def weft(*args: str) -> str:
+def weft(*args: str, status: int = 0, **env: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-m", "weft", *args], cwd=ROOT, capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "weft", *args],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | env,
+    )  # fmt: skip
+    assert run.returncode == status, run.stderr + run.stdout
+    return run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `weft bench all --quick --out` writes, on two ranks."""
+    out = tmp_path_factory.mktemp("bench")
+    text = weft("bench", "all", "--quick", "--out", str(out))
+    for name in SUITES:
+        assert f"weft bench {name}: " in text
+    assert "auto within 5 % of the best engine in" in text
+    return out
+
+
+MAIN = {"ops": "auto"}
+PEERS = {
+    "ops": "collective + matmul",
+    "collectives": "gloo",
+    "dispatch": "torch",
+    "redistribute": "torch",
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_is_read_back(name: str, folder: Path) -> None:
+    result = rows.Result.read(folder / f"{name}.json")
+    assert result.suite == name and not result.interrupted
+    assert result.command == f"weft bench all --quick --out {folder}"
+    for key in ("torch", "triton", "cpu", "cores", "commit", "cpu_mhz", "quiet", "threads a rank"):
+        assert key in result.environment
+    assert result.environment["ranks"] == (1 if name == "dispatch" else 2)
+    cases = suite(name).cases(Options(quick=True))
+    assert [case.name for case in result.cases] == [spec.name for spec in cases]
+    for case in result.cases:
+        assert not case.failure
+        assert case.main == MAIN.get(name, "weft")
+        assert case.peer == PEERS.get(name, "torch DTensor")
+        assert {case.main, case.peer} <= set(case.timed)
+        assert case.gain is not None and case.gain.low <= case.gain.median <= case.gain.high
+        for timing in case.timed.values():
+            assert timing.us > 0 and timing.spread >= 0 and len(timing.rounds_us) >= 3
+            assert timing.error is None or 0 <= timing.error <= 1
+        if case.bounds:
+            assert case.bound_us == (max if case.bound_rule == "max" else sum)(
+                case.parts_us.values()
+            )
+            assert case.fraction(case.main) > 0
+    again = folder / "again.json"
+    result.write(again)
+    assert rows.Result.read(again) == result
+    again.unlink()
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_tables_of_every_suite(name: str, folder: Path) -> None:
+    result = rows.Result.read(folder / f"{name}.json")
+    with (folder / f"{name}.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(len(case.variants) for case in result.cases)
+    timed = [line for line in lines if line["us"]]
+    assert {line["variant"] for line in timed} == set(tables.variants_of(result.cases))
+    text = (folder / f"{name}.md").read_text()
+    for case in result.cases:
+        assert f"| {case.name} |" in text
+
+
+def test_the_report_stands_alone(folder: Path) -> None:
+    page = (folder / "index.html").read_text()
+    plots = list(folder.glob("*.png"))
+    assert {path.stem for path in plots} >= {"ops-time", "ops-crossover", "collectives-time"}
+    assert page.count("data:image/png;base64,") == len(plots)
+    assert not re.search(r"(src|href)=['\"]?(http|/|\w+\.)", page)
+    for name in SUITES:
+        assert f"id='{name}'" in page
+    assert "the quickest engine is" in page and "auto within 5 %" in page
+
+
+def test_pytest_benchmark_reads_the_history(folder: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest_benchmark", "--storage", str(folder / "history"), "list"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0 and len(run.stdout.split()) == len(SUITES)
+    kept = json.loads(next((folder / "history").glob("*_mlp.json")).read_text())
+    mlp = rows.Result.read(folder / "mlp.json").cases[0]
+    seconds = {b["name"]: b["stats"]["median"] for b in kept["benchmarks"]}
+    expected = mlp.variants["weft"].statistics["median"] * 1e-6
+    assert seconds[f"{mlp.name} [weft]"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, rows.Case]:
+    """The cases of the planted suite that end by themselves."""
+    os.environ["WEFT_TIMEOUT_S"], before = "5", os.environ["WEFT_TIMEOUT_S"]
+    try:
+        without = _Without("slow")
+        (result,) = runner.run([without], Options(rounds=5))  # type: ignore[list-item]
+    finally:
+        os.environ["WEFT_TIMEOUT_S"] = before
+    assert [case.name for case in result.cases] == [s.name for s in without.cases(Options())]
+    return {case.name: case for case in result.cases}
+
+
+class _Without:
+    """The planted suite without one of its cases."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.__name__ = name, bench_cases.__name__
+        self.NAME, self.WORLD, self.prepare = (
+            bench_cases.NAME, bench_cases.WORLD, bench_cases.prepare
+        )  # fmt: skip
+
+    def cases(self, options: Options) -> list[Spec]:
+        return [spec for spec in bench_cases.cases(options) if spec.name != self._name]
+
+
+def test_what_is_wrong_has_no_time(planted: dict[str, rows.Case]) -> None:
+    wrong = planted["wrong"].variants["weft"]
+    assert not wrong.ok and not wrong.rounds_us and wrong.failure.startswith("wrong: 500 times")
+    assert planted["wrong"].variants["sleep"].ok
+    assert planted["wrong"].gain is None and planted["wrong"].fraction("weft") is None
+
+
+def test_a_failure_is_a_row(planted: dict[str, rows.Case]) -> None:
+    assert planted["raising"].variants["weft"].failure == "ValueError: planted in the call"
+    assert planted["raising"].variants["sleep"].ok
+    assert planted["unprepared"].failure == "NotImplementedError: planted in prepare"
+    assert "rank 1 with ValueError: planted on rank 1" in planted["half raising"].failure
+    assert planted["dying"].failure == "rank 1 was exited with 3"
+    for name in ("right", "last"):  # before and after all that
+        case = planted[name]
+        assert case.variants["elsewhere"].failure == "not on this machine"
+        assert case.variants["weft"].error == 0 and case.variants["weft"].us > 0
+        assert case.variants["sleep"].us >= 2000 and case.gain.told_apart  # type: ignore[union-attr]
+    result = rows.Result("planted", {"ranks": 2, "cores": 2, "cpu": "c", "device": "cpu",
+                         "quiet": True}, list(planted.values()))  # fmt: skip
+    table = tables.table_of(result)
+    assert [row[1] for row in table.rows].count("failed") == 3
+    assert "no time of weft in raising: ValueError: planted in the call" in table.notes
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import bench_cases\n"
+        "from weft.bench import problem, runner\n"
+        "if __name__ == '__main__':\n"
+        "    bench_cases.cases = lambda options: ["
+        "problem.Spec(n, {'op': n}) for n in ('right', 'last', 'slow', 'right')]\n"
+        "    (result,) = runner.run([bench_cases], problem.Options(rounds=3))\n"
+        "    print([case.name for case in result.cases], result.interrupted)\n"
     )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    mark = tmp_path / "slow"
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(ROOT / "tests")],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "WEFT_TEST_MARK": str(mark)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not mark.exists() and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the ranks hear it, too
+    out, _ = run.communicate(timeout=60)
+    assert out.strip() == "['right', 'last'] True"
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    drifting = [1.0, 2.0, 4.0, 8.0, 16.0]
+    twice = rows.ratio_of([2 * us for us in drifting], drifting)
+    assert (twice.median, twice.low, twice.high) == (2, 2, 2) and twice.told_apart
+    noisy = rows.ratio_of([1.0, 2.0] * 10, [2.0, 1.0] * 10)
+    assert not noisy.told_apart and str(noisy).endswith("~")
+
+
+def test_statistics_are_of_the_slowest_rank() -> None:
+    timing = rows.Timing([1.0, 2.0, 3.0, 10.0, 2.0], [2.0, 1.5])
+    assert timing.us == 2 and timing.statistics["median"] == 2 and timing.statistics["max"] == 10
+    case = rows.Case("s", "c", variants={"a": timing}, bounds={
+        "link": rows.Timing([1.0] * 5, [1.0, 1.0]), "arithmetic": rows.Timing([0.5] * 5, [0.5])
+    }, main="a")  # fmt: skip
+    assert (case.bound_us, case.bound_by) == (1, "link")
+    assert case.fraction("a") == 0.5 and case.exposed_us("a") == 1.5
+    case.bound_rule = "sum"
+    assert case.bound_us == 1.5 and case.fraction("a") == 0.75
+
+
+def test_old_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text('{"suite": "mlp", "cases": []}')
+    with pytest.raises(ValueError, match="run the suite again"):
+        rows.Result.read(path)
+
+
+def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:
+    assert shapes.parse("3,4,5") == ((3, 4, 5),)
+    (llama,) = shapes.parse("llama-3-70b")
+    assert (llama.hidden, llama.ffn, llama.heads, llama.kv_heads) == (8192, 28672, 64, 8)
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "models:\n  mine: {hidden: 64, ffn: 96, heads: 4, kv_heads: 2, head_dim: 16}\n"
+        "sizes:\n  - [4, 8, 2]\n  - 1,2,3\n"
+    )
+    mine, *sizes = shapes.parse(str(file))
+    assert (mine.name, mine.ffn, sizes) == ("mine", 96, [(4, 8, 2), (1, 2, 3)])
+    specs = ops_suite.cases(Options(shapes=(mine,), full_size=True))
+    assert [s.name for s in specs][:2] == [
+        "all_gather_matmul 4096x128x64 (mine qkv)", "all_gather_matmul 4096x192x64 (mine gate+up)"
+    ]  # fmt: skip
+    file.write_text("models: {mine: {hidden: 64}}")
+    with pytest.raises(Exception, match="a model has ffn, head_dim"):
+        shapes.parse(str(file))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_mirrored_models_keep_their_proportions(ranks: int) -> None:
+    for model in shapes.MODELS.values():
+        small = model.mirrored(ranks)
+        assert small.hidden == 512 and small.kv_heads % ranks == 0 and small.ffn % ranks == 0
+        assert small.heads % small.kv_heads == 0
+        assert small.ffn / small.hidden == pytest.approx(model.ffn / model.hidden, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("suite", "options", "variants"),
+    ("args", "text"),
     [
-        ("mlp", ["--shapes", "24,16,32", "6,8,4"], {"arithmetic", "weft", "torch DTensor"}),
-        ("collectives", ["--quick"], {"weft", "gloo", "copy"}),
-        ("dispatch", [], {"weft", "torch"}),
+        (["mlp", "--shapes", "1,x"], "a shape is sizes with commas"),
+        (["mlp", "--shapes", "1,2"], "a shape of mlp is tokens,hidden,ffn, got 1,2"),
+        (["mlp", "--shapes", "3,4,4"], "--ranks 2 must divide the tokens"),
+        (["ops", "--ranks", "1"], "--ranks must be at least 2"),
+        (["ops", "--filter", "nothing"], "no case of ops has that"),
+        (["layers", "--shapes", "llama-3-8b", "--ranks", "2", "--rounds", "0"], "at least 1"),
     ],
 )
-def test_suite(suite: str, options: list[str], variants: set[str], tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    text = weft("bench", suite, "--rounds", "2", *options, "--out", str(out))
-    assert f"weft bench {suite}" in text
-    content = json.loads(out.read_text())
-    assert content["suite"] == suite and content["environment"]["torch"]
-    assert content["cases"]
-    for case in content["cases"]:
-        assert variants <= set(case["us"])
-        assert all(us > 0 for us in case["us"].values())
-        assert case["ratios"]
+def test_wrong_command_lines(args: list[str], text: str, capsys: Any) -> None:
+    from weft.bench.cli import main
 
-
-def test_help_teaches() -> None:
-    assert "examples:" in weft("bench", "--help")
-    run = subprocess.run(
-        [sys.executable, "-m", "weft", "bench", "mlp", "--shapes", "1,2"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 2 and "a shape is tokens,hidden,ffn" in run.stderr
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2 and text in capsys.readouterr().err

@@ -18,7 +18,7 @@ _COMMANDS = {
 }
 
 # What the commands draw with, and the library itself does without.
-_EXTRAS = ("matplotlib", "rich")
+_EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
 _INSTALL_EXTRAS = "pip install 'weft[bench]'"
 
 _EPILOG = """\
@@ -26,7 +26,7 @@ examples:
   weft demo                         two minutes: train, compare, draw out/demo/demo.png
   weft demo --ranks 4 --steps 50    on four ranks, and shorter
   weft demo --engine generic        without fusion, to see what it is worth
-  weft bench mlp                    a training step beside its bound and torch
+  weft bench --quick --out report   which engine is the quickest here, and how near the limit
   weft COMMAND --help               what a command does, and its options
 
 `python -m weft` is the same as `weft`.

@@ -15,17 +15,12 @@ and between the layers S / W bytes of every sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.dtensor import DeviceMesh, Replicate, Shard
-from weft.dtensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from weft.dtensor import DeviceMesh, Replicate, Shard, parallel
 
 VOCAB = 256
 
@@ -161,24 +156,26 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:  # (B, S, KV, heads, E)
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 
-def parallelize(model: Llama, mesh: DeviceMesh) -> None:
+def parallelize(model: Llama, mesh: DeviceMesh, styles: Any = parallel) -> None:
     """Cut `model`, the same on every rank, for the ranks of `mesh`; no communication.
+
+    `styles` may also be torch.distributed.tensor.parallel, which has the same names.
 
     The stream between layers is sharded by sequence. A column-parallel layer gathers it while it
     multiplies (all_gather_matmul), a row-parallel one sums and scatters it (matmul_reduce_scatter).
     """
-    from_stream = ColwiseParallel(input_layouts=Shard(1))
-    to_stream = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    from_stream = styles.ColwiseParallel(input_layouts=Shard(1))
+    to_stream = styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     plan = {
-        "embedding": RowwiseParallel(
+        "embedding": styles.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
         ),
-        "blocks.*.*_norm": SequenceParallel(),
+        "blocks.*.*_norm": styles.SequenceParallel(),
         "blocks.*.attention.wqkv": from_stream,
         "blocks.*.attention.wo": to_stream,
         "blocks.*.ffn.w13": from_stream,
         "blocks.*.ffn.w2": to_stream,
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "norm": styles.SequenceParallel(),
+        "head": styles.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    styles.parallelize_module(model, mesh, plan, src_data_rank=None)

@@ -1,0 +1,93 @@
+"""What a figure depends on, kept beside it: versions, chip, cores, commit, clocks, load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The load of a machine on which others work: times made there say more about them.
+_BUSY = 0.4  # of the cores, at the start
+
+
+def environment(ranks: int, device: str, threads: int) -> dict[str, Any]:
+    """The block that every result carries."""
+    import triton
+
+    import weft
+
+    load = os.getloadavg()[0]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "weft": weft.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "cpu_mhz": _cpu_mhz(),
+        "load": round(load, 2),
+        "quiet": load <= _BUSY * cores(),
+        "device": device,
+        "gpus": gpus(),
+        "ranks": ranks,
+        "threads a rank": threads,
+    }
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor, as it names itself."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(key: str) -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+    return found[0] if found else ""
+
+
+def _cpu_mhz() -> float | None:
+    mhz = _cpuinfo("cpu MHz")
+    return float(mhz) if mhz else None
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a + if files differ from it; empty if it is none."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    if shutil.which("git") is None:
+        return ""
+    head = _output([*git, "rev-parse", "--short", "HEAD"])
+    changed = head and _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return head + ("+" if changed else "")
+
+
+def gpus() -> list[dict[str, str]]:
+    """Each GPU's name, memory, driver and clocks (now / highest), by nvidia-smi where it is."""
+    if not torch.cuda.is_available():
+        return []
+    if torch.version.hip is None and shutil.which("nvidia-smi"):
+        fields = "name,memory.total,driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+        lines = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
+        names = fields.split(",")
+        return [
+            dict(zip(names, line.split(", "), strict=False)) for line in lines.splitlines() if line
+        ]
+    return [{"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())]
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,0 +1,189 @@
+"""Plots of a result: time against the bound over size, a speed-up map, the crossover of fusion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.colors import TwoSlopeNorm
+
+from weft.bench.rows import Case, Result
+from weft.bench.tables import figure, unit_of, variants_of
+
+CAPTIONS = {
+    "time": "Time of each variant over the size of the problem, beside the bound (black): nothing "
+    "on this machine can be below it.",
+    "map": "How many times as quick ours is as its peer, over the rows M and columns N of the "
+    "layer. Blue: ours is quicker. Red: the peer is.",
+    "crossover": "Time without fusion / time of the best fused engine, over the rows M. Above 1 "
+    "fusion pays; auto should change over where a line crosses 1.",
+    "bars": "Time of each variant, a group a case; the line is the bound.",
+}
+
+
+def draw(result: Result, folder: Path) -> list[Path]:
+    """Draw what the result has to show as `folder`/SUITE-KIND.png; returns the files."""
+    cases = [case for case in result.cases if case.timed]
+    if not cases:
+        return []
+    drawn = {}
+    if result.suite in ("ops", "collectives"):
+        drawn["time"] = _over_size(cases)
+    else:
+        drawn["bars"] = _bars(cases)
+    if result.suite == "ops":
+        drawn["map"] = _speedup_map(cases)
+        drawn["crossover"] = _crossover(cases)
+    paths = []
+    for kind, picture in drawn.items():
+        if picture is None:
+            continue
+        paths.append(folder / f"{result.suite}-{kind}.png")
+        picture.suptitle(f"weft bench {result.suite}", x=0.01, ha="left")
+        picture.savefig(paths[-1], dpi=110)
+        plt.close(picture)
+    return paths
+
+
+def _by_op(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    ops: dict[str, list[Case]] = {}
+    for case in cases:
+        ops.setdefault(case.params["op"], []).append(case)
+    return ops
+
+
+def _panels(count: int, width: float = 5.0, height: float = 4.0) -> tuple[Any, list[Any]]:
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    picture, axes = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
+    )
+    flat = list(axes.flat)
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return picture, flat[:count]
+
+
+def _over_size(cases: Sequence[Case]) -> Any:
+    ops = _by_op(cases)
+    names = variants_of(cases)
+    picture, axes = _panels(len(ops))
+    for axis, (op, some) in zip(axes, ops.items(), strict=True):
+        ordered = sorted(some, key=_size)
+        for i, name in enumerate(names):
+            shown = [case for case in ordered if name in case.timed]
+            axis.plot(
+                [_size(case) for case in shown], [case.timed[name].us / 1e3 for case in shown],
+                "o-", label=name, color=f"C{i}", markersize=3, linewidth=1,
+            )  # fmt: skip
+        bounded = [(case, us) for case in ordered if (us := case.bound_us) is not None]
+        axis.plot(
+            [_size(case) for case, _ in bounded], [us / 1e3 for _, us in bounded],
+            "k--", label="bound", linewidth=1.5,
+        )  # fmt: skip
+        in_bytes = "nbytes" in some[0].params
+        axis.set(
+            xscale="log", yscale="log", title=op, ylabel="ms",
+            xlabel="bytes a rank" if in_bytes else "multiply-adds of the layer, M x N x K",
+        )  # fmt: skip
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    return picture
+
+
+def _size(case: Case) -> int:
+    p = case.params
+    return int(p["nbytes"]) if "nbytes" in p else math.prod(p[key] for key in ("M", "N", "K"))
+
+
+def _grid(cases: Sequence[Case]) -> tuple[list[int], list[int], dict[tuple[int, int], Case]]:
+    """The cases of the K that most have, by (M, N)."""
+    by_k: dict[int, dict[tuple[int, int], Case]] = {}
+    for case in cases:
+        p = case.params
+        by_k.setdefault(p["K"], {})[p["M"], p["N"]] = case
+    cells = max(by_k.values(), key=len)
+    return sorted({m for m, _ in cells}), sorted({n for _, n in cells}), cells
+
+
+def _speedup_map(cases: Sequence[Case]) -> Any:
+    ops = {op: _grid(some) for op, some in _by_op(cases).items()}
+    if all(len(cells) < 4 for _, _, cells in ops.values()):
+        return None
+    picture, axes = _panels(len(ops))
+    for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
+        gains = {at: case.gain.median for at, case in cells.items() if case.gain is not None}
+        values = [[gains.get((m, n), math.nan) for n in columns] for m in rows]
+        logs = [[math.log2(value) for value in row] for row in values]
+        axis.imshow(logs, cmap="RdBu", norm=TwoSlopeNorm(0, -2, 2), aspect="auto", origin="lower")
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                if not math.isnan(value):
+                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9)
+        case = next(iter(cells.values()))
+        axis.set(
+            title=f"{op}\n{case.peer} / {case.main}, K = {case.params['K']}", xlabel="N", ylabel="M"
+        )
+        axis.set_xticks(range(len(columns)), columns)
+        axis.set_yticks(range(len(rows)), rows)
+    return picture
+
+
+def _crossover(cases: Sequence[Case]) -> Any:
+    ops = {op: _grid(some) for op, some in _by_op(cases).items()}
+    if all(len(rows) < 2 for rows, _, _ in ops.values()):
+        return None
+    picture, axes = _panels(len(ops))
+    for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
+        for n in columns:
+            points = [(m, pays) for m in rows if (pays := fusion_pays(cells.get((m, n))))]
+            axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}") if points else None
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    return picture
+
+
+def fusion_pays(case: Case | None) -> float | None:
+    """Time of the engine without fusion / time of the quickest one with it."""
+    if case is None or "generic" not in case.timed:
+        return None
+    fused = [name for name in ("host", "triton") if name in case.timed]
+    if not fused:
+        return None
+    ratio = case.ratio("generic", min(fused, key=lambda name: case.timed[name].us))
+    return None if ratio is None else ratio.median
+
+
+def _bars(cases: Sequence[Case]) -> Any:
+    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    picture, axis = plt.subplots(
+        figsize=(9, 1.2 + 0.16 * len(cases) * (len(names) + 1)), layout="constrained"
+    )
+    step = len(names) + 1
+    for i, name in enumerate(names):
+        shown = [(n, case) for n, case in enumerate(cases) if name in case.timed]
+        times = [case.timed[name].us / scale for _, case in shown]
+        places = [n * step + i for n, _ in shown]
+        axis.barh(places, times, height=0.9, label=name, color=f"C{i}")
+        for place, time in zip(places, times, strict=True):
+            axis.text(time, place, f" {figure(time)}", va="center", fontsize=7)
+    for n, case in enumerate(cases):
+        if (least := case.bound_us) is not None:
+            axis.vlines(least / scale, n * step - 0.5, n * step + step - 1.5, color="black")
+    axis.set_yticks(
+        [n * step + (len(names) - 1) / 2 for n in range(len(cases))], [case.name for case in cases]
+    )
+    axis.invert_yaxis()
+    widest = [timing.us for case in cases for timing in case.timed.values()]
+    spread_out = max(widest) > 30 * min(widest)
+    axis.set(xlabel=unit, xscale="log" if spread_out else "linear")
+    axis.legend(fontsize="small")
+    return picture

@@ -1,0 +1,194 @@
+"""Runs suites on ranks: a row for each case, whatever happens to it.
+
+    this process    picks the cases, shows progress, keeps each case as it is finished
+    the ranks       prepare a case, check it, time it (`measure`); rank 0 sends it
+
+A rank that dies or hangs fails the case that was under way; new ranks go on with the next one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from weft import collectives, settings
+from weft.bench.environment import environment
+from weft.bench.measure import Ranks, run_case, short
+from weft.bench.problem import Options, Spec, Suite
+from weft.bench.rows import Case, Result
+from weft.demo.launch import RankError, launch
+
+
+def run(
+    suites: Sequence[Suite],
+    options: Options,
+    *,
+    command: str = "",
+    console: Console | None = None,
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run suites, those of one process last; Ctrl-C keeps what is finished.
+
+    Args:
+        command: the command line that made the results, kept in them.
+        console: where progress is shown; stderr if None.
+        on_result: called with the result of each suite that has ended.
+    """
+    results: list[Result] = []
+    with _progress(console or Console(stderr=True)) as progress:
+        try:
+            for world, ranks in (("ranks", options.ranks), ("one", 1)):
+                some = [suite for suite in suites if world == suite.WORLD]
+                run = _Run(some, ranks, options, command, progress, on_result, results)
+                run.until_done()
+        except KeyboardInterrupt:
+            results[-1].interrupted = True
+            on_result(results[-1])
+    return results
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[case]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+class _Run:
+    """Suites that share one set of ranks, which is replaced when it breaks."""
+
+    def __init__(
+        self,
+        suites: Sequence[Suite],
+        ranks: int,
+        options: Options,
+        command: str,
+        progress: Progress,
+        on_result: Callable[[Result], None],
+        results: list[Result],
+    ) -> None:
+        self.ranks, self.options, self.progress = ranks, options, progress
+        self.on_result, self.results = on_result, results
+        self.command = command
+        self.todo = [
+            (suite, spec)
+            for suite in suites
+            for spec in suite.cases(options)
+            if options.filter in spec.name
+        ]
+        self.done = 0
+
+    def until_done(self) -> None:
+        """Run all cases; raises nothing but KeyboardInterrupt."""
+        if not self.todo:
+            return
+        self.task = self.progress.add_task("", total=len(self.todo), case="")
+        self.current = self._begin(self.todo[0][0])
+        os.environ.update(_KEEP_FREED_MEMORY)  # read by malloc when the ranks' processes start
+        while self.done < len(self.todo):
+            try:
+                launch(
+                    self.ranks,
+                    _rank_main,
+                    [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
+                    self.options,
+                    backend=_backend(self.options),
+                    threads=self.options.threads if self.ranks > 1 else 1,
+                    on_progress=self._hear,
+                    stall_s=settings.timeout_s() + 60,
+                )
+            except RankError as error:
+                suite, spec = self.todo[self.done]
+                params = spec.params | {"ranks": self.ranks}
+                self._keep(Case(suite.NAME, spec.name, params, failure=short(str(error))))
+        self.progress.remove_task(self.task)
+
+    def _hear(self, event: tuple[str, Any]) -> None:
+        kind, value = event
+        if kind == "case":
+            self.progress.update(self.task, case=value)
+        elif kind == "done":
+            self._keep(Case.from_dict(value))
+
+    def _begin(self, suite: Suite) -> Result:
+        where = environment(self.ranks, self.options.device, self.options.threads)
+        self.results.append(Result(suite.NAME, where, command=self.command))
+        self.progress.update(self.task, description=suite.NAME)
+        return self.results[-1]
+
+    def _keep(self, case: Case) -> None:
+        self.current.cases.append(case)
+        self.done += 1
+        self.progress.update(self.task, advance=1)
+        following = self.todo[self.done][0] if self.done < len(self.todo) else None
+        if following is None or self.current.suite != following.NAME:
+            self.on_result(self.current)
+            if following is not None:
+                self.current = self._begin(following)
+
+
+# glibc gives large blocks back to the system when they are freed, or does not, as its heuristics
+# have it; getting them again costs up to a fifth of a step in page faults. Ranks keep them.
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+}
+
+
+def _module_name(suite: Suite) -> str:
+    name: str = suite.__name__  # type: ignore[attr-defined] # suites are modules
+    return name
+
+
+def _backend(options: Options) -> str:
+    if options.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return "gloo"
+    if options.ranks <= torch.cuda.device_count():
+        return "nccl"
+    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo"
+
+
+def _rank_main(
+    rank: int,
+    progress: Callable[[Any], None],
+    todo: Sequence[tuple[str, Spec]],
+    options: Options,
+) -> None:
+    # What torch calls its collectives is none of the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    torch.manual_seed(0)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    ranks = Ranks(options, progress)
+    for module, spec in todo:
+        suite: Any = importlib.import_module(module)
+        progress(("case", spec.name))
+        progress(("done", run_case(suite, spec, options, ranks).as_dict()))
+    if ranks.several:
+        collectives.barrier()
+        collectives.close()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,164 @@
+"""A result as a table of text, for the terminal, Markdown and the report alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.bench.rows import Case, Result, geometric_mean
+
+# Wider spreads are shown beside the time.
+_SPREAD = 0.2
+
+# What a case's params tell beside its name, by suite.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "redistribute": ("bytes", "steps", "torch collectives"),
+}
+
+LEGEND = (
+    "Times are medians over the rounds, of the slowest rank; ± is half the distance from the 10th "
+    "to the 90th percentile, where it is wide. bound: what nothing can be quicker than, measured "
+    "in the same rounds, and which part of it is the largest. of bound: bound / time, 1 is the "
+    "machine's limit. exposed: time beyond the rank's arithmetic. ~: the rounds do not tell the "
+    "two apart."
+)
+
+
+@dataclass
+class Table:
+    """Cells as text. The first column is the case; `summary` and `notes` are lines below."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    summary: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def figure(value: float | None) -> str:
+    """Three digits; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def variants_of(cases: Sequence[Case]) -> list[str]:
+    """The variants that have a time in one of the cases, ours first, in the suite's order."""
+    return list(dict.fromkeys(name for case in cases for name in case.timed))
+
+
+def unit_of(cases: Sequence[Case]) -> tuple[str, float]:
+    """The unit that suits most times, and how many us it has."""
+    times = [timing.us for case in cases for timing in case.timed.values()]
+    return ("ms", 1e3) if times and statistics.median(times) >= 1e3 else ("us", 1.0)
+
+
+def table_of(result: Result) -> Table:
+    """All cases of a result."""
+    cases = result.cases
+    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    bounded = any(case.bounds for case in cases)
+    exposed = any("arithmetic" in case.bounds for case in cases)
+    bus = any("bus_bytes" in case.params for case in cases)
+    compared = any(case.peer for case in cases)
+    extra = _COLUMNS.get(result.suite, ())
+    main = next((case.main for case in cases if case.main), "")
+    peer = next((case.peer for case in cases if case.peer), "")
+    header = ["case", *extra, *(f"{name}, {unit}" for name in names)]
+    header += [f"bound, {unit}", "of bound"] if bounded else []
+    header += [f"exposed, {unit}"] if exposed else []
+    header += ["bus, GB/s"] if bus else []
+    header += [f"{peer} / {main}"] if compared else []
+    rows = []
+    for case in cases:
+        row = [case.name, *(str(case.params.get(key, "")) for key in extra)]
+        if case.failure:
+            rows.append([*row, "failed", *[""] * (len(header) - len(row) - 1)])
+            continue
+        row += [_time(case, name, scale) for name in names]
+        if bounded:
+            least, has_main = case.bound_us, case.main in case.variants
+            row.append("" if least is None else f"{figure(least / scale)} {_parts(case, scale)}")
+            row.append(figure(case.fraction(case.main)) if has_main else "")
+        if exposed:
+            beyond = case.exposed_us(case.main) if case.main in case.variants else None
+            row.append("" if beyond is None else figure(beyond / scale))
+        if bus:
+            ours = case.timed.get(case.main)
+            row.append("" if ours is None else figure(case.params["bus_bytes"] / ours.us / 1e3))
+        if compared:
+            row.append("" if case.gain is None else str(case.gain))
+        rows.append(row)
+    where = result.environment
+    title = f"weft bench {result.suite}: {where['ranks']} ranks, {_chip(where)}"
+    return Table(title, header, rows, _summary(cases, main, peer), _notes(result))
+
+
+def _chip(where: dict[str, Any]) -> str:
+    if where["device"] == "cuda":
+        return str(where["gpus"][0]["name"]) if where["gpus"] else "cuda"
+    return f"{where['cores']} cores of {where['cpu']}"
+
+
+def _time(case: Case, name: str, scale: float) -> str:
+    timing = case.timed.get(name)
+    if timing is None:
+        return "-"
+    wide = f" ±{timing.spread * 50:.0f}%" if timing.spread > _SPREAD else ""
+    return figure(timing.us / scale) + wide
+
+
+def _parts(case: Case, scale: float) -> str:
+    """Which part bounds; of a sum, every part."""
+    parts = case.parts_us
+    if case.bound_rule == "max" or len(parts) < 2:
+        return case.bound_by
+    return "= " + " + ".join(f"{figure(us / scale)} {name}" for name, us in parts.items())
+
+
+def _summary(cases: Sequence[Case], main: str, peer: str) -> list[str]:
+    lines = []
+    gains = [case.gain.median for case in cases if case.gain is not None]
+    if gains:
+        close = sum(case.gain is not None and not case.gain.told_apart for case in cases)
+        lines.append(
+            f"{main} is {geometric_mean(gains):.2f} times as quick as {peer} (geometric mean of "
+            f"{len(gains)} cases, {min(gains):.2f} to {max(gains):.2f}"
+            + (f"; in {close} the noise is wider than the difference)" if close else ")")
+        )
+    fractions = [
+        fraction
+        for case in cases
+        if case.main in case.variants and (fraction := case.fraction(case.main)) is not None
+    ]
+    if fractions:
+        lines.append(
+            f"{main} reaches {geometric_mean(fractions):.2f} of the machine's bound (geometric "
+            f"mean, {min(fractions):.2f} to {max(fractions):.2f})"
+        )
+    return lines
+
+
+def _notes(result: Result) -> list[str]:
+    notes = []
+    where = result.environment
+    if not where["quiet"]:
+        notes.append(
+            f"the machine was not quiet: load {where['load']} on {where['cores']} cores at the "
+            f"start. Others' work is in these times; compare ratios, not times"
+        )
+    if result.interrupted:
+        notes.append("interrupted: the cases that were finished")
+    missing: dict[tuple[str, str], list[str]] = {}
+    for case in result.cases:
+        if case.failure:
+            missing.setdefault(("", case.failure), []).append(case.name)
+        for name, timing in case.variants.items():
+            if timing.failure:
+                missing.setdefault((name, timing.failure), []).append(case.name)
+    for (variant, why), names in missing.items():
+        cases = names[0] if len(names) == 1 else f"{len(names)} cases"
+        notes.append(f"no time of {variant or 'any variant'} in {cases}: {why}")
+    return notes + list(dict.fromkeys(note for case in result.cases for note in case.notes))
