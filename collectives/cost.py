@@ -73,7 +73,7 @@ kept_by_group.append(_machines)
 def machine(group: Group, device: torch.device) -> Machine:
     """The rates for `group` on `device`. Collective the first time in a process."""
     if group.virtual is not None:
-        return _NOMINAL
+        return group.virtual.rates or _NOMINAL
     key = (group, device.type)
     found = _machines.get(key)
     if found is None:

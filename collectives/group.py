@@ -52,8 +52,16 @@ def _stat(pid: str) -> tuple[str, str]:
 
 
 class Ranks(Protocol):
-    """Ranks that are not processes, as `weft.sim` runs them: what they bring along."""
+    """Ranks that are not processes, as `weft.sim` runs them: what they bring along.
 
+    If they stand for GPUs, `chip` is the name of one and `rates` a `weft.collectives.cost.Machine`;
+    else empty and None.
+    """
+
+    @property
+    def chip(self) -> str: ...
+    @property
+    def rates(self) -> Any: ...
     def gather(self, rank: int, value: Any) -> list[Any]: ...
     def memory(self, rank: int, pad_bytes: int, data_bytes: int) -> Memory: ...
     def waiter(self, buffer: SymmetricBuffer) -> Waiter: ...
@@ -94,6 +102,10 @@ class Group:
     def peers(self) -> list[int]:
         """The other ranks: rank + 1 first, so that not all ranks read from one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def on_gpus(self, device: torch.device) -> bool:
+        """Whether tensors on `device` are a GPU's, or stand for such in a simulation."""
+        return device.type == "cuda" or bool(self.virtual is not None and self.virtual.chip)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only: it is slow."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from weft.collectives.group import here
 from weft.collectives.pad import MAX_PROGRAMS
 
 
@@ -44,9 +45,19 @@ KNOWN = (
 )
 
 
-@lru_cache(maxsize=64)
 def chip_of(device: torch.device) -> Chip:
-    """The chip behind `device`. Compute capabilities of one major number count as one family."""
+    """The chip behind `device`, or the one that virtual ranks stand for.
+
+    Compute capabilities of one major number count as one family.
+    """
+    world = here.world
+    if world is not None and world.virtual is not None and world.virtual.chip:
+        return next(chip for chip in KNOWN if chip.name == world.virtual.chip)
+    return _chip_behind(device)
+
+
+@lru_cache(maxsize=64)
+def _chip_behind(device: torch.device) -> Chip:
     if device.type == "cpu":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)

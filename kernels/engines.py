@@ -97,7 +97,7 @@ def record_backward(op: str, engine: str, *collectives: str) -> None:
 
 
 def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
-    fused: RunnableEngine = "triton" if device.type == "cuda" else "host"
+    fused: RunnableEngine = "triton" if group.on_gpus(device) else "host"
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
         return "generic", reason
@@ -115,7 +115,7 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     matmul = rates.matmul_us(problem.M, problem.N, problem.K, problem.dtype)
     generic = matmul + rates.wire_time_us(problem.moved_bytes)
     moved = rates.memory_us(problem.moved_bytes, syncs=2)
-    if device.type == "cpu":
+    if not group.on_gpus(device):
         # The ranks' cores do the copies as well: nothing overlaps, but there is no second pass.
         return {"host": matmul + moved, "generic": generic}
     # The copy engine overlaps all but the first chunk; the kernel overlaps all but filling its

@@ -51,10 +51,11 @@ class Observer(Protocol):
         self,
         kernel: str,
         arguments: list[Any],
+        warps: int,
         programs: list[tuple[int, int, int]],
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
-        """Run all programs of a launch."""
+        """Run all programs of a launch, of `warps` warps each."""
 
 
 _ATOMICS = frozenset(f"create_atomic_{name}" for name in ("rmw", "cas", "load", "store", "poll"))
@@ -108,10 +109,13 @@ class _NoPatch:
 class _Collected:
     """Stands for a kernel while its grid is walked, then hands over all programs at once."""
 
-    def __init__(self, fn: Any, observer: Observer, arguments: list[Any], grid: _Grid) -> None:
+    def __init__(
+        self, fn: Any, observer: Observer, arguments: list[Any], warps: int, grid: _Grid
+    ) -> None:
         self.__signature__ = inspect.signature(fn)
         self.__globals__, self.__name__ = fn.__globals__, fn.__name__
         self._fn, self._observer, self._arguments, self._grid = fn, observer, arguments, grid
+        self._warps = warps
         self._left: int | None = None
 
     def __call__(self, **args: Any) -> None:
@@ -129,7 +133,8 @@ class _Collected:
             self._fn(**args)
 
         programs = list(product(*map(range, dim)))
-        self._observer.launch(self._fn.__name__, self._arguments, programs, run)  # type: ignore[arg-type]
+        name = self._fn.__name__
+        self._observer.launch(name, self._arguments, self._warps, programs, run)  # type: ignore[arg-type]
 
 
 def _name(value: Any, default: str) -> str:
@@ -241,7 +246,10 @@ def _patched(observer: Observer) -> Iterator[None]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         if observer.active():
-            self.fn = _Collected(self.fn, observer, [*args, *kwargs.values()], grid)
+            warps = int(kwargs.get("num_warps", 4))
+            self.fn = _Collected(self.fn, observer, [*args, *kwargs.values()], warps, grid)
+            # Arguments are on the CPU already: there is nothing to bring back, and much to copy.
+            self._restore_args_dev = lambda *_: None
         execute(self, *args, **kwargs)
 
     everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})

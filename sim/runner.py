@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, Literal
 
@@ -12,12 +12,14 @@ import torch
 
 from weft.collectives import pad, signals
 from weft.collectives.group import forget_meshes
-from weft.sim import distributed_hooks, interpreter_hooks
+from weft.sim import distributed_hooks, interpreter_hooks, timing_hooks
 from weft.sim.errors import SimError
+from weft.sim.hardware import Hardware, named
 from weft.sim.host_access import python_reads
 from weft.sim.scheduler import Scheduler, local, positions
 from weft.sim.schedules import Directed, Exhaustive, Policy, Priorities, Uniform, preempting
 from weft.sim.sites import Sites
+from weft.sim.timeline import Timeline
 from weft.sim.world import Programs, World
 
 Schedule = int | tuple[int, ...]
@@ -31,10 +33,12 @@ class Results(list[Any]):
         schedules: how many were run.
         points: how often the baton went to another strand, in all of them; after
             `schedules="exhaustive"`: the states from which more than one could go on.
+        timeline: of the first schedule, if `hardware` was given.
     """
 
     schedules: int = 0
     points: int = 0
+    timeline: Timeline | None = None
 
 
 def run(
@@ -48,6 +52,8 @@ def run(
     programs: Programs = "sequential",
     timeout: float = 60.0,
     on_schedule: Callable[[int], None] | None = None,
+    hardware: Hardware | str | None = None,
+    numerics: bool = True,
 ) -> Results:
     """Run `fn(rank)` on `world_size` virtual ranks in this process, and check it.
 
@@ -67,6 +73,11 @@ def run(
             their own, each of which may be anywhere.
         timeout: seconds that one schedule may take.
         on_schedule: called after each schedule with how many are done.
+        hardware: keep virtual time on this ("h100", or a `Hardware`): kernels and the choice of
+            engines are those of its chip, and the results have a `timeline`.
+        numerics: False skips the arithmetic and the movement of floating-point data, so that real
+            sizes run in seconds to minutes: control flow, indices and signals are real, the numbers
+            in results are undefined, and races are not looked for. Needs `hardware`.
 
     Returns:
         fn's results of the first schedule, in rank order.
@@ -92,6 +103,14 @@ def run(
         raise ValueError(f"programs must be 'sequential' or 'concurrent', got {programs!r}")
     if local.strand is not None:
         raise RuntimeError("sim.run inside of sim.run: call it from outside of the ranks")
+    if not numerics and hardware is None:
+        raise ValueError("numerics=False leaves nothing but time: it needs hardware=")
+    machine = None if hardware is None else named(hardware)
+    if machine is not None and world_size > machine.ranks:
+        raise ValueError(
+            f"{machine.name} is a domain of {machine.ranks} ranks, got {world_size=}: "
+            f"dataclasses.replace(hardware, ranks=...) makes a larger one"
+        )
     results: Results | None = None
     schedules_run = points = 0
     random_state = torch.get_rng_state()
@@ -99,12 +118,24 @@ def run(
     policies = _policies(seed, schedules, schedule)
     for name, policy in everything if schedules == "exhaustive" and schedule is None else policies:
         torch.set_rng_state(random_state)
-        values, switches = _run_one(
-            world_size, fn, policy, seed, name, races=races, programs=programs, timeout=timeout
+        values, world = _run_one(
+            world_size,
+            fn,
+            policy,
+            seed,
+            name,
+            races=races,
+            programs=programs,
+            timeout=timeout,
+            hardware=machine,
+            numerics=numerics,
         )
-        results = Results(values) if results is None else results
+        if results is None:
+            results = Results(values)
+            if world.recorder and machine:
+                results.timeline = Timeline(world.recorder.trace, machine)
         schedules_run += 1
-        points += switches
+        points += world.scheduler.switches
         if on_schedule is not None:
             on_schedule(schedules_run)
     assert results is not None
@@ -154,10 +185,12 @@ def _run_one(
     races: bool,
     programs: Programs,
     timeout: float,
-) -> tuple[list[Any], int]:
+    hardware: Hardware | None,
+    numerics: bool,
+) -> tuple[list[Any], World]:
     sites = Sites()
     scheduler = Scheduler(policy, sites)
-    world = World(world_size, scheduler, sites, races, programs)
+    world = World(world_size, scheduler, sites, races, programs, hardware, numerics)
     results: list[Any] = [None] * world_size
 
     def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
@@ -169,12 +202,13 @@ def _run_one(
 
         return lambda: context.run(body)
 
-    with (
-        interpreter_hooks.installed(world),
-        distributed_hooks.installed(),
-        python_reads(world.python_read),
-        _polls(world),
-    ):
+    with ExitStack() as stack:
+        if world.recorder:
+            stack.enter_context(timing_hooks.installed(world.recorder, numerics))
+        stack.enter_context(interpreter_hooks.installed(world))
+        stack.enter_context(distributed_hooks.installed())
+        stack.enter_context(python_reads(world.python_read))
+        stack.enter_context(_polls(world))
         for rank in range(world_size):
             strand = world.new_strand(rank)
             strand.random_state = torch.get_rng_state()
@@ -196,7 +230,7 @@ def _run_one(
             where = scheduler.failed_rank
             error.add_note(again if where is None else f"on virtual rank {where}; {again}")
         raise error
-    return results, scheduler.switches
+    return results, world
 
 
 @contextmanager

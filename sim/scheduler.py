@@ -19,6 +19,7 @@ import torch
 from weft.sim.errors import DeadlockError
 from weft.sim.schedules import Policy
 from weft.sim.sites import Sites
+from weft.sim.trace import Lane
 
 # Vain polls in a row after which a strand that cannot say what it waits for is taken to spin.
 _VAIN_POLLS = 64
@@ -37,6 +38,8 @@ class Strand:
         what: "host", or the kernel and its program.
         confined: runs a kernel that can only mean memory of its arguments or symmetric memory.
         waits_for: tells what it waits for, while it sleeps.
+        lane: the events of the program that it runs, where virtual time is kept.
+        timed: whether what it does takes virtual time.
     """
 
     rank: int
@@ -49,6 +52,8 @@ class Strand:
     words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then
     vain: int = 0
     random_state: torch.Tensor | None = None
+    lane: Lane | None = None
+    timed: bool = True
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
 
@@ -138,7 +143,8 @@ class Scheduler:
         self.versions[address] = self.versions.get(address, 0) + 1
 
     def progressed(self, strand: Strand) -> None:
-        """`strand` has done something others can see: its next polls are not in vain."""
+        """`strand` has got on, by a store or to the next program: its next polls may be the same
+        as its last ones, and are not in vain."""
         if strand.words:
             strand.words.clear()
             strand.vain = 0

@@ -6,20 +6,24 @@ all members, symmetric memory, host-side signals; and the messages of a process 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from weft.collectives.cost import Machine
 from weft.collectives.symmetric import SymmetricBuffer, Waiter
 from weft.errors import MismatchError
 from weft.sim.host_signals import VirtualWaiter
 from weft.sim.scheduler import strand_here
+from weft.sim.trace import Meet
 
 if TYPE_CHECKING:
     from weft.sim.world import World
 
+_numbers = itertools.count()
 _MEMORY = "ask for the same symmetric memory"
 
 
@@ -38,6 +42,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.values: dict[int, Any] = {}
         self.clock = np.zeros(0, np.int32)
+        self.number = next(_numbers)
         self._size = size
 
     @property
@@ -55,6 +60,18 @@ class Team:
         self._met = [0] * len(ranks)
         self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
         self._mail: dict[tuple[int, int, int], deque[tuple[torch.Tensor, Any]]] = {}
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip that the ranks stand for; empty if they are CPU ranks."""
+        hardware = self._world.hardware
+        return hardware.chip if hardware else ""
+
+    @property
+    def rates(self) -> Machine | None:
+        """What the choice of an engine is made from, if the ranks stand for some hardware."""
+        hardware = self._world.hardware
+        return hardware.rates() if hardware else None
 
     def arrive(self, member: int, value: Any, call: str) -> Meeting:
         """Bring `value` to the next call of the team, which must be the same `call` for all.
@@ -86,6 +103,8 @@ class Team:
             return f"rank {_listed(absent)} to {call}"
 
         strand = strand_here()
+        if self._world.recorder:
+            self._world.recorder.add(strand, Meet(meeting.number, len(self.ranks)))
         self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
         self._join(meeting.clock)
         return [meeting.values[i][0] for i in range(len(self.ranks))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +20,14 @@ from weft.collectives.workspace import forget
 from weft.errors import MismatchError
 from weft.sim import distributed_hooks
 from weft.sim.errors import SimError
+from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses
+from weft.sim.host_ops import HostOps
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team
+from weft.sim.trace import HostOp, Lane, Recorder, Signal, Update, Wait
 
 Programs = Literal["sequential", "concurrent"]
 
@@ -39,11 +42,20 @@ class World:
     """One schedule of `world_size` virtual ranks."""
 
     def __init__(
-        self, world_size: int, scheduler: Scheduler, sites: Sites, races: bool, programs: Programs
+        self,
+        world_size: int,
+        scheduler: Scheduler,
+        sites: Sites,
+        races: bool,
+        programs: Programs,
+        hardware: Hardware | None = None,
+        numerics: bool = True,
     ) -> None:
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
-        self.detector = Detector(sites) if races else None
+        self.detector = Detector(sites) if races and numerics else None
         self.everybody = tuple(range(world_size))
+        self.hardware, self.numerics = hardware, numerics
+        self.recorder = Recorder(world_size) if hardware else None
         self._sites = sites
         self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
@@ -66,11 +78,12 @@ class World:
         """This thread is the host of a rank inside the block."""
         with distributed_hooks.rank_of(self, strand.rank):
             try:
-                if self.detector is None:
+                with ExitStack() as stack:
+                    if self.detector:
+                        stack.enter_context(HostAccesses(self._host_access))
+                    if self.recorder:
+                        stack.enter_context(HostOps(self.recorder, self.numerics))
                     yield
-                else:
-                    with HostAccesses(self._host_access):
-                        yield
             finally:
                 forget(strand.rank)
 
@@ -108,6 +121,8 @@ class World:
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
         self._pads[start] = (team, rank, pad_bytes)
+        if self.recorder:
+            self.recorder.add_memory(start, start + total, rank)
         if self.detector:
             data, end = start + pad_bytes, start + total
             what = f"symmetric buffer {number} of rank {rank}"
@@ -129,6 +144,8 @@ class World:
         if self.detector and storage.nbytes() and self.detector.find(start) is None:
             name = f"a tensor of rank {strand_here().rank} that others read in place"
             self.detector.add(Region(start, start + storage.nbytes(), name))
+        if self.recorder:
+            self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
         self._alive.append(storage)  # no other tensor may come to lie there
 
     def read(self, address: int, out: torch.Tensor) -> None:
@@ -139,6 +156,12 @@ class World:
             with self._reporting():
                 self.detector.access(strand_here(), read, size, READ)
             self._host_access(out, WRITE)
+        if self.recorder:
+            strand, nbytes = strand_here(), out.numel() * out.element_size()
+            source = self.recorder.owner(address, strand.rank)
+            self.recorder.add(strand, HostOp("read", {source: nbytes}, {strand.rank: nbytes}))
+        if not self.numerics and out.is_floating_point():
+            return
         ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
 
     # What the interpreter tells
@@ -154,6 +177,7 @@ class World:
             with self._reporting():
                 self.detector.access(strand, accessed, itemsize, kind)
         if kind == WRITE:
+            self.scheduler.progressed(strand)
             self._stored(strand, accessed)
 
     def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any]) -> None:
@@ -195,7 +219,21 @@ class World:
             scheduler.progressed(strand)
         else:
             scheduler.polled(strand, first)
+        if self.recorder:
+            for address in map(int, accessed):
+                self._time_atomic(strand, address, changed, sem)
         return out
+
+    def _time_atomic(self, strand: Strand, address: int, changed: bool, sem: str) -> None:
+        assert self.recorder is not None
+        version = self.scheduler.versions.get(address, 0)
+        owner = self.recorder.owner(address, strand.rank)
+        if not changed:
+            self.recorder.add(strand, Wait(address, version))
+        elif sem in ("acquire", "acq_rel"):
+            self.recorder.add(strand, Update(address, version, owner))
+        else:
+            self.recorder.add(strand, Signal(address, version, owner))
 
     def barrier(self) -> None:
         if self.detector:
@@ -219,11 +257,13 @@ class World:
         self,
         kernel: str,
         arguments: list[Any],
+        warps: int,
         programs: list[tuple[int, int, int]],
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         """Programs start after all that the host did, and the host goes on after all of them."""
         host = strand_here()
+        timed = self.recorder and self.recorder.launch(host, kernel, warps, len(programs))
         concurrent = self.programs == "concurrent"
         lanes = len(programs) if concurrent else min(len(programs), _LANES)
         slots = self._lanes.setdefault(host.rank, [])
@@ -235,7 +275,7 @@ class World:
                 self.detector.barrier(slot)
         with self._arguments(arguments) as confined:
             if concurrent:
-                self._run_concurrently(host, kernel, programs, slots, confined, run)
+                self._run_concurrently(host, kernel, programs, slots, confined, timed, run)
             else:
                 # The thread stays the host's; only the clock and the name are the program's.
                 own = host.slot, host.what
@@ -243,9 +283,12 @@ class World:
                 try:
                     for number, program in enumerate(programs):
                         host.slot, host.what = slots[number % lanes], _program(kernel, program)
+                        host.lane = timed[number] if timed else None
+                        self.scheduler.progressed(host)
                         run(program)
                 finally:
                     host.slot, host.what = own
+                    host.lane = None
                     host.confined = False
         if self.detector:
             self.detector.join(host.slot, slots[:lanes])
@@ -257,6 +300,7 @@ class World:
         programs: list[tuple[int, int, int]],
         slots: list[int],
         confined: bool,
+        timed: list[Lane] | None,
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         left, group = set(programs), here.world
@@ -269,8 +313,9 @@ class World:
 
             return run_program
 
-        for program, slot in zip(programs, slots, strict=False):
+        for number, (program, slot) in enumerate(zip(programs, slots, strict=False)):
             strand = Strand(host.rank, slot, _program(kernel, program), confined)
+            strand.lane, strand.timed = timed[number] if timed else None, host.timed
             self.scheduler.start(strand, body(program))
         self.scheduler.sleep_until(
             host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
@@ -344,6 +389,9 @@ class World:
             self.detector.release(strand.slot, address, "sys", host=True)
         write()
         self.scheduler.changed(address)
+        if self.recorder:
+            version, owner = self.scheduler.versions[address], self.recorder.owner(address, -1)
+            self.recorder.add(strand, Signal(address, version, owner))
 
     def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
         """A host-side acquire: until the word at `address` is at least `value`."""
@@ -356,6 +404,9 @@ class World:
                     self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC_READ)
                 self.detector.acquire(strand.slot, address, "sys")
             if seen >= value:
+                if self.recorder:
+                    version = self.scheduler.versions.get(address, 0)
+                    self.recorder.add(strand, Wait(address, version))
                 return
             self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
 

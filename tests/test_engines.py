@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.collectives import cost, resolve
+from weft.collectives import Group, cost, resolve
 from weft.kernels import engines
 
 
@@ -94,5 +94,6 @@ def test_the_cost_model_picks_the_quicker_engine(
 ) -> None:
     monkeypatch.setattr(cost, "machine", lambda *_: Rates(**rates).machine)
     problem = engines.Problem("op", 64, 64, 64, torch.float32, moved_bytes=1 << 16)
-    times = engines.predict(problem, None, torch.device("cpu"))  # type: ignore[arg-type]
+    pair = Group(None, 0, 2, (0, 1), ())
+    times = engines.predict(problem, pair, torch.device("cpu"))
     assert min(times, key=lambda name: times[name]) == best

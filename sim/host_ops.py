@@ -1,0 +1,167 @@
+"""Ops of torch in virtual time, and what stands for them where numerics are skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.sim.scheduler import local
+from weft.sim.trace import HostOp, Recorder
+
+# They make a tensor, or look at one, without a kernel.
+_FREE = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        *("is_pinned", "sym_size", "sym_stride", "sym_numel", "size", "stride", "is_same_size"),
+        *("_local_scalar_dense", "lift_fresh", "set_", "resize_", "_unsafe_view"),
+    )
+)
+_LARGE = 1 << 20  # bytes from which memory is not even zeroed
+
+
+class HostOps(TorchDispatchMode):
+    """Notes each op that would be a kernel on the stream of the rank that calls it.
+
+    Ops on integers and booleans alone are taken to be the host's own bookkeeping: they are free,
+    and always computed. Without `numerics` no other op computes anything, views excepted.
+    """
+
+    def __init__(self, recorder: Recorder, numerics: bool) -> None:
+        super().__init__()
+        self._recorder, self._numerics = recorder, numerics
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        if func.is_view or name in _FREE:
+            return func(*args, **kwargs)
+        reads, writes = _operands(func, args, kwargs)
+        computed = self._numerics or not any(t.is_floating_point() for t in (*reads, *writes))
+        computed = computed and (self._numerics or not _makes_floats(kwargs))
+        out = func(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
+        results = writes or [t for t in _tensors((out,)) if not any(t is r for r in reads)]
+        strand = local.strand
+        if strand is not None and any(t.is_floating_point() for t in (*reads, *results)):
+            self._recorder.add(strand, self._op(strand.rank, name, reads, results))
+        return out
+
+    def _op(
+        self, rank: int, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]
+    ) -> HostOp:
+        floats = [t for t in reads if t.is_floating_point()]
+        narrowest = min(floats or writes, key=lambda t: t.element_size()).dtype
+        dtype = "float8" if narrowest.itemsize == 1 else str(narrowest).removeprefix("torch.")
+        return HostOp(
+            name, self._bytes(rank, reads), self._bytes(rank, writes), _matmul(name, reads), dtype
+        )
+
+    def _bytes(self, rank: int, tensors: list[torch.Tensor]) -> dict[int, int]:
+        total: dict[int, int] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                owner = self._recorder.owner(tensor.data_ptr(), rank)
+                total[owner] = total.get(owner, 0) + tensor.numel() * tensor.element_size()
+        return total
+
+
+def _operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors that `func` reads, and those of its arguments that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    by_name = {argument.name: argument for argument in func._schema.arguments}
+    pairs = [*zip(func._schema.arguments, args, strict=False)]
+    pairs += [(by_name[name], value) for name, value in kwargs.items()]
+    overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
+    for argument, value in pairs:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors((value,)):
+            if written:
+                writes.append(tensor)
+            if not written or not (argument.is_out or overwrites):
+                reads.append(tensor)
+    return reads, writes
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _makes_floats(kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _matmul(name: str, reads: list[torch.Tensor]) -> tuple[int, int, int, int] | None:
+    """(M, N, K) and how often."""
+    if name in ("mm", "addmm", "addmm_", "_scaled_mm"):
+        matrices = [t for t in reads if t.ndim == 2]
+        a, b = matrices[:2] if name in ("mm", "_scaled_mm") else matrices[-2:]
+        return a.shape[0], b.shape[1], a.shape[1], 1
+    if name in ("bmm", "baddbmm", "baddbmm_"):
+        a, b = [t for t in reads if t.ndim == 3][-2:]
+        return a.shape[1], b.shape[2], a.shape[2], a.shape[0]
+    if name == "_linear_pointwise":
+        x, w = reads[0], reads[-1] if reads[-1].ndim == 2 else reads[1]
+        return math.prod(x.shape[:-1]), w.shape[0], w.shape[1], 1
+    return None
+
+
+def _uncomputed(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: list[torch.Tensor]
+) -> Any:
+    """What `func` returns, with whatever numbers lie in the memory of new tensors."""
+    if writes:
+        return writes[0] if len(writes) == 1 else tuple(writes)
+    if name == "_linear_pointwise":
+        x, w = args[0], args[2] if isinstance(args[2], torch.Tensor) else args[1]
+        w = w if w.ndim == 2 else args[1]
+        return _made((*x.shape[:-1], w.shape[0]), None, x.dtype)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    shapes = func(*_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()})
+    return _off_meta(shapes)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape, stride = value.shape, value.stride()
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_meta(each) for each in value)
+    return value
+
+
+def _off_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _made(value.shape, value.stride(), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_off_meta(each) for each in value)
+    return value
+
+
+def _made(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    # Large memory is not touched, so that it is never there: it may be more than the machine has.
+    made = (
+        torch.empty(shape, dtype=dtype)
+        if stride is None
+        else torch.empty_strided(shape, stride, dtype=dtype)
+    )
+    return made if made.numel() * made.element_size() >= _LARGE else made.zero_()

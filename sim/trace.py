@@ -1,0 +1,253 @@
+"""What happened in a run, as far as it takes time, without the time it takes.
+
+A lane is a sequence of events: a rank's stream (`Launch`, `HostOp`, signals), or one program of a
+launch (`Work`, `Store`, signals). `weft.sim.clock` plays a trace on a `Hardware`. Lengths are in
+bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from weft.sim.scheduler import Strand
+
+Array = npt.NDArray[Any]
+
+_SCALAR_BYTES = 64  # loads and stores up to this are words of tables and pads: they cost nothing
+
+
+@dataclass(slots=True)
+class Work:
+    """Loads and dots up to the next store or signal: a software pipeline.
+
+    Attributes:
+        loads: (position in its turn, owner of the memory) -> [first address, bytes].
+        flops, turns: of all its dots; how many there are.
+        dtype: the narrowest that the program has loaded.
+    """
+
+    loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    flops: int = 0
+    turns: int = 0
+    dtype: str = "float32"
+
+
+@dataclass(slots=True)
+class Store:
+    """A store to the memory of rank `owner`."""
+
+    owner: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Signal:
+    """The word at `address`, of rank `owner`, changes for the `version`-th time."""
+
+    address: int
+    version: int
+    owner: int
+
+
+@dataclass(slots=True)
+class Wait:
+    """What comes next needs the word's `version`-th change."""
+
+    address: int
+    version: int
+
+
+@dataclass(slots=True)
+class Update:
+    """An atomic that reads a word's last change and makes the next: if anything follows it in the
+    program, that waits for what it read."""
+
+    address: int
+    version: int
+    owner: int
+
+
+@dataclass(slots=True)
+class Meet:
+    """`count` ranks come to meeting `key` before any goes on. Takes no time: it is set-up."""
+
+    key: Hashable
+    count: int
+
+
+@dataclass(slots=True)
+class HostOp:
+    """An op of torch, as one kernel of all cores.
+
+    Attributes:
+        reads, writes: owner of the memory -> bytes.
+        matmul: (M, N, K) and how often, if it is one.
+    """
+
+    name: str
+    reads: dict[int, int]
+    writes: dict[int, int]
+    matmul: tuple[int, int, int, int] | None = None
+    dtype: str = "float32"
+
+
+ProgramEvent = Work | Store | Signal | Wait | Update
+
+
+@dataclass(slots=True)
+class Launch:
+    """A kernel. `warps` bounds how many of its programs fit on a core together."""
+
+    kernel: str
+    warps: int
+    programs: list[list[ProgramEvent]]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has dots: then a program fills its core."""
+        return any(isinstance(e, Work) and e.turns for events in self.programs for e in events)
+
+
+StreamEvent = Launch | HostOp | Signal | Wait | Meet
+
+
+@dataclass
+class Trace:
+    """The streams of all ranks."""
+
+    streams: list[list[StreamEvent]]
+
+
+class Lane:
+    """Collects what one program does."""
+
+    __slots__ = ("_dtype", "_position", "_width", "_work", "events", "loops")
+
+    def __init__(self) -> None:
+        self.events: list[ProgramEvent] = []
+        self.loops = 0  # that it has begun
+        self._work: Work | None = None
+        self._position = 0  # loads since the last dot
+        self._dtype, self._width = "float32", 64
+
+    def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> None:
+        """`width` is that of an element in bits; 0 if it is an integer."""
+        if nbytes <= _SCALAR_BYTES:
+            return
+        if 0 < width < self._width:
+            self._dtype, self._width = dtype, width
+        work = self._pipeline()
+        entry = work.loads.setdefault((self._position, owner), [address, 0])
+        entry[1] += nbytes
+        self._position += 1
+
+    def dot(self, flops: int, tf32: bool) -> None:
+        """An (M, K) @ (K, N): 2 M N K flops; `tf32` if it may round fp32 to that."""
+        work = self._pipeline()
+        work.flops += flops
+        work.turns += 1
+        work.dtype = "tf32" if tf32 and self._dtype == "float32" else self._dtype
+        self._position = 0
+
+    def store(self, owner: int, nbytes: int) -> None:
+        """A store to `owner`'s memory."""
+        if nbytes > _SCALAR_BYTES:
+            self.add(Store(owner, nbytes))
+
+    def add(self, event: ProgramEvent) -> None:
+        """Anything that ends the pipeline."""
+        self._work, self._position = None, 0
+        # Polls in vain are one wait: for what the last of them saw.
+        last = self.events[-1] if self.events else None
+        if isinstance(event, Wait) and isinstance(last, Wait) and last.address == event.address:
+            self.events.pop()
+        self.events.append(event)
+
+    def _pipeline(self) -> Work:
+        if self._work is None:
+            self._work = Work()
+            self.events.append(self._work)
+        return self._work
+
+    def state(self) -> tuple[int, int, int, dict[tuple[int, int], int]]:
+        """Enough to tell what a turn of a loop has added: see `repeat`."""
+        work = self._work or Work()
+        loads = {key: entry[1] for key, entry in work.loads.items()}
+        return len(self.events), work.flops, work.turns, loads
+
+    def repeat(self, before: tuple[int, int, int, dict[tuple[int, int], int]], times: int) -> bool:
+        """Add `times` more what came since `before`. False, and nothing, unless it was a turn of a
+        pipeline: loads and at least one dot."""
+        count, flops, turns, loads = before
+        work = self._work
+        if work is None or len(self.events) != count or work.turns == turns or not turns:
+            return False
+        for key, entry in work.loads.items():
+            entry[1] += times * (entry[1] - loads.get(key, 0))
+        work.flops += times * (work.flops - flops)
+        work.turns += times * (work.turns - turns)
+        return True
+
+
+class Recorder:
+    """Collects the trace of a run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.trace = Trace([[] for _ in range(world_size)])
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._owners: list[int] = []
+
+    def add_memory(self, start: int, end: int, owner: int) -> None:
+        """`owner`'s symmetric memory; all else belongs to whoever touches it."""
+        at = bisect_right(self._starts, start)
+        if at and self._starts[at - 1] == start:
+            self._ends[at - 1], self._owners[at - 1] = end, owner
+            return
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+        self._owners.insert(at, owner)
+
+    def owner(self, address: int, rank: int) -> int:
+        """Whose memory it is, for an access by `rank`."""
+        at = bisect_right(self._starts, address) - 1
+        return self._owners[at] if at >= 0 and address < self._ends[at] else rank
+
+    def owners(self, addresses: Array, rank: int) -> list[tuple[int, int, int]]:
+        """(owner, first address, elements) of a block of addresses, in most cases one."""
+        first, last = int(addresses[0]), int(addresses[-1])
+        owner = self.owner(first, rank)
+        if owner == self.owner(last, rank):
+            return [(owner, first, len(addresses))]
+        found = np.searchsorted(np.array(self._starts, np.uint64), addresses, "right") - 1
+        inside = (found >= 0) & (addresses < np.array(self._ends, np.uint64)[found])
+        every = np.where(inside, np.array(self._owners)[found], rank)
+        return [
+            (int(each), int(addresses[every == each][0]), int((every == each).sum()))
+            for each in np.unique(every)
+        ]
+
+    def add(self, strand: Strand, event: ProgramEvent | Meet | HostOp) -> None:
+        """What `strand` does next: in its program, or on its rank's stream."""
+        if not strand.timed:
+            return
+        if strand.lane is not None:
+            strand.lane.add(event)  # type: ignore[arg-type]
+        else:
+            self.trace.streams[strand.rank].append(event)  # type: ignore[arg-type]
+
+    def launch(self, strand: Strand, kernel: str, warps: int, programs: int) -> list[Lane] | None:
+        """A lane for each program of a kernel that `strand` launches; None if it is not timed."""
+        if not strand.timed:
+            return None
+        lanes = [Lane() for _ in range(programs)]
+        launch = Launch(kernel, warps, [lane.events for lane in lanes])
+        self.trace.streams[strand.rank].append(launch)
+        return lanes
