@@ -317,7 +317,8 @@ def _ag_gemm_kernel(
                         max_polls,
                         WORLD_SIZE,
                     )
-                offs_m = tiles.wrapped(start_m, rows, BLOCK_M)
+                # Past the end the last row again, not the first ones: those may not be there yet.
+                offs_m = tl.minimum(start_m + tl.arange(0, BLOCK_M), rows - 1)
                 # One of these branches runs: the one of the weight whose columns the tile is among.
                 for i in tl.static_range(WEIGHTS):
                     tiles_i = tiles.cdiv(Ns[i], BLOCK_N)

@@ -4,15 +4,26 @@ if not __name__.startswith("weft."):
     raise ImportError("import weft.sim: the top-level name is not ours")
 
 from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
+from weft.sim.hardware import B200, GB200_NVL72, H100, H200, MI300X, Hardware
 from weft.sim.runner import Results, run
+from weft.sim.timeline import Timeline
+from weft.sim.untimed import untimed
 from weft.sim.world import Programs
 
 __all__ = [
+    "B200",
+    "GB200_NVL72",
+    "H100",
+    "H200",
+    "MI300X",
     "DeadlockError",
+    "Hardware",
     "OutOfBoundsError",
     "Programs",
     "RaceError",
     "Results",
     "SimError",
+    "Timeline",
     "run",
+    "untimed",
 ]

@@ -458,9 +458,7 @@ class Clock:
         return self._awaited.setdefault(key, Join(1))
 
 
-def library_matmul_us(
-    hardware: Hardware, M: int, N: int, K: int, count: int, dtype: str
-) -> float:
+def library_matmul_us(hardware: Hardware, M: int, N: int, K: int, count: int, dtype: str) -> float:
     """`count` products (M, K) @ (K, N) by a library: the best of its tiles, in whole waves."""
     flops_per_us = hardware.core_flops_per_us(dtype)
     itemsize = {"float64": 8, "float32": 4, "tf32": 4, "float8": 1}.get(dtype, 2)

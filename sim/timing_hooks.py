@@ -111,9 +111,7 @@ def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
             return _zeros(ptrs.data.shape, element)
         return load(self, ptrs, mask, *rest, **kwargs)
 
-    def masked_store(
-        self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any
-    ) -> Any:
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand
         if strand is not None and strand.lane is not None:
             for owner, _, count in blocks(ptrs, mask, strand.rank):

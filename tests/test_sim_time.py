@@ -1,0 +1,219 @@
+"""Virtual time: the clock on traces worked out by hand, and whole runs against their bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft import sim
+from weft.collectives import signals
+from weft.kernels.chips import KNOWN
+from weft.sim import timing_hooks
+from weft.sim.clock import play
+from weft.sim.hardware import H100, H200, MI300X, PRESETS, Hardware, named
+from weft.sim.trace import HostOp, Launch, Signal, Store, Trace, Update, Wait, Work
+
+interpreted = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+# Round numbers: a core multiplies 1 Mflop/us and moves 1 kB/us, HBM and L2 4 kB/us, a link 2 kB/us.
+TOY = Hardware(
+    name="toy",
+    chip="sm_90",
+    cores=4,
+    flops={"bfloat16": 4e12, "float32": 4e12},
+    sustained=1.0,
+    hbm_bandwidth=4e9,
+    l2_bytes=1e6,
+    l2_bandwidth=4e9,
+    core_bandwidth=1e9,
+    link_bandwidth=4e9,
+    link_sustained=0.5,
+    topology="switch",
+    ranks=8,
+    l2_latency_us=0.5,
+    hbm_latency_us=1.0,
+    link_latency_us=2.0,
+    launch_us=10.0,
+)
+
+
+def work(address: int, nbytes: int, flops: int = 0, turns: int = 0, owner: int = 0) -> Work:
+    return Work({(0, owner): [address, nbytes]}, flops, turns, "bfloat16")
+
+
+def trace(*streams: list[Any]) -> Trace:
+    return Trace(list(streams))
+
+
+def launch(*programs: list[Any]) -> Launch:
+    return Launch("kernel", 4, list(programs))
+
+
+def test_a_pipeline_takes_the_longer_of_its_loads_and_dots() -> None:
+    # 4 kB at 1 kB/us, 1 us of latency; the first of 4 turns has loaded after 2 us, then 8 us of
+    # dots: 10 + 2 + 8. With 2 us of dots, half a us of them comes after all loads: 10 + 5 + 0.5.
+    compute = play(trace([launch([work(0, 4000, 8_000_000, 4)])]), TOY)
+    assert compute.makespan == pytest.approx(20.0)
+    memory = play(trace([launch([work(0, 4000, 2_000_000, 4)])]), TOY)
+    assert memory.makespan == pytest.approx(15.5)
+
+
+def test_two_readers_of_one_link_take_twice_as_long() -> None:
+    def read(rank: int, owner: int) -> list[Any]:
+        return [launch(*([work(0, 4000, owner=owner)] for _ in range(4)))]
+
+    # Four cores could read 4 kB/us; the owner's port gives 2: 8 us, and 5 us there and back.
+    alone = play(trace([], read(1, 0)), TOY).makespan
+    assert alone == pytest.approx(10 + 8 + 5)
+    both = play(trace([], read(1, 0), read(2, 0)), TOY).makespan
+    assert both == pytest.approx(10 + 16 + 5)
+    apart = play(trace([], read(1, 0), read(2, 3), []), TOY).makespan
+    assert apart == pytest.approx(alone)
+    mesh = dataclasses.replace(TOY, topology="mesh")  # a link to each peer
+    assert play(trace([], read(1, 0), read(2, 0)), mesh).makespan < both
+
+
+def test_what_was_loaded_lately_comes_from_l2() -> None:
+    again = play(trace([launch([work(0, 4000), Wait(1, 0), work(0, 4000)])]), TOY)
+    other = play(trace([launch([work(0, 4000), Wait(1, 0), work(9, 4000)])]), TOY)
+    assert again.hbm_bytes == 4000 and other.hbm_bytes == 8000
+    assert other.makespan - again.makespan == pytest.approx(0.5)  # of latency
+
+
+def test_two_ranks_by_hand() -> None:
+    # Rank 0 loads 2 kB (1 + 2 us), stores it to rank 1: 2 us to issue, 2 us on the way out of a
+    # core, then 5 us until the store is acknowledged; its signal takes 2 us. Rank 1 sees it with
+    # its next poll, 0.5 us.
+    sends = launch([work(0, 2000), Store(1, 2000), Signal(8, 1, 1)])
+    waits = launch([Wait(8, 1), work(0, 1000, owner=1)])
+    played = play(trace([sends], [waits]), TOY)
+    sent = 10 + (1 + 2) + (2 + 2 + 5)
+    assert max(s.end for s in played.spans if s.rank == 0) == pytest.approx(sent)
+    assert played.makespan == pytest.approx(sent + 2 + 0.5 + (1 + 1))
+
+
+def test_the_last_of_many_goes_on_when_all_have_come() -> None:
+    # Each takes a ticket; only the third does something after it.
+    programs = [[work(0, 1000 * n), Update(8, n, 0)] for n in (1, 2)]
+    programs.append([Update(8, 3, 0), work(9, 1000)])
+    played = play(trace([launch(*programs)]), TOY)
+    ticket = 10 + (1 + 2) + 0.5 + 0.5  # the second one's load, then L2 for it and for the third
+    assert played.makespan == pytest.approx(ticket + 0.5 + 2, abs=0.6)
+
+
+def test_programs_share_cores_in_turn() -> None:
+    tile = [work(0, 10, 1_000_000, 1)]
+    four, five = (play(trace([launch(*[tile] * n)]), TOY).makespan for n in (4, 5))
+    assert five > four + 1
+    moving = [work(0, 10)]  # no dot: several fit on a core
+    assert play(trace([launch(*[moving] * 8)]), TOY).makespan < four
+
+
+def test_circular_waits_are_an_error() -> None:
+    stuck = trace([launch([Wait(8, 1), Signal(9, 1, 1)])], [launch([Wait(9, 1), Signal(8, 1, 0)])])
+    with pytest.raises(RuntimeError, match="stands still"):
+        play(stuck, TOY)
+
+
+def test_a_matmul_of_the_host_takes_whole_waves() -> None:
+    rate = H100.core_flops_per_us("bfloat16")
+
+    def matmul(columns: int) -> float:
+        op = HostOp("mm", {0: 1}, {0: 1}, (128 * 11, columns, 8192, 1), "bfloat16")
+        return play(trace([op]), H100).makespan
+
+    tile = 2 * 128 * 256 * 8192 / rate
+    assert matmul(256 * 12) == pytest.approx(tile, rel=0.05)  # 132 tiles on 132 cores
+    assert matmul(256 * 13) > 1.3 * tile
+
+
+def test_presets_hold_together() -> None:
+    for name, hardware in PRESETS.items():
+        assert named(name.upper()) is hardware
+        assert any(hardware.chip == chip.name for chip in KNOWN)
+        assert 0.5 < hardware.sustained < 1 and hardware.cores > 100
+        assert hardware.rates().matmul_us(8192, 8192, 8192, torch.bfloat16) > 500
+    assert H200.hbm_bandwidth > H100.hbm_bandwidth
+    with pytest.raises(ValueError, match="h100"):
+        named("h1000")
+    with pytest.raises(ValueError, match="no matmul rate"):
+        H100.core_flops_per_us("int7")
+
+
+def test_this_triton_fits() -> None:
+    assert timing_hooks.requirements() == []
+
+
+def gather(M: int, N: int, K: int, engine: Any = "triton") -> Any:
+    def body(rank: int) -> torch.Tensor:
+        W = weft.collectives.resolve(None).world_size
+        x = torch.empty(M // W, K, dtype=torch.bfloat16)
+        w = torch.empty(K, N, dtype=torch.bfloat16)
+        with sim.untimed():
+            x.fill_(rank + 1)
+            w.fill_(0.5)
+        with weft.engine(engine):
+            return weft.all_gather_matmul(x, w, sizes=[M // W] * W)
+
+    return body
+
+
+@interpreted
+def test_without_numerics_the_timeline_is_the_same() -> None:
+    full = sim.run(2, gather(160, 96, 320), hardware="h100")
+    quick = sim.run(2, gather(160, 96, 320), hardware="h100", numerics=False)
+    assert float(full[0][0, 0]) == 160 and quick[0].shape == full[0].shape
+    assert full.timeline and quick.timeline
+    assert quick.timeline.summary() == pytest.approx(full.timeline.summary(), rel=1e-9)
+    assert full.timeline.makespan_us >= full.timeline.bound_us > 0
+    again = sim.run(2, gather(160, 96, 320), hardware="h100", numerics=False).timeline
+    assert again and again.makespan_us == quick.timeline.makespan_us
+
+
+@interpreted
+@pytest.mark.parametrize("engine", ["triton", "host", "generic"])
+def test_real_sizes_keep_to_their_bounds(engine: str) -> None:
+    M, N, K, W = 512, 512, 4096, 2
+    timeline = sim.run(
+        W, gather(M, N, K, engine), hardware=H100, numerics=False, timeout=300
+    ).timeline
+    assert timeline is not None
+    summary = timeline.summary()
+    flops = 2 * M * N * K / (132 * H100.core_flops_per_us("bfloat16"))
+    moved = M // W * K * 2 / (H100.link_bandwidth * H100.link_sustained / 1e6)
+    assert summary["arithmetic_us"] >= flops and summary["bound_us"] >= moved * (1 - 1e-9)
+    assert summary["makespan_us"] >= max(summary["bound_us"], summary["arithmetic_us"])
+    assert 0 <= summary["exposed_us"] < summary["makespan_us"]
+    if engine == "triton":
+        cores = [v for k, v in summary.items() if k.startswith("cores_")]
+        assert sum(cores) == pytest.approx(1, abs=1e-6)
+        assert timeline.on("mi300x").makespan_us > timeline.makespan_us
+
+
+@interpreted
+def test_pictures_and_traces(tmp_path: Path) -> None:
+    timeline = sim.run(2, gather(64, 64, 64), hardware="h100", numerics=False).timeline
+    assert timeline is not None
+    timeline.save_plot(tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    timeline.save_trace(tmp_path / "out.json")
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["pid"] for e in spans} == {0, 1}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.makespan_us, abs=0.1)
+    assert timeline.table().row_count > 8
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="needs hardware"):
+        sim.run(2, lambda rank: None, numerics=False)
+    with pytest.raises(ValueError, match="domain of 8 ranks"):
+        sim.run(9, lambda rank: None, hardware=MI300X)
