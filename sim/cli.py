@@ -39,39 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
     start = time.perf_counter()
-
-    def report(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {schedules} schedules", end="", file=sys.stderr, flush=True)
-
     try:
         results = run(
             args.ranks,
             _function(args.script),
             seed=args.seed,
             schedules=schedules,  # type: ignore[arg-type]
-            schedule=_schedule(args.schedule),
+            schedule=args.schedule,
             races=not args.no_races,
             programs="concurrent" if args.concurrent else "sequential",
             timeout=args.timeout,
-            on_schedule=report,
         )
     except SimError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    tried = f"{results.schedules} schedules"
+    if results.states:
+        tried = f"all interleavings: {tried} through {results.states} states"
     print(
-        f"{args.ranks} ranks, {results.schedules} schedules, {results.points} hand-overs: nothing "
-        f"found in {time.perf_counter() - start:.1f} s"
+        f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: nothing found in "
+        f"{time.perf_counter() - start:.1f} s"
     )
     return 0
-
-
-def _schedule(text: str | None) -> int | tuple[int, ...] | None:
-    """`17`, or `(0, 1, 1)` as errors print it."""
-    if text is None:
-        return None
-    numbers = [int(part) for part in text.strip("()").split(",") if part.strip()]
-    return numbers[0] if "(" not in text and len(numbers) == 1 else tuple(numbers)
 
 
 def _function(script: str) -> Callable[[int], Any]:

@@ -13,7 +13,7 @@ class SimError(WeftError):
     """
 
     seed: int | None = None
-    schedule: int | tuple[int, ...] | None = None
+    schedule: int | str | None = None
 
 
 class DeadlockError(SimError):

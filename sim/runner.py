@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -16,13 +15,25 @@ from weft.sim import distributed_hooks, interpreter_hooks, timing_hooks
 from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware, named
 from weft.sim.host_access import python_reads
+from weft.sim.progress_bar import progress
 from weft.sim.scheduler import Scheduler, local, positions
-from weft.sim.schedules import Directed, Exhaustive, Policy, Priorities, Uniform, preempting
+from weft.sim.schedules import (
+    Changes,
+    Directed,
+    Exhaustive,
+    Policy,
+    Priorities,
+    Schedule,
+    Uniform,
+    parse,
+    preempting,
+    spell,
+)
 from weft.sim.sites import Sites
 from weft.sim.timeline import Timeline
 from weft.sim.world import Programs, World
 
-Schedule = int | tuple[int, ...]
+_ALL_RANDOM = 100  # schedules; of more, half are systematic
 _UNWIND_S = 2.0  # for a strand that is in code of its own to come to a signal
 
 
@@ -31,13 +42,15 @@ class Results(list[Any]):
 
     Attributes:
         schedules: how many were run.
-        points: how often the baton went to another strand, in all of them; after
-            `schedules="exhaustive"`: the states from which more than one could go on.
+        switches: how often one rank or program handed over to another, in all of them.
+        states: after `schedules="exhaustive"`, how many different states there are from which more
+            than one rank or program could go on.
         timeline: of the first schedule, if `hardware` was given.
     """
 
     schedules: int = 0
-    points: int = 0
+    switches: int = 0
+    states: int = 0
     timeline: Timeline | None = None
 
 
@@ -51,7 +64,6 @@ def run(
     races: bool = True,
     programs: Programs = "sequential",
     timeout: float = 60.0,
-    on_schedule: Callable[[int], None] | None = None,
     hardware: Hardware | str | None = None,
     numerics: bool = True,
 ) -> Results:
@@ -65,14 +77,13 @@ def run(
         fn: called once a rank and schedule, with the rank. The ranks share Python's memory: they
             must talk to each other through weft only.
         schedules: how many different interleavings to try; of more than 100, the first half are
-            random and the others systematic, with few preemptions. "exhaustive" tries all: for the
-            smallest cases.
+            random and the others systematic, with one or two preemptions. "exhaustive" tries all
+            that can differ: for small cases.
         schedule: try only this one, as an error named it.
         races: check every access to shared memory.
         programs: "sequential" runs the programs of a launch in turn, "concurrent" as strands of
             their own, each of which may be anywhere.
         timeout: seconds that one schedule may take.
-        on_schedule: called after each schedule with how many are done.
         hardware: keep virtual time on this ("h100", or a `Hardware`): kernels and the choice of
             engines are those of its chip, and the results have a `timeline`.
         numerics: False skips the arithmetic and the movement of floating-point data, so that real
@@ -112,67 +123,71 @@ def run(
             f"dataclasses.replace(hardware, ranks=...) makes a larger one"
         )
     results: Results | None = None
-    schedules_run = points = 0
+    schedules_run = switches = 0
     random_state = torch.get_rng_state()
     everything = Exhaustive()
-    policies = _policies(seed, schedules, schedule)
-    for name, policy in everything if schedules == "exhaustive" and schedule is None else policies:
-        torch.set_rng_state(random_state)
-        values, world = _run_one(
-            world_size,
-            fn,
-            policy,
-            seed,
-            name,
-            races=races,
-            programs=programs,
-            timeout=timeout,
-            hardware=machine,
-            numerics=numerics,
-        )
-        if results is None:
-            results = Results(values)
-            if world.recorder and machine:
-                results.timeline = Timeline(world.recorder.trace, machine)
-        schedules_run += 1
-        points += world.scheduler.switches
-        if on_schedule is not None:
-            on_schedule(schedules_run)
+    policies = _policies(seed, schedules, schedule, everything)
+    one = 1 if schedule is not None else schedules
+    with progress(one if isinstance(one, int) else None) as advance:
+        for name, policy in policies:
+            torch.set_rng_state(random_state)
+            values, world = _run_one(
+                world_size,
+                fn,
+                policy,
+                seed,
+                name,
+                races=races,
+                programs=programs,
+                timeout=timeout,
+                hardware=machine,
+                numerics=numerics,
+            )
+            if results is None:
+                results = Results(values)
+                if world.recorder and machine:
+                    results.timeline = Timeline(world.recorder.trace, machine)
+            schedules_run += 1
+            switches += world.scheduler.switches
+            advance()
     assert results is not None
-    results.schedules, results.points = schedules_run, everything.points or points
+    results.schedules, results.switches = schedules_run, switches
+    results.states = len(everything.states)
     return results
 
 
 def _policies(
-    seed: int, schedules: int | str, schedule: Schedule | None
+    seed: int, schedules: int | str, schedule: Schedule | None, everything: Exhaustive
 ) -> Iterator[tuple[Schedule, Policy]]:
     if schedule is not None:
         yield schedule, _policy(seed, schedule)
-        return
-    assert isinstance(schedules, int)
-    at_random = schedules if schedules <= 100 else schedules // 2
+    elif isinstance(schedules, int):
+        yield from _some(seed, schedules)
+    else:
+        for changes, policy in everything:
+            yield spell(changes), policy
+
+
+def _some(seed: int, schedules: int) -> Iterator[tuple[Schedule, Policy]]:
+    at_random = schedules if schedules <= _ALL_RANDOM else schedules // 2
     for number in range(at_random):
         yield number, _policy(seed, number)
-    left = schedules - at_random
-    seen: set[tuple[int, ...]] = set()
-    for choices, policy in preempting(seed, left):
-        if not left:
+    seen: set[Changes] = set()
+    for changes, policy in preempting(seed, schedules - at_random):
+        if at_random + len(seen) == schedules:
             return
-        if choices not in seen:
-            seen.add(choices)
-            left -= 1
-            yield choices, policy
-    for number in count(at_random):
-        if not left:
-            return
-        left -= 1
+        if changes not in seen:
+            seen.add(changes)
+            yield spell(changes), policy
+    for number in range(at_random, schedules - len(seen)):
         yield number, _policy(seed, number)
 
 
 def _policy(seed: int, schedule: Schedule) -> Policy:
-    if isinstance(schedule, tuple):
-        return Directed(schedule)
-    return Priorities(seed, schedule) if schedule % 2 else Uniform(seed, schedule)
+    known = parse(schedule) if isinstance(schedule, str) else schedule
+    if isinstance(known, tuple):
+        return Directed(known)
+    return Priorities(seed, known) if known % 2 else Uniform(seed, known)
 
 
 def _run_one(

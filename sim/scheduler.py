@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 
 from weft.sim.errors import DeadlockError
-from weft.sim.schedules import Policy
+from weft.sim.schedules import Policy, Visiting
 from weft.sim.sites import Sites
 from weft.sim.trace import Lane
 
@@ -29,12 +29,19 @@ class Stop(BaseException):
     """Unwinds a strand after another one has failed. Not an Exception: kernels wrap those."""
 
 
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class Strand:
     """A thread of control.
 
     Attributes:
         rank, slot: the rank, and the number of this strand's clock.
+        name: the same in every schedule.
         what: "host", or the kernel and its program.
         confined: runs a kernel that can only mean memory of its arguments or symmetric memory.
         waits_for: tells what it waits for, while it sleeps.
@@ -51,10 +58,20 @@ class Strand:
     blocked: Callable[[], bool] | None = None
     words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then
     vain: int = 0
+    seen_before: int = 0  # hash of what it saw, but for the last
     random_state: torch.Tensor | None = None
     lane: Lane | None = None
     timed: bool = True
-    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    name: tuple[int, str] = (0, "")
+    baton: threading.Lock = field(default_factory=_held)
+
+    def __post_init__(self) -> None:
+        self.name = self.rank, self.what
+
+    def wake(self) -> None:
+        """Let this strand go on, if it waits for the baton."""
+        if self.baton.locked():
+            self.baton.release()
 
 
 class _Local(threading.local):
@@ -82,6 +99,11 @@ class Scheduler:
         self.failed_rank: int | None = None  # if its own code raised the failure
         self.finished = threading.Event()
         self.switches = 0
+        self.tracing = isinstance(policy, Visiting)
+        self._seen: dict[tuple[int, str], int] = {}  # hash of all that a strand has seen
+        self._writers: dict[Hashable, tuple[int, str]] = {}  # of each word, the last one
+        if isinstance(policy, Visiting):
+            policy.state = self._state
         self._threads: list[threading.Thread] = []
 
     def start(self, strand: Strand, body: Callable[[], None]) -> None:
@@ -108,7 +130,7 @@ class Scheduler:
 
     def begin(self) -> None:
         """Give the baton to the first strand."""
-        self._pick(self.live, None).baton.release()
+        self._pick(self.live, None).wake()
 
     def join(self, timeout: float) -> None:
         """Wait for all threads to end: one that unwinds while Python exits would abort it."""
@@ -121,7 +143,7 @@ class Scheduler:
         if self.failure is None:
             self.failure = error
         for strand in list(self.live):
-            strand.baton.release()
+            strand.wake()
 
     def stop(self, error: BaseException) -> Stop:
         """`fail`, and what to raise in the strand that found it."""
@@ -137,6 +159,23 @@ class Scheduler:
         """A signal operation is about to happen: whoever the policy picks goes first."""
         strand.site = self.sites.here()
         self._switch(strand)
+
+    def saw(self, strand: Strand, word: Hashable, value: Hashable, wrote: bool) -> None:
+        """`strand` has found `value` in `word`, and may have left another: for `tracing`."""
+        strand.seen_before = self._seen.get(strand.name, 0)
+        self._seen[strand.name] = hash((strand.seen_before, word, value))
+        if wrote:
+            self._writers[word] = strand.name
+
+    def looks_again(self, strand: Strand) -> None:
+        """What `strand` saw last makes no difference: it will look once more."""
+        if self.tracing:
+            self._seen[strand.name] = strand.seen_before
+
+    def _state(self) -> Hashable:
+        """What decides how things can go on, if memory is accessed without races."""
+        seen = frozenset((s.name, self._seen.get(s.name)) for s in self.live)
+        return seen, frozenset(self._writers.items())
 
     def changed(self, address: int) -> None:
         """The signal word at `address` has a new value."""
@@ -216,7 +255,7 @@ class Scheduler:
         self.switches += 1
         if chosen.rank != strand.rank:
             strand.random_state = torch.get_rng_state()
-        chosen.baton.release()
+        chosen.wake()
         strand.baton.acquire()
         self.check()
         if strand.random_state is not None:
@@ -233,7 +272,7 @@ class Scheduler:
                 chosen = self._pick(self.live, strand)
             except Stop:
                 return
-            chosen.baton.release()
+            chosen.wake()
 
 
 def positions(sites: Sites, scheduler: Scheduler) -> str:

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from weft.sim.scheduler import Strand
 
 
-# Of each choice: who was chosen, among how many, and which of them ran before (-1: none).
-Made = list[tuple[int, int, int]]
+# Where a schedule departs from going on with whoever runs: (number of the choice, who instead).
+Changes = tuple[tuple[int, int], ...]
+Schedule = int | str
+
+
+def spell(changes: Changes) -> str:
+    """Changes as errors print them: `17:2,40:0`; `default` if there are none."""
+    return ",".join(f"{step}:{chosen}" for step, chosen in changes) or "default"
+
+
+def parse(schedule: str) -> int | Changes:
+    """A schedule as errors print it: a number, or changes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if schedule.isdecimal():
+        return int(schedule)
+    if schedule == "default":
+        return ()
+    try:
+        pairs = [tuple(map(int, part.split(":"))) for part in schedule.split(",")]
+        return tuple((step, chosen) for step, chosen in pairs)
+    except ValueError:
+        raise ValueError(
+            f"a schedule is a number or like '17:2,40:0', as an error named it, got {schedule!r}"
+        ) from None
 
 
 class Policy(Protocol):
@@ -57,84 +82,112 @@ class Priorities:
 
 
 class Directed:
-    """Follows given choices, then goes on with whoever runs; notes every choice that there was."""
+    """Goes on with whoever runs, but for given changes; notes every choice that there was."""
 
-    def __init__(self, choices: tuple[int, ...] = ()) -> None:
-        self._given = choices
-        self.made: Made = []
+    def __init__(self, changes: Changes = ()) -> None:
+        self._changes = dict(changes)
+        self.made: list[Choice] = []
 
     def pick(self, able: list[Strand], current: Strand | None) -> Strand:
-        before = able.index(current) if current in able else -1
-        step = len(self.made)
-        if step < len(self._given) and self._given[step] < len(able):
-            chosen = self._given[step]
-        else:
-            chosen = max(before, 0)
-        self.made.append((chosen, len(able), before))
+        default = able.index(current) if current in able else 0
+        # A change of another program's schedule may not be possible here.
+        chosen = min(self._changes.get(len(self.made), default), len(able) - 1)
+        self.made.append(Choice(chosen, default, len(able)))
         return able[chosen]
+
+
+class Choice(NamedTuple):
+    """Of strands that could go on: the one chosen, the one that ran before, how many there were."""
+
+    chosen: int
+    default: int
+    count: int
+
+
+def _changes_of(made: Sequence[Choice]) -> Changes:
+    return tuple((step, c.chosen) for step, c in enumerate(made) if c.chosen != c.default)
+
+
+def _changed(made: Sequence[Choice], steps: Iterable[int]) -> list[Changes]:
+    """What was `made` up to one of `steps`, another choice there, and the default after."""
+    return [
+        (*_changes_of(made[:step]), (step, other))
+        for step in steps
+        for other in range(made[step].count)
+        if other != made[step].chosen
+    ]
 
 
 _TRACES = 64  # schedules with one preemption that get a second one
 
 
-def _changed(made: Made, start: int) -> list[tuple[int, ...]]:
-    """The choices `made` up to some step from `start` on, where another one is made instead."""
-    chosen = tuple(choice for choice, _, _ in made)
-    return [
-        (*chosen[:step], other)
-        for step in range(start, len(made))
-        for other in range(made[step][1])
-        if other != chosen[step]
-    ]
-
-
-def preempting(seed: int, budget: int) -> Iterator[tuple[tuple[int, ...], Directed]]:
+def preempting(seed: int, budget: int) -> Iterator[tuple[Changes, Directed]]:
     """Up to `budget` schedules in which a strand goes on until it must wait, but for one change,
-    or two, at points from the whole of the run.
+    or two: all of those with one if half the budget is enough, else some from the whole of the run.
 
     Most faults of concurrent programs need two preemptions at most.
     """
     chance = random.Random(f"{seed} preemptions")
     policy = Directed()
     yield (), policy
-    once = _changed(policy.made, 0)
-    traces: list[tuple[int, Made]] = []
-    for choices in chance.sample(once, min(len(once), budget // 2)):
-        policy = Directed(choices)
-        yield choices, policy
-        if len(traces) < _TRACES and len(policy.made) > len(choices):
-            traces.append((len(choices), policy.made))
+    once = _changed(policy.made, range(len(policy.made)))
+    traces: list[tuple[range, list[Choice]]] = []
+    for changes in chance.sample(once, min(len(once), budget // 2)):
+        policy = Directed(changes)
+        yield changes, policy
+        after = changes[-1][0] + 1
+        if len(traces) < _TRACES and len(policy.made) > after:
+            traces.append((range(after, len(policy.made)), policy.made))
     for _ in range(4 * budget if traces else 0):  # there may be fewer different ones
-        start, made = chance.choice(traces)
-        twice = _changed(made, start)
-        choices = chance.choice(twice)
-        yield choices, Directed(choices)
+        steps, made = chance.choice(traces)
+        changes = chance.choice(_changed(made, steps))
+        yield changes, Directed(changes)
 
 
 class Exhaustive:
-    """All schedules, depth first."""
+    """All interleavings that can matter, depth first.
+
+    Ranks see each other by signals alone: two ways into a state, in which every strand has seen the
+    same values and every word has the same last writer, go on alike, and one of them is enough.
+    """
 
     def __init__(self) -> None:
-        self._next: tuple[int, ...] | None = ()
-        self.points = 0  # different states from which more than one could go on, so far
+        self._left: list[Changes] = [()]
+        self.states: set[Hashable] = set()  # from which more than one strand could go on
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], Directed]]:
-        while self._next is not None:
-            choices = self._next
-            policy = Directed(choices)
-            yield choices, policy
-            # Up to the choice that differs, the states are those of an earlier schedule.
-            self.points += len(policy.made) - len(choices)
-            self._next = self._after(policy.made)
+    def __iter__(self) -> Iterator[tuple[Changes, Visiting]]:
+        while self._left:
+            changes = self._left.pop()
+            start = changes[-1][0] + 1 if changes else 0
+            policy = Visiting(changes, start, self.states)
+            yield changes, policy
+            self._left += _changed(policy.made, policy.fresh)
 
-    @staticmethod
-    def _after(made: Made) -> tuple[int, ...] | None:
-        """The choices of the next schedule: those made, with the last one that can be changed."""
-        for step in range(len(made) - 1, -1, -1):
-            chosen, count, before = made[step]
-            default = max(before, 0)  # came first, then the others in order
-            order = [default, *(i for i in range(count) if i != default)]
-            if chosen != order[-1]:
-                other = order[order.index(chosen) + 1]
-                return (*(choice for choice, _, _ in made[:step]), other)
-        return None
+
+class Visiting(Directed):
+    """`Directed`, and notes the states from choice `start` on until one that was seen before.
+
+    Attributes:
+        fresh: choices that were made in states not seen before.
+        state: tells the state; set by the scheduler.
+    """
+
+    def __init__(self, changes: Changes, start: int, states: set[Hashable]) -> None:
+        super().__init__(changes)
+        self.fresh: list[int] = []
+        self.state: Callable[[], Hashable] = lambda: None
+        self._start, self._states = start, states
+        self._last: Hashable = None
+        self._merged = False
+
+    def pick(self, able: list[Strand], current: Strand | None) -> Strand:
+        step = len(self.made)
+        if step >= self._start - 1 and not self._merged:
+            before, self._last = self._last, self.state()
+            # The same as before: whoever went on has come to its next operation, and done none.
+            if step >= self._start and self._last != before:
+                self._merged = self._last in self._states
+                if not self._merged:
+                    self._states.add(self._last)
+                    self.fresh.append(step)
+        return super().pick(able, current)

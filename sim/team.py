@@ -73,6 +73,11 @@ class Team:
         hardware = self._world.hardware
         return hardware.rates() if hardware else None
 
+    @property
+    def calls(self) -> int:
+        """How many calls the first member has made."""
+        return self._met[0]
+
     def arrive(self, member: int, value: Any, call: str) -> Meeting:
         """Bring `value` to the next call of the team, which must be the same `call` for all.
 
@@ -81,6 +86,8 @@ class Team:
         """
         number = self._met[member]
         self._met[member] += 1
+        if self._world.scheduler.tracing:
+            self._world.scheduler.saw(strand_here(), self.ranks, number, False)
         meeting = self._open.setdefault(number, Meeting(len(self.ranks)))
         for other, (_, theirs) in meeting.values.items():
             if theirs != call:
@@ -134,6 +141,8 @@ class Team:
 
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""
+        if self._world.scheduler.tracing:
+            self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
         clock = self._clock().copy() if self._world.detector else None
         self._mail.setdefault((source, target, tag), deque()).append((value, clock))
 

@@ -7,7 +7,7 @@ interpreter (`interpreter_hooks.Observer`), torch ops (`host_access`) and host-s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class World:
         self._sites = sites
         self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
+        self._blocks: list[tuple[int, int, Hashable]] = []  # start, end, name of each segment
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
@@ -123,6 +124,8 @@ class World:
         self._pads[start] = (team, rank, pad_bytes)
         if self.recorder:
             self.recorder.add_memory(start, start + total, rank)
+        # Their addresses are others in every schedule.
+        self._blocks.append((start, start + total, (team.ranks, team.calls, rank)))
         if self.detector:
             data, end = start + pad_bytes, start + total
             what = f"symmetric buffer {number} of rank {rank}"
@@ -212,7 +215,7 @@ class World:
                     detector.acquire(strand.slot, address, scope)
                 if sem in ("release", "acq_rel") and changed:
                     detector.release(strand.slot, address, scope)
-        self._values[first] = int(seen.reshape(-1)[0])
+        self._saw(strand, first, int(seen.reshape(-1)[0]), changed)
         if changed:
             for address in map(int, accessed):
                 scheduler.changed(address)
@@ -235,6 +238,16 @@ class World:
         else:
             self.recorder.add(strand, Signal(address, version, owner))
 
+    def _saw(self, strand: Strand, address: int, value: int | None, wrote: bool) -> None:
+        if value is not None:
+            self._values[address] = value
+        if self.scheduler.tracing:
+            for start, end, name in self._blocks:
+                if start <= address < end:
+                    self.scheduler.saw(strand, (name, address - start), value, wrote)
+                    return
+            self.scheduler.saw(strand, ("private", strand.rank), value, wrote)
+
     def barrier(self) -> None:
         if self.detector:
             self.detector.barrier(strand_here().slot)
@@ -242,6 +255,7 @@ class World:
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
         strand = strand_here()
+        self.scheduler.looks_again(strand)
         self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
         return 0
 
@@ -392,13 +406,15 @@ class World:
         if self.recorder:
             version, owner = self.scheduler.versions[address], self.recorder.owner(address, -1)
             self.recorder.add(strand, Signal(address, version, owner))
+        self._saw(strand, address, None, True)
 
     def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
         """A host-side acquire: until the word at `address` is at least `value`."""
         strand = strand_here()
         self.scheduler.point(strand)
         while True:
-            seen = self._values[address] = read()
+            seen = read()
+            self._saw(strand, address, seen, False)
             if self.detector:
                 with self._reporting():
                     self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC_READ)
@@ -408,6 +424,7 @@ class World:
                     version = self.scheduler.versions.get(address, 0)
                     self.recorder.add(strand, Wait(address, version))
                 return
+            self.scheduler.looks_again(strand)
             self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
 
     def word_access(self, address: int, kind: str) -> None:

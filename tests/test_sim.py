@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 import time
+from itertools import permutations
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, signals, workspace
-from weft.sim import interpreter_hooks
+from weft.sim import interpreter_hooks, progress_bar
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -262,16 +265,92 @@ def test_what_a_kernel_raises(programs: sim.Programs) -> None:
 @needs_interpreter
 def test_all_interleavings_of_a_small_case() -> None:
     results = sim.run(2, lambda r: hand_over(r, ""), schedules="exhaustive")
-    assert results == [0, 5] and results.schedules > 1 and results.points > 0
+    assert results == [0, 5] and results.schedules > 1 and results.states > 1
     with pytest.raises(sim.RaceError) as caught:
         sim.run(2, lambda r: hand_over(r, "relaxed"), schedules="exhaustive")
-    assert isinstance(caught.value.schedule, tuple)
+    assert isinstance(caught.value.schedule, str)
     with pytest.raises(sim.RaceError):
         sim.run(2, lambda r: hand_over(r, "relaxed"), schedule=caught.value.schedule)
 
 
-def test_systematic_schedules_follow_random_ones() -> None:
-    assert sim.run(2, mean, schedules=110).schedules == 110
+@triton.jit
+def _peek_kernel(signal_ptrs, out_ptr, rank, ROUNDS: tl.constexpr) -> None:
+    """Tell the other rank a number, look what it has told so far; again with the next number."""
+    mine = signals.slot_ptr(signal_ptrs, rank, 2, 0, 1 - rank, 0)
+    for number in range(ROUNDS):
+        signals.signal(signals.slot_ptr(signal_ptrs, 1 - rank, 2, 0, rank, 0), number + 1)
+        tl.store(out_ptr + number, tl.atomic_add(mine, 0, sem="acquire", scope="sys"))
+
+
+@needs_interpreter
+def test_exhaustive_finds_every_outcome() -> None:
+    outcomes: set[tuple[tuple[int, ...], ...]] = set()
+    told: dict[int, tuple[int, ...]] = {}
+
+    def body(rank: int) -> None:
+        out = torch.empty(2, dtype=torch.int64)
+        _peek_kernel[(1,)](collectives.empty((1,)).signal_ptrs, out, rank, ROUNDS=2)
+        told[rank] = tuple(out.tolist())
+        if len(told) == 2:
+            outcomes.add((told.pop(0), told.pop(1)))
+
+    def shuffled() -> set[tuple[tuple[int, ...], ...]]:
+        """What the definition gives: all ways to shuffle two programs of four steps."""
+        found = set()
+        for order in set(permutations("aaaabbbb")):
+            steps, has, seen = {"a": 0, "b": 0}, {"a": 0, "b": 0}, {"a": [], "b": []}
+            for who in order:
+                if steps[who] % 2:
+                    seen[who].append(has["b" if who == "a" else "a"])
+                else:
+                    has[who] += 1
+                steps[who] += 1
+            found.add((tuple(seen["a"]), tuple(seen["b"])))
+        return found
+
+    results = sim.run(2, body, schedules="exhaustive")
+    assert outcomes == shuffled()
+    assert results.schedules < 70 == comb(8, 4), "ways into one state are followed once"
+
+
+def test_systematic_schedules_are_shown_again_by_few_characters() -> None:
+    def body(rank: int) -> None:
+        for _ in range(3):
+            mean(rank)
+        order.append(rank)
+
+    order: list[int] = []
+    assert sim.run(3, body, schedules=130).schedules == 130
+    orders = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    order.clear()
+
+    def wrong(rank: int) -> None:
+        body(rank)
+        if len(order) % 3 == 0 and len(order) > 3 * 101:  # a systematic one
+            raise sim.SimError("found")
+
+    with pytest.raises(sim.SimError) as caught:
+        sim.run(3, wrong, schedules=130)
+    schedule = caught.value.schedule
+    assert isinstance(schedule, str) and len(schedule) < 16
+    assert f"seed=0, schedule={schedule!r})" in str(caught.value)
+    order.clear()
+    sim.run(3, body, schedule=schedule)
+    assert tuple(order) == orders[101]
+    with pytest.raises(ValueError, match="like '17:2,40:0'"):
+        sim.run(3, body, schedule="17.2")
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(progress_bar, "_SHOW_AFTER_S", 0.0)
+    for screen, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", screen)
+        sim.run(2, mean, schedules=3)
+        assert ("3/3" in screen.getvalue()) == shown
 
 
 def test_workspaces_are_dropped_at_the_end() -> None:
