@@ -102,4 +102,4 @@ def test_a_dtensor_script_is_right_under_any_schedule(world_size: int, schedules
 
 
 def test_a_dtensor_script_on_64_ranks() -> None:
-    check(sim.run(64, lambda rank: train()), 64)
+    check(sim.run(64, lambda rank: train(), timeout=300), 64)
