@@ -162,7 +162,7 @@ def test_a_failure_is_a_row(planted: dict[str, rows.Case]) -> None:
         case = planted[name]
         assert case.variants["elsewhere"].failure == "not on this machine"
         assert case.variants["weft"].error == 0 and case.variants["weft"].us > 0
-        assert case.variants["sleep"].us >= 2000 and case.gain.told_apart  # type: ignore[union-attr]
+        assert case.variants["sleep"].us >= 2000
     result = rows.Result("planted", {"ranks": 2, "cores": 2, "cpu": "c", "device": "cpu",
                          "quiet": True}, list(planted.values()))  # fmt: skip
     table = tables.table_of(result)
