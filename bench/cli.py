@@ -7,6 +7,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -96,7 +97,23 @@ def failed(case: Case) -> bool:
 
 
 def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
-    """The `Options` that the command line asks for."""
+    """The `Options` that the command line of a suite asks for."""
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    return replace(
+        machine_options(args, parser),
+        engines=tuple(args.engines or ()),
+        shapes=tuple(entry for entries in args.shapes or () for entry in entries),
+        full_size=args.full_size,
+        quick=args.quick,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        filter=args.filter,
+    )
+
+
+def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
+    """The part of them that `add_machine_options` reads."""
     import torch
 
     from weft.bench.problem import Options
@@ -108,20 +125,7 @@ def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Opt
     ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
     if ranks < 2:
         parser.error(f"--ranks must be at least 2, got {ranks}: one rank has no peers")
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    return Options(
-        ranks=ranks,
-        device=device,
-        dtype=getattr(torch, args.dtype),
-        engines=tuple(args.engines or ()),
-        shapes=tuple(entry for entries in args.shapes or () for entry in entries),
-        full_size=args.full_size,
-        quick=args.quick,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        filter=args.filter,
-    )
+    return Options(ranks=ranks, device=device, dtype=getattr(torch, args.dtype))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ Weights are laid out as nn.Linear's are, inputs normally distributed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from weft.bench.rows import Case, Ratio
 from weft.bench.shapes import TOKENS, Model, sized
 from weft.collectives import chunk_sizes, resolve
 from weft.collectives.group import Group
+from weft.kernels import engines
 from weft.kernels.dense import mm
 
 NAME = "ops"
@@ -133,11 +134,11 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         return call
 
     absent = {}
-    engines = [name for name in ENGINES if not options.engines or name in options.engines]
+    offered = [name for name in ENGINES if not options.engines or name in options.engines]
     if device.type == "cpu" and not options.engines:
-        engines.remove("triton")
+        offered.remove("triton")
         absent["triton"] = "interpreted on a CPU, for tests; --engines triton times it"
-    variants = {name: on(name) for name in engines}
+    variants = {name: on(name) for name in offered}
     symm_mem, plain = problem.symm_mem, problem.plain
     if not options.engines or "peers" in options.engines:
         variants[PEERS[0]] = lambda i: symm_mem(xs[i], ws[i])
@@ -146,6 +147,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         else:
             variants[PEERS[1]] = lambda i: plain(xs[i], ws[i])
 
+    spec.params["prices"] = _prices(spec.params["op"], problem, group, device)
     touched = problem.local.numel() + ws[0].numel() + problem.local.shape[0] * ws[0].shape[1]
     least: dict[str, Call] = {
         "arithmetic": lambda i: mm(problem.local, ws[i]),
@@ -162,6 +164,18 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         peer=PEERS[1] if PEERS[1] in variants else "",
         absent=absent,
     )
+
+
+def _prices(op: str, problem: _Problem, group: Group, device: torch.device) -> dict[str, Any]:
+    """What the cost model expects of each engine, as plain values."""
+    (M, K), N, dtype = problem.local.shape, problem.ws[0].shape[1], problem.local.dtype
+    call = engines.Problem(op, M, N, K, dtype, problem.moved_bytes)
+    prices: dict[str, engines.Price] = {}
+    if not group.why:
+        prices |= {str(name): price for name, price in engines.predict(call, group, device).items()}
+    # Forced, "generic" is the process group's collective; auto has others to choose from.
+    prices["generic"] = engines.by_process_group(call, group, device)
+    return {name: asdict(price) for name, price in prices.items()}
 
 
 @dataclass

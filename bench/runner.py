@@ -28,7 +28,7 @@ from rich.progress import (
 from weft import collectives, settings
 from weft.bench.environment import environment
 from weft.bench.measure import Ranks, run_case, short
-from weft.bench.problem import Options, Spec, Suite
+from weft.bench.problem import Options, Spec, Suite, backend_for
 from weft.bench.rows import Case, Result
 from weft.demo.launch import RankError, launch
 
@@ -113,7 +113,7 @@ class _Run:
                     _rank_main,
                     [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
                     self.options,
-                    backend=_backend(self.options),
+                    backend=backend_for(self.options),
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
                     stall_s=settings.timeout_s() + 60,
@@ -159,17 +159,6 @@ _KEEP_FREED_MEMORY = {
 def _module_name(suite: Suite) -> str:
     name: str = suite.__name__  # type: ignore[attr-defined] # suites are modules
     return name
-
-
-def _backend(options: Options) -> str:
-    if options.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        return "gloo"
-    if options.ranks <= torch.cuda.device_count():
-        return "nccl"
-    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return "gloo"
 
 
 def _rank_main(

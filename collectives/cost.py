@@ -2,7 +2,7 @@
 
 The first call that has to choose measures them, all ranks of its group at the same time (0.3 s),
 and rank 0 keeps the result in WEFT_CACHE_DIR. Every rank uses rank 0's numbers, so that all ranks
-choose alike. Delete the file to measure again.
+choose alike. `weft bench calibrate` measures again, as does deleting the file.
 """
 
 from __future__ import annotations
@@ -49,10 +49,19 @@ class Machine:
     wire: float
     wire_us: float
 
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Matmul rate of a dtype, in flop per us."""
+        return self.flops.get(str(dtype), self.flops[str(torch.float32)])
+
+    def flops_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
+        """Time of the multiplications of an (M, K) @ (K, N) on one rank."""
+        return 2 * M * N * K / self.flops_of(dtype)
+
     def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
-        """Time of an (M, K) @ (K, N) on one rank."""
-        rate = self.flops.get(str(dtype), self.flops[str(torch.float32)])
-        return 2 * M * N * K / rate
+        """Time of an (M, K) @ (K, N) on one rank: its multiplications, or reading and writing its
+        operands (a copy does both at once) where that takes longer, as of few rows."""
+        touched = (M * K + K * N + M * N) * dtype.itemsize
+        return max(self.flops_us(M, N, K, dtype), touched / max(2 * self.copy, 1e-9))
 
     def memory_us(self, nbytes: float, syncs: int = 1) -> float:
         """Time to move `nbytes` through symmetric memory in `syncs` exchanges."""
@@ -74,18 +83,24 @@ def machine(group: Group, device: torch.device) -> Machine:
     """The rates for `group` on `device`. Collective the first time in a process."""
     if group.virtual is not None:
         return group.virtual.rates or _NOMINAL
-    key = (group, device.type)
-    found = _machines.get(key)
+    found = _machines.get((group, device.type))
     if found is None:
-        kept: list[Any] = [_load(_path(group, device)) if group.rank == 0 else None]
+        kept: list[Any] = [_load(path_for(group, device)) if group.rank == 0 else None]
         _broadcast(group, kept)
         if kept[0] is None:
-            kept = [asdict(_measure(group, device))]
-            _broadcast(group, kept)
-            if group.rank == 0:
-                _save(_path(group, device), kept[0])
-        found = _machines[key] = Machine(**kept[0])
+            return calibrate(group, device)
+        found = _machines[group, device.type] = Machine(**kept[0])
     return found
+
+
+def calibrate(group: Group, device: torch.device) -> Machine:
+    """Measure the rates for `group` on `device` now, and keep them. Collective."""
+    rates: list[Any] = [asdict(_measure(group, device))]
+    _broadcast(group, rates)
+    if group.rank == 0:
+        _save(path_for(group, device), rates[0])
+    measured = _machines[group, device.type] = Machine(**rates[0])
+    return measured
 
 
 def _broadcast(group: Group, values: list[Any]) -> None:
@@ -93,7 +108,8 @@ def _broadcast(group: Group, values: list[Any]) -> None:
         dist.broadcast_object_list(values, src=group.ranks[0], group=group.pg)
 
 
-def _path(group: Group, device: torch.device) -> Path:
+def path_for(group: Group, device: torch.device) -> Path:
+    """The file that keeps the rates."""
     conditions = _digest(
         torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         torch.__version__,

@@ -103,29 +103,97 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
         return "generic", reason
     if group.world_size == 1:
         return fused if problem.host_refusal else "host", "one rank"
-    times = predict(problem, group, device)
-    best = min(times, key=lambda engine: times[engine])
-    others = ", ".join(f"{us:.0f} us for {e}" for e, us in times.items() if e != best)
-    return best, f"{times[best]:.0f} us against {others}"
+    prices = predict(problem, group, device)
+    best = min(prices, key=lambda engine: prices[engine].us)
+    others = ", ".join(f"{price.us:.0f} us for {e}" for e, price in prices.items() if e != best)
+    return best, f"{prices[best].us:.0f} us against {others}"
 
 
-def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, float]:
-    """Predicted time of each engine in us. CPU interpretation is not offered: it is for tests."""
+@dataclass(frozen=True)
+class Price:
+    """Predicted time of one engine, and the reasoning, as `weft bench explain` prints it.
+
+    Attributes:
+        parts: name, us, and where that comes from.
+        rule: how the parts make up `us`.
+    """
+
+    us: float
+    parts: tuple[tuple[str, float, str], ...]
+    rule: str = "one after the other"
+
+
+def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
+    """Predicted time of each engine. CPU interpretation is not offered: it is for tests."""
     rates = cost.machine(group, device)
-    matmul = rates.matmul_us(problem.M, problem.N, problem.K, problem.dtype)
-    generic = matmul + rates.wire_time_us(problem.moved_bytes)
-    moved = rates.memory_us(problem.moved_bytes, syncs=2)
-    if not group.on_gpus(device):
-        # The ranks' cores do the copies as well: nothing overlaps, but there is no second pass.
-        return {"host": matmul + moved, "generic": generic}
+    if device.type == "cpu":
+        return _on_cpu(problem, group, rates)
     # The copy engine overlaps all but the first chunk; the kernel overlaps all but filling its
     # pipeline, at 95 % of the library's matmul rate.
-    world_size = group.world_size
-    times: dict[RunnableEngine, float] = {
-        "triton": max(matmul / 0.95, moved) + 2 * rates.sync_us,
-        "host": max(matmul, moved) + moved / world_size + 2 * world_size * rates.sync_us,
-        "generic": generic,
+    W, matmul = group.world_size, _matmul(problem, rates)
+    moved, sync = _moved(problem, rates), rates.sync_us
+    kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
+    signals = ("signals", 2 * W * sync, f"{2 * W} of {sync:.3g} us")
+    first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
+    prices: dict[RunnableEngine, Price] = {
+        "triton": Price(
+            max(kernel[1], moved[1]) + 2 * sync,
+            (kernel, moved, ("signals", 2 * sync, f"2 of {sync:.3g} us")),
+            "the longer of matmul and transfers, then the signals",
+        ),
+        "host": Price(
+            max(matmul[1], moved[1]) + first[1] + signals[1],
+            (matmul, moved, first, signals),
+            "the longer of matmul and transfers, then the rest",
+        ),
+        "generic": by_process_group(problem, group, device),
     }
     if problem.host_refusal:
-        del times["host"]
-    return times
+        del prices["host"]
+    return prices
+
+
+_KERNEL_RATE = 0.95
+
+
+def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:
+    """Predicted time of the process group's collective and a matmul."""
+    rates = cost.machine(group, device)
+    wire = rates.wire_time_us(problem.moved_bytes)
+    matmul = _matmul(problem, rates)
+    how = f"{_mib(problem.moved_bytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
+    return Price(matmul[1] + wire, (matmul, ("collective", wire, how)))
+
+
+def _on_cpu(problem: Problem, group: Group, rates: cost.Machine) -> dict[RunnableEngine, Price]:
+    """The ranks' cores do the copies as well, so nothing overlaps; but nothing is copied twice.
+
+    Without fusion the collective reads the same bytes of the same memory, and writes them once
+    more before the matmul can begin.
+    """
+    matmul, moved = _matmul(problem, rates), _moved(problem, rates)
+    signals = ("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
+    copied = ("copy", moved[1], "what was read, once more")
+    fused, unfused = (matmul, moved, signals), (matmul, moved, copied, signals)
+    return {
+        "host": Price(sum(part[1] for part in fused), fused),
+        "generic": Price(sum(part[1] for part in unfused), unfused),
+    }
+
+
+def _matmul(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
+    M, N, K, dtype = problem.M, problem.N, problem.K, problem.dtype
+    us = rates.matmul_us(M, N, K, dtype)
+    if us > rates.flops_us(M, N, K, dtype):
+        touched = _mib((M * K + K * N + M * N) * dtype.itemsize)
+        return "matmul", us, f"{touched} of operands at {2 * rates.copy / 1e3:.3g} GB/s"
+    return "matmul", us, f"2 x {M} x {N} x {K} flop at {rates.flops_of(dtype) / 1e3:.3g} GFLOP/s"
+
+
+def _moved(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
+    us = rates.memory_us(problem.moved_bytes, syncs=0)
+    return "transfers", us, f"{_mib(problem.moved_bytes)} from peers at {rates.copy / 1e3:.3g} GB/s"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.3g} MiB"

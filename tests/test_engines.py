@@ -82,18 +82,30 @@ class Rates:
 
 
 @pytest.mark.parametrize(
-    ("rates", "best"),
+    ("device", "rates", "best"),
     [
-        ({}, "host"),
-        ({"sync_us": 1e4}, "generic"),  # waking up costs more than it saves
-        ({"copy": 1.0}, "generic"),  # memory slower than the wire
+        ("cpu", {}, "host"),
+        ("cpu", {"sync_us": 1e4}, "host"),  # the collective would signal as often
+        ("cuda", {}, "triton"),
+        ("cuda", {"sync_us": 1e4}, "generic"),  # waking up costs more than it saves
+        ("cuda", {"copy": 1.0}, "generic"),  # memory slower than the wire
     ],
 )
 def test_the_cost_model_picks_the_quicker_engine(
-    monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], best: str
+    monkeypatch: pytest.MonkeyPatch, device: str, rates: dict[str, float], best: str
 ) -> None:
     monkeypatch.setattr(cost, "machine", lambda *_: Rates(**rates).machine)
     problem = engines.Problem("op", 64, 64, 64, torch.float32, moved_bytes=1 << 16)
     pair = Group(None, 0, 2, (0, 1), ())
-    times = engines.predict(problem, pair, torch.device("cpu"))
-    assert min(times, key=lambda name: times[name]) == best
+    prices = engines.predict(problem, pair, torch.device(device))
+    assert min(prices, key=lambda name: prices[name].us) == best
+    for price in prices.values():
+        least, most = max(us for _, us, _ in price.parts), sum(us for _, us, _ in price.parts)
+        assert least <= price.us <= most * (1 + 1e-9)
+
+
+def test_a_matmul_of_few_rows_takes_as_long_as_reading_its_weight() -> None:
+    machine = cost.Machine({"torch.float32": 1e6}, 1e3, 5.0, 1e2, 100.0)
+    touched = (64 + 64 * 64 + 64) * 4
+    assert machine.matmul_us(1, 64, 64, torch.float32) == pytest.approx(touched / 2e3)
+    assert machine.matmul_us(4096, 4096, 4096, torch.float32) == 2 * 4096**3 / 1e6

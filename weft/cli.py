@@ -13,6 +13,7 @@ import weft
 _COMMANDS = {
     "demo": ("weft.demo.cli", "train a small Llama on local ranks, beside a one-process reference"),
     "bench": ("weft.bench.cli", "time weft beside its bounds and its peers"),
+    "doctor": ("weft.bench.doctor", "what this machine has, and whether weft's main job runs here"),
     "sim": ("weft.sim.cli", "run a script on virtual ranks: races, deadlocks, out of bounds"),
     "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
 }

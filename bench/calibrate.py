@@ -1,0 +1,81 @@
+"""`weft bench calibrate`: measure the rates that auto chooses by, and keep them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+_MEANING = {
+    "copy": ("GB/s", 1e-3, "a rank reads from a peer's memory"),
+    "sync_us": ("us", 1.0, "signals to all peers, and theirs back"),
+    "wire": ("GB/s", 1e-3, "a rank receives in the process group's all-gather"),
+    "wire_us": ("us", 1.0, "an all-gather of nothing in the process group"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, keep and print."""
+    from weft.bench import cli
+    from weft.bench.environment import environment
+    from weft.bench.problem import backend_for
+    from weft.demo.launch import launch
+
+    parser = argparse.ArgumentParser(prog="weft bench calibrate", description=__doc__)
+    cli.add_machine_options(parser)
+    options = cli.machine_options(parser.parse_args(argv), parser)
+    where = environment(options.ranks, options.device, options.threads)
+    if not where["quiet"]:
+        print(
+            f"warning: the load is {where['load']} on {where['cores']} cores. Rates measured "
+            f"beside other work are too low; calibrate again when it is quiet."
+        )
+    path, before, after = launch(
+        options.ranks, _body, options.device, backend=backend_for(options),
+        threads=options.threads, on_progress=lambda _: None,
+    )[0]  # fmt: skip
+    print(f"{options.ranks} ranks of {options.threads} threads on {options.device}")
+    for name, rate in after["flops"].items():
+        _show(f"matmul {name.removeprefix('torch.')}", "GFLOP/s", 1e-3, rate,
+              (before or {}).get("flops", {}).get(name), "all ranks at once")  # fmt: skip
+    for name, (unit, scale, meaning) in _MEANING.items():
+        _show(name, unit, scale, after[name], (before or {}).get(name), meaning)
+    print(f"kept in {path}")
+    return 0
+
+
+def _show(
+    name: str, unit: str, scale: float, value: float, before: float | None, meaning: str
+) -> None:
+    was = f"(was {before * scale:.3g})" if before is not None else ""
+    print(f"  {name:<16}{value * scale:>8.3g} {unit:<8}{was:<14} {meaning}")
+
+
+def _body(
+    rank: int, progress: Callable[[Any], None], device: str
+) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+    """On each rank: the file, the rates kept before, and those measured now."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.collectives import close, cost, resolve
+
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    group, where = resolve(None), torch.device(device)
+    path = cost.path_for(group, where)
+    before = asdict(cost.machine(group, where)) if _on_all(path.exists()) else None
+    after = asdict(cost.calibrate(group, where))
+    close()
+    dist.destroy_process_group()
+    return str(path), before, after
+
+
+def _on_all(value: bool) -> bool:
+    """Rank 0's value: only there a file may be read."""
+    import torch.distributed as dist
+
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]

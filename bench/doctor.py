@@ -1,0 +1,262 @@
+"""`weft doctor`: what this machine has, what weft makes of it, and what is missing.
+
+The exit status is 0 if fused ops can run on two or more ranks of this machine, through symmetric
+memory and with right results; 1 if they cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Mark = Literal["ok", "--", "!!"]
+
+_OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
+_EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: fine ("ok"), absent but not needed ("--"), or in the way ("!!").
+
+    Attributes:
+        cure: how to get what is missing.
+    """
+
+    mark: Mark
+    what: str
+    value: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        cure = f"\n{'':21}{self.cure}" if self.cure else ""
+        return f"{self.mark} {self.what:<17} {self.value}{cure}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look, try, and print."""
+    parser = argparse.ArgumentParser(
+        prog="weft doctor", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to try with (2)")
+    args = parser.parse_args(argv)
+    if args.ranks < 2:
+        parser.error(f"--ranks must be at least 2, got {args.ranks}: one rank has no peers")
+    bad = 0
+    for title, findings in sections(args.ranks):
+        print(title)
+        for finding in findings:
+            print(f"  {finding}")
+            bad += finding.mark == "!!"
+    print()
+    if bad:
+        print(f"{bad} in the way: weft's fused ops cannot be relied on here until then")
+    else:
+        print("all that weft needs is here: try `weft demo`, or `weft bench ops --quick`")
+    return int(bad > 0)
+
+
+def sections(ranks: int) -> list[tuple[str, list[Finding]]]:
+    """What is found, by topic, up to the first that is in the way."""
+    found: list[tuple[str, list[Finding]]] = []
+    topics: dict[str, Callable[[], list[Finding]]] = {
+        "versions": _versions,
+        "machine": _machine,
+        "GPUs": _gpus,
+        "trial": lambda: _trial(ranks),
+        "commands": _extras,
+    }
+    for title, look in topics.items():
+        found.append((title, look()))
+        if any(finding.mark == "!!" for finding in found[-1][1]):
+            break  # what follows would only fail
+    return found
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def _versions() -> list[Finding]:
+    import weft
+
+    findings = [Finding("ok", "weft", weft.__version__)]
+    for name, oldest in _OLDEST.items():
+        wanted = ".".join(map(str, oldest))
+        try:
+            here = (
+                platform.python_version() if name == "python" else importlib.metadata.version(name)
+            )
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding("!!", name, "is not installed", f"pip install {name}"))
+            continue
+        old = _version(here) < oldest
+        cure = f"weft needs {wanted} or later: pip install -U {name}" if old else ""
+        findings.append(Finding("!!" if old else "ok", name, here, cure))
+    return findings
+
+
+def _machine() -> list[Finding]:
+    from weft.bench.environment import cores, cpu_name
+
+    findings = [Finding("ok", "processor", f"{cpu_name()}, {cores()} cores for this process")]
+    if platform.system() != "Linux":
+        why = f"weft maps peers' memory through /proc, {platform.system()} has none"
+        return [*findings, Finding("!!", "system", why, "run it on Linux, or in a Linux container")]
+    load = os.getloadavg()[0]
+    busy = load > 0.5 * cores()
+    findings.append(
+        Finding(
+            "--" if busy else "ok", "load", f"{load:.1f} on {cores()} cores",
+            "others are at work: times taken now are too long" if busy else "",
+        )
+    )  # fmt: skip
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or not os.access(shm, os.W_OK):
+        cure = "mount a tmpfs there; in Docker: --ipc=host or --shm-size"
+        return [*findings, Finding("!!", "shared memory", "/dev/shm cannot be written", cure)]
+    free = shutil.disk_usage(shm).free
+    tight = free < 256 << 20
+    findings.append(
+        Finding(
+            "--" if tight else "ok", "shared memory", f"{free / 2**30:.2g} GiB free in /dev/shm",
+            "little for activations: in Docker, --shm-size=8g or --ipc=host" if tight else "",
+        )
+    )  # fmt: skip
+    return findings
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "torch sees none" if built else "this torch is built for the CPU alone"
+        return [Finding("--", "GPU", f"{why}: ranks run on the CPU", "")]
+    from weft.bench.environment import gpus
+    from weft.kernels.chips import chip_of
+
+    findings = []
+    count = torch.cuda.device_count()
+    for i, gpu in enumerate(gpus()):
+        device = torch.device("cuda", i)
+        rest = ", ".join(value for key, value in gpu.items() if key != "name")
+        findings.append(
+            Finding("ok", f"cuda:{i}", f"{gpu['name']} ({chip_of(device).name}) {rest}")
+        )
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reached = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    if count == 1:
+        findings.append(Finding("--", "links", "one GPU: several ranks can share it, for tests"))
+    elif len(reached) == len(pairs):
+        findings.append(Finding("ok", "links", f"all {count} GPUs read each other's memory"))
+    else:
+        cure = "nvidia-smi topo -m shows the links; symmetric memory needs NVLink or peer access"
+        some = f"{len(reached)} of {len(pairs)} pairs of GPUs read each other's memory"
+        findings.append(Finding("!!", "links", some, cure))
+    multicast = _multicast()
+    findings.append(
+        Finding(
+            "ok" if multicast else "--", "multicast",
+            "the switch adds and copies for all GPUs" if multicast else "none: one GPU at a time",
+        )
+    )  # fmt: skip
+    return findings
+
+
+def _multicast() -> bool:
+    import torch
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return bool(_SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, 0))
+
+
+def _trial(ranks: int) -> list[Finding]:
+    """Run each fused op on ranks, and tell which engine took it and whether it was right."""
+    import torch
+
+    from weft.bench.problem import Options, backend_for
+    from weft.demo.launch import RankError, launch
+
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    options = Options(ranks=ranks, device=device)
+    try:
+        rows: list[tuple[Mark, str, str, str]] = launch(
+            ranks, _try, device, backend=backend_for(options), threads=options.threads,
+            on_progress=lambda _: None,
+        )[0]  # fmt: skip
+    except RankError as error:
+        text = str(error).strip().splitlines()
+        return [Finding("!!", f"{ranks} ranks", text[-1], "the whole of it:\n" + "\n".join(text))]
+    return [Finding(*row) for row in rows]
+
+
+def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Mark, str, str, str]]:
+    """On each rank: the symmetric memory, the rates, each engine of each op."""
+    import torch
+    import torch.distributed as dist
+
+    import weft
+    from weft.collectives import close, cost, resolve
+    from weft.kernels import engines
+
+    device = torch.device(kind, rank % torch.cuda.device_count() if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    group = resolve(None)
+    rows: list[tuple[Mark, str, str, str]] = []
+    if group.why:
+        cure = "fused engines need it; ranks fall back to the process group"
+        rows.append(("!!", "symmetric memory", group.why, cure))
+    else:
+        rows.append(("ok", "symmetric memory", f"{group.backend}, {group.world_size} ranks", ""))
+    rates = cost.machine(group, torch.device(kind))
+    fp32 = rates.flops_of(torch.float32) / 1e3
+    rows.append(
+        (
+            "ok", "rates kept",
+            f"matmul {fp32:.3g} GFLOP/s a rank, copy {rates.copy / 1e3:.3g} GB/s, signal "
+            f"{rates.sync_us:.3g} us, {dist.get_backend()} {rates.wire / 1e3:.3g} GB/s after "
+            f"{rates.wire_us:.3g} us",
+            "as measured once on this machine; `weft bench calibrate` measures again",
+        )
+    )  # fmt: skip
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 16, device=device), torch.randn(16, 8, device=device)
+    whole = x @ w
+    expected = {
+        weft.all_gather_matmul: torch.cat([whole] * group.world_size),
+        weft.matmul_reduce_scatter: (whole * group.world_size).chunk(group.world_size)[rank],
+        weft.matmul_all_reduce: whole * group.world_size,
+    }
+    for op, value in expected.items():
+        told = weft.explain(op, x, w)
+        right = torch.allclose(told.result, value, rtol=1e-3, atol=1e-3)
+        text = f"{told[0].engine}: {told[0].why}"
+        rows.append(("ok" if right else "!!", op.__name__, text, "" if right else "wrong results"))
+    problem = engines.Problem("matmul_all_reduce", 8, 8, 16, x.dtype, 0)
+    for engine in ("triton", "host", "generic"):
+        fits, why = engines.is_supported(engine, problem, group, device)
+        interpreted = engine == "triton" and kind == "cpu"
+        value = "interpreted, for tests" if fits and interpreted else "runs" if fits else why
+        rows.append(("ok" if fits else "--", f"engine {engine}", value, ""))
+    close()
+    dist.destroy_process_group()
+    return rows
+
+
+def _extras() -> list[Finding]:
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        why = f"without {', '.join(missing)}"
+        return [Finding("--", "weft demo, bench", why, "pip install 'weft[bench]'")]
+    return [Finding("ok", "weft demo, bench", "what they draw with is installed")]

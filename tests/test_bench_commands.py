@@ -1,0 +1,158 @@
+"""The commands of docs/bench.md as they stand there, and comparing, explaining and examining."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.bench import compare, doctor, explain, rows
+from weft.bench.rows import Case, Result, Timing
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = (ROOT / "docs" / "bench.md").read_text()
+COMMANDS = re.findall(r"^weft (.*)$", DOCS, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("docs")
+
+
+def answer(command: str, cwd: Path) -> str:
+    run = subprocess.run(
+        [sys.executable, "-m", "weft", *command.split()],
+        cwd=cwd, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "WEFT_CACHE_DIR": str(cwd / "cache")},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_the_commands_of_the_docs_in_their_order(cwd: Path) -> None:
+    answers = {command.split()[-1 if command == "doctor" else 1]: answer(command, cwd)
+               for command in COMMANDS}  # fmt: skip
+    assert list(answers) == ["ops", "explain", "calibrate", "compare", "doctor"]
+    assert (cwd / "report" / "index.html").exists()
+    text = answers["explain"]
+    assert re.search(r"^host: .* us predicted, .* us measured", text, re.MULTILINE)
+    assert "64 x 64 x 32 flop" in text or "of operands at" in text
+    assert re.search(r"^bound: .* us measured \(arithmetic", text, re.MULTILINE)
+    assert re.search(r"^auto took \w+: \d\.\d+ of the bound", text, re.MULTILINE)
+    assert "matmul float32" in answers["calibrate"]
+    kept = re.search(r"^kept in (.*)$", answers["calibrate"], re.MULTILINE)
+    assert kept and json.loads(Path(kept[1]).read_text())["flops"]
+    assert "(was " in answers["calibrate"]  # `explain` had to measure before
+    assert re.search(r"^\d+ times compared, 0 changed", answers["compare"], re.MULTILINE)
+    assert "all that weft needs is here" in answers["doctor"]
+    for line in ("symmetric memory  posix, 2 ranks", "all_gather_matmul host: ", "engine host"):
+        assert line in answers["doctor"]
+
+
+def result(times: dict[str, Sequence[float]], bound: float = 1.0, **environment: Any) -> Result:
+    case = Case("ops", "case", {"op": "x"}, main="auto", peer="gloo")
+    for name, us in times.items():
+        case.variants[name] = Timing(list(us), [sorted(us)[len(us) // 2]])
+    rounds = len(next(iter(times.values())))
+    case.bounds["memory"] = Timing([bound] * rounds, [bound])
+    return Result("ops", {"cpu": "c", "cores": 2} | environment, [case])
+
+
+STEADY = [10.0, 10.1, 9.9, 10.0, 10.2, 9.8, 10.0, 10.1, 9.9, 10.0]
+
+
+def times(value: float) -> list[float]:
+    return [us * value for us in STEADY]
+
+
+@pytest.mark.parametrize(
+    ("after", "most", "status", "told"),
+    [
+        ({"auto": times(1.0), "gloo": times(1.0)}, "10", 0, "2 times compared, 0 changed"),
+        ({"auto": times(1.3), "gloo": times(1.0)}, "10", 1, "auto: +30%, allowed 10 %"),
+        ({"auto": times(1.3), "gloo": times(1.0)}, "40", 0, "2 times compared, 1 changed"),
+        ({"auto": times(0.5), "gloo": times(3.0)}, "10", 0, "2 times compared, 2 changed"),
+        ({"auto": [5.0, 30.0] * 5, "gloo": times(1)}, "10", 0, "2 times compared, 0 changed"),
+        ({"gloo": times(1)}, "10", 1, "lost: ops case, auto: was not run"),
+    ],
+)
+def test_compare_fails_past_the_regression_allowed(
+    after: dict[str, list[float]], most: str, status: int, told: str, tmp_path: Path, capsys: Any
+) -> None:
+    result({"auto": times(1.0), "gloo": times(1.0)}).write(tmp_path / "a.json")
+    result(after).write(tmp_path / "b.json")
+    given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--max-regression", most]
+    assert compare.main(given) == status
+    assert told in capsys.readouterr().out
+
+
+def test_compare_by_fraction_forgives_a_slower_machine() -> None:
+    before, after = result({"auto": times(1.0)}, 5.0), result({"auto": times(2.0)}, 10.0)
+    assert compare.compare([before], [after]).regressions(10)
+    by_fraction = compare.compare([before], [after], "fraction")
+    assert not by_fraction.regressions(10) and by_fraction.changes[0].ratio == pytest.approx(1)
+
+
+def test_compare_tells_other_conditions_and_refuses_what_has_nothing_in_common(
+    tmp_path: Path, capsys: Any
+) -> None:
+    result({"auto": times(1.0)}).write(tmp_path / "a.json")
+    result({"auto": times(1.0)}, cores=64).write(tmp_path / "b.json")
+    assert compare.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "cores was 2, is 64" in capsys.readouterr().out
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path / "a.json"), str(tmp_path / "c.json")])
+    assert "not a result of this weft bench" in capsys.readouterr().err
+
+
+def test_explain_tells_what_could_not_be_timed() -> None:
+    price = {"us": 5.0, "rule": "r", "parts": [["matmul", 5.0, "why"]]}
+    sizes = {"op": "o", "M": 1, "N": 2, "K": 3, "dtype": "float32", "ranks": 2}
+    case = Case("ops", "c", sizes | {"prices": {"host": price}})
+    case.variants["host"] = Timing(failure="not here")
+    case.variants["auto"] = Timing([2.0], [2.0], engine="host")
+    text = explain.explanation(case)
+    assert "host: 5 us predicted, no time: not here; r:" in text and "why" in text
+    assert "auto took host" in text
+
+
+def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    versions = {"torch": "2.9.1+cpu", "triton": "3.7.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "!! torch             2.9.1+cpu" in out and "weft needs 2.11 or later" in out
+    assert "trial" not in out  # it would only fail
+    del versions["triton"]
+    assert doctor.main([]) == 1
+    assert "pip install triton" in capsys.readouterr().out
+
+
+def test_doctor_tells_of_a_trial_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.demo import launch
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise launch.RankError("rank 1 failed:\nRuntimeError: planted")
+
+    monkeypatch.setattr(launch, "launch", fail)
+    (finding,) = doctor._trial(2)
+    assert finding.mark == "!!" and finding.value == "RuntimeError: planted"
+
+
+def test_geometric_mean_treats_twice_and_half_alike() -> None:
+    assert rows.geometric_mean([0.5, 2.0]) == pytest.approx(1)
