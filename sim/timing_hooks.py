@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import triton.language as tl
 from triton.runtime import interpreter
 
+from weft.sim import fast_integers
 from weft.sim.scheduler import local
 from weft.sim.trace import Lane, Recorder
 
@@ -205,6 +207,21 @@ def _sampled(lane: Lane, turns: range) -> Iterator[int]:
         yield from turns[2:]
 
 
+def _np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    # Triton makes a table of all its dtypes at each call.
+    kept: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        name = getattr(dtype, "name", None)
+        if name is None:
+            return np_dtype(dtype)
+        if name not in kept:
+            kept[name] = np_dtype(dtype)
+        return kept[name]
+
+    return of
+
+
 @contextmanager
 def _sampled_loops() -> Iterator[None]:
     rewrite, patch_core = interpreter.InterpretedFunction.rewrite, interpreter._patch_lang_core
@@ -220,6 +237,9 @@ def _sampled_loops() -> Iterator[None]:
 
     def sampling_core(lang: Any, scope: Any) -> None:
         patch_core(lang, scope)
+        fast_integers.install_functions(scope, lang)
+        if lang is tl:
+            fast_integers.install(scope, tl.tensor)
 
         def sampled_tl_range(
             start: Any, end: Any = None, step: Any = None, **options: object
@@ -235,10 +255,13 @@ def _sampled_loops() -> Iterator[None]:
     builder = interpreter.interpreter_builder
     options = builder.options
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    np_dtype = interpreter._get_np_dtype
+    interpreter._get_np_dtype = _np_dtype_kept(np_dtype)
     try:
         yield
     finally:
         builder.options = options
+        interpreter._get_np_dtype = np_dtype
         interpreter.InterpretedFunction.rewrite = rewrite
         interpreter._patch_lang_core = patch_core
         for names in patched:
