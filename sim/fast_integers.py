@@ -17,9 +17,10 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-_WIDTHS = {"int1": 1, "int32": 32, "int64": 64}
-_TYPES = {1: tl.int1, 32: tl.int32, 64: tl.int64}
-_NUMPY = {1: np.dtype(bool), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
+_WIDTHS = {"int1": 1, "int32": 32, "int64": 64, "uint32": -32}  # unsigned: below zero
+_TYPES = {1: tl.int1, 32: tl.int32, 64: tl.int64, -32: tl.uint32}
+_NUMPY = {width: np.dtype(name) for name, width in _WIDTHS.items() if width != 1}
+_NUMPY[1] = np.dtype(bool)
 _SMALL = 1 << 31
 
 _prototypes: dict[Any, dict[str, Any]] = {}
@@ -48,21 +49,46 @@ def _operand(value: Any) -> tuple[Any, int, bool] | None:
         return None if width is None else (value.handle.data, width, bool(value.shape))
     if type(value) is tl.constexpr:
         value = value.value
+    if type(value) is bool:
+        return np.array([value]), 1, False
     if type(value) is int and -_SMALL <= value < _SMALL:
         return value, 0, False
     return None
 
 
+def _common(a: int, b: int) -> int:
+    """Width of the result of two; 0 where it is not for us."""
+    if a == b:
+        return a
+    if 0 in (a, b):
+        return 0 if 1 in (a, b) else a + b
+    return 64 if {a, b} == {32, 64} else 0
+
+
+def _negative(value: Any) -> bool:
+    return type(value) is int and value < 0
+
+
+def _either(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    def run(left: Any, right: Any) -> Any:
+        out = one(left, right)
+        return other(left, right) if out is None else out
+
+    return run
+
+
 def _integers(op: Callable[[Any, Any], Any], lowest: int, compares: bool) -> Callable[..., Any]:
-    """`op` of two operands of at least `lowest` bits; None where it is not for us."""
+    """`op` of two operands of at least `lowest` bits; None where it is not for us.
+
+    Of two widths Triton takes the larger.
+    """
 
     def run(left: Any, right: Any) -> Any:
         a, b = _operand(left), _operand(right)
         if a is None or b is None:
             return None
-        width = max(a[1], b[1])
-        # Of two widths Triton takes the larger, of a bool and an integer the integer.
-        if width < lowest or (1 in (a[1], b[1]) and a[1] != b[1]):
+        width = _common(a[1], b[1])
+        if abs(width) < lowest or (width < 0 and (_negative(a[0]) or _negative(b[0]))):
             return None
         out = op(a[0], b[0])
         if compares:
@@ -81,7 +107,12 @@ def _quotient(a: Any, b: Any) -> Any:
 def _pointers(sign: int) -> Callable[..., Any]:
     def run(left: Any, right: Any) -> Any:
         b = _operand(right)
-        if b is None or b[1] == 1 or type(left) is not tl.tensor or not left.dtype.is_ptr():
+        if (
+            b is None
+            or b[1] not in (0, 32, 64)
+            or type(left) is not tl.tensor
+            or not left.dtype.is_ptr()
+        ):
             return None
         size = sign * max(1, left.dtype.element_ty.primitive_bitwidth // 8)
         offset = b[0] * size if isinstance(b[0], int) else b[0].astype(np.int64) * size
@@ -93,13 +124,13 @@ def _pointers(sign: int) -> Callable[..., Any]:
 
 
 def operators() -> dict[str, Callable[[Any, Any], Any]]:
-    """For each operator of tl.tensor, what to try first: it returns None where it does not apply."""
+    """For each operator of tl.tensor, what to try first: None where it does not apply."""
     add, subtract = _integers(np.add, 32, False), _integers(np.subtract, 32, False)
     moved, back = _pointers(1), _pointers(-1)
     table = {
-        "__add__": lambda a, b: add(a, b) or moved(a, b),
-        "__radd__": lambda a, b: add(a, b) or moved(a, b),
-        "__sub__": lambda a, b: subtract(a, b) or back(a, b),
+        "__add__": _either(add, moved),
+        "__radd__": _either(add, moved),
+        "__sub__": _either(subtract, back),
     }
     both_ways = {
         "mul": np.multiply,
@@ -109,6 +140,7 @@ def operators() -> dict[str, Callable[[Any, Any], Any]]:
     for name, op in both_ways.items():
         table[f"__{name}__"] = _integers(op, 32, False)
     table["__rmul__"] = table["__mul__"]
+    table["__rshift__"] = _integers(np.right_shift, 32, False)
     for name, op in (("and", np.bitwise_and), ("or", np.bitwise_or)):
         table[f"__{name}__"] = table[f"__r{name}__"] = _integers(op, 1, False)
     comparisons = ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")
@@ -131,9 +163,9 @@ def chosen(condition: Any, left: Any, right: Any) -> Any:
     if type(condition) is not tl.tensor or condition.dtype.name != "int1":
         return None
     a, b = _operand(left), _operand(right)
-    if a is None or b is None or 1 in (a[1], b[1]) or not max(a[1], b[1]):
+    width = 0 if a is None or b is None else _common(a[1], b[1])
+    if a is None or b is None or width in (0, 1):
         return None
-    width = max(a[1], b[1])
     out = np.where(condition.handle.data, a[0], b[0]).astype(_NUMPY[width], copy=False)
     return tensor(out, _TYPES[width], a[2] or b[2] or bool(condition.shape))
 

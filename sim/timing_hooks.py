@@ -6,7 +6,7 @@ and, without numerics, what makes real sizes cheap: no floating-point number is 
 computed, zeros that take no memory stand for all of them, and of a loop that only loads and
 multiplies the first two turns and the last are run, the others being like the second.
 
-    InterpreterBuilder.cast_impl, create_fp_to_fp, binary_op, unary_op, ternary_op
+    InterpreterBuilder.cast_impl, create_fp_to_fp, create_bitcast, binary_op, unary_op, ternary_op
     InterpretedFunction.rewrite     puts a `range` of ours before Python's in a kernel's module
     _patch_lang_core                and one in the place of tl.range
 
@@ -46,6 +46,7 @@ def requirements() -> list[str]:
         "create_dot": ["a", "b", "d", "input_precision"],
         "cast_impl": ["src", "dst_type"],
         "create_fp_to_fp": ["src", "dst_type", "rounding_mode"],
+        "create_bitcast": ["src", "dst_type"],
         "binary_op": ["lhs", "rhs", "op"],
         "unary_op": ["arg", "op"],
         "ternary_op": ["lhs", "rhs", "other", "op"],
@@ -150,7 +151,7 @@ def _skips(handle: Any) -> bool:
 
 def _skipping(kind: Any) -> dict[str, Any]:
     cast, fp_to_fp, binary = kind.cast_impl, kind.create_fp_to_fp, kind.binary_op
-    unary, ternary = kind.unary_op, kind.ternary_op
+    unary, ternary, bitcast = kind.unary_op, kind.ternary_op, kind.create_bitcast
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if _skips(src) and dst_type.scalar.is_floating():
@@ -161,6 +162,11 @@ def _skipping(kind: Any) -> dict[str, Any]:
         if _skips(src):
             return _zeros(src.data.shape, dst_type.scalar)
         return fp_to_fp(self, src, dst_type, rounding_mode)
+
+    def create_bitcast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.data.size > 1 and not any(src.data.strides):
+            return _zeros(src.data.shape, dst_type.scalar)
+        return bitcast(self, src, dst_type)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if op not in _COMPARISONS and (_skips(lhs) or _skips(rhs)):
@@ -180,6 +186,7 @@ def _skipping(kind: Any) -> dict[str, Any]:
     return {
         "cast_impl": cast_impl,
         "create_fp_to_fp": create_fp_to_fp,
+        "create_bitcast": create_bitcast,
         "binary_op": binary_op,
         "unary_op": unary_op,
         "ternary_op": ternary_op,

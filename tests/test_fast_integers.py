@@ -1,0 +1,87 @@
+"""Index arithmetic of a run without numerics: the same as Triton's own, value by value."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.collectives import signals  # before triton  # isort: skip
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from weft.sim import fast_integers
+
+pytestmark = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+BUILDER = interpreter.interpreter_builder
+
+
+def values() -> list[Any]:
+    def made(data: Any, dtype: Any, block: bool) -> Any:
+        return fast_integers.tensor(data, dtype, block)
+
+    return [
+        made(np.array([7], np.int32), tl.int32, False),
+        made(np.array([-5], np.int64), tl.int64, False),
+        made(np.array([True]), tl.int1, False),
+        made(np.arange(1, 9, dtype=np.int32), tl.int32, True),
+        made(np.arange(1, 9, dtype=np.int64).reshape(8, 1) - 4, tl.int64, True),
+        made(np.full((8, 8), 3, np.uint32), tl.uint32, True),
+        made(np.array([True, False] * 4), tl.int1, True),
+        made(np.array([4096], np.uint64), tl.pointer_type(tl.bfloat16), False),
+        made(np.full((8, 8), 4096, np.uint64), tl.pointer_type(tl.float32), True),
+        3,
+        -2,
+        True,
+        tl.constexpr(4),
+    ]
+
+
+def outcome(call: Any) -> tuple[Any, ...] | None:
+    out = call()
+    if not isinstance(out, tl.tensor):
+        return None
+    data = np.broadcast_to(out.handle.data, [int(s) for s in out.shape] or out.handle.data.shape)
+    return data.tolist(), str(out.type), out.handle.data.dtype
+
+
+@pytest.mark.parametrize("name", sorted(fast_integers.operators()))
+def test_operators_are_tritons(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(BUILDER, "options", options)
+    fast, compared = fast_integers.operators()[name], 0
+    scope = interpreter._patch_lang(lambda: tl)
+    try:
+        for a, b in product(values(), values()):
+            if not isinstance(a, tl.tensor):
+                continue
+            with np.errstate(all="ignore"):
+                got = outcome(lambda a=a, b=b: fast(a, b))
+                if got is None:
+                    continue
+                assert got == outcome(lambda a=a, b=b: getattr(a, name)(b)), (name, a, b)
+                compared += 1
+    finally:
+        scope.restore()
+    assert compared >= 4
+
+
+def test_choices_and_conversions() -> None:
+    number, block = values()[0], values()[3]
+    scope = interpreter._patch_lang(lambda: tl)
+    try:
+        condition = block > 4
+        assert outcome(lambda: fast_integers.chosen(condition, block, 0)) == outcome(
+            lambda: tl.where(condition, block, 0)
+        )
+        assert outcome(lambda: fast_integers.converted(number, tl.int64)) == outcome(
+            lambda: number.to(tl.int64)
+        )
+        assert fast_integers.converted(number, tl.float32) is None
+    finally:
+        scope.restore()
