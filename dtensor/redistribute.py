@@ -122,8 +122,9 @@ def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _group_of(step: Step) -> Group:
-    if step.source.mesh == step.target.mesh:
-        return spanning_group(step.source.mesh)
+    for layout in (step.target, step.source):
+        if len(layout.place.ranks) == len(step.ranks):
+            return spanning_group(layout.mesh)
     return ranks_group(step.ranks)
 
 

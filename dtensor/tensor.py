@@ -484,7 +484,7 @@ class _Redistribute(torch.autograd.Function):
         async_op: bool,
     ) -> DTensor:
         layout = tensor._layout
-        ctx.backward_dtype, ctx.dtype = backward_dtype, layout.dtype
+        ctx.backward_dtype, ctx.dtype, ctx.target = backward_dtype, layout.dtype, target
         ctx.source = layout.with_placements(_gradient_placements(layout.placements))
         local = tensor._local_tensor.to(target.dtype)
         source = layout.with_dtype(target.dtype)
@@ -494,6 +494,11 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         source: Layout = ctx.source
         dtype = ctx.backward_dtype or grad.dtype
+        if source.mesh != ctx.target.mesh:
+            # Ranks outside of the target's mesh do not know how the gradient is placed there.
+            known = ctx.target.with_dtype(grad.dtype)
+            inside = known.index is not None
+            grad = _redistribute(grad, known) if inside else wrap(grad._local_tensor, known)
         target = layout_of(
             source.mesh, source.placements, grad._layout.shape, grad._layout.stride, grad.dtype
         )

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import weft
 from weft.collectives import spanning_group
-from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    redistribute_plan,
+)
 from weft.dtensor.layout import layout_of
 from weft.dtensor.redistribute import move
 
@@ -67,3 +79,89 @@ def to_partial() -> None:
 
 def test_a_replicated_tensor_becomes_terms_exactly(ranks: Any) -> None:
     ranks(3, to_partial)
+
+
+def to_other_ranks() -> None:
+    """Meshes that share no rank, or some, or have other shapes; forward and gradient."""
+    rank = torch.distributed.get_rank()
+    meshes = [
+        DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3], [3, 1, 2], [[0, 2], [3, 1]], [2])
+    ]
+    whole = torch.arange(35.0).view(5, 7)
+    every: list[Any] = [Replicate(), Shard(0), Shard(1)]
+    for here, there in itertools.permutations(meshes, 2):
+        for old, new in itertools.product(every, every):
+            x = distribute_tensor(whole.clone(), here, [old] * here.ndim).requires_grad_()
+            y = x.redistribute(there, [new] * there.ndim)
+            assert y.device_mesh == there and y.placements == (new,) * there.ndim
+            if rank in there.mesh:
+                assert torch.equal(y.full_tensor(), whole), (here, there, old, new)
+            (y * y).sum().backward()
+            assert x.grad.device_mesh == here
+            if rank in here.mesh:
+                assert torch.equal(x.grad.full_tensor(), 2 * whole), (here, there, old, new)
+            # The same placements, another mesh: it moves.
+            if here.ndim == there.ndim:
+                z = x.detach().redistribute(there, x.placements)
+                assert z.device_mesh == there
+                assert rank not in there.mesh or torch.equal(z.full_tensor(), whole)
+    # A sum that is reduced on the way.
+    here, there = meshes[3], meshes[1]
+    local = torch.full((4, 3), float(rank + 1))
+    terms = DTensor.from_local(local, here, [Partial(), Partial()])
+    total = terms.redistribute(there, [Shard(0)])
+    if rank in there.mesh:
+        assert torch.equal(total.full_tensor(), torch.full((4, 3), 10.0))
+
+
+def test_to_a_mesh_of_other_ranks(ranks: Any) -> None:
+    ranks(4, to_other_ranks)
+
+
+def sample_of_pairs(sizes: tuple[int, ...], count: int, seed: int) -> None:
+    mesh = init_device_mesh("cpu", sizes)
+    chosen = random.Random(seed)
+    ends: list[Any] = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    strided: Any = _StridedShard(1, split_factor=2)
+    whole = torch.arange(240.0).view(5, 8, 6)
+    for _ in range(count):
+        source = [chosen.choice([*ends, strided, Partial()]) for _ in sizes]
+        target = [chosen.choice([*ends, strided]) for _ in sizes]
+        x = distribute_tensor(whole, mesh, source)
+        y = x.redistribute(placements=target)
+        torch.testing.assert_close(y.full_tensor(), whole, msg=f"{source} -> {target}")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 1, 2, 2)], ids=str)
+def test_cubes_and_beyond_on_virtual_ranks(sizes: tuple[int, ...]) -> None:
+    weft.sim.run(math.prod(sizes), lambda rank: sample_of_pairs(sizes, 12, 0), races=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2), (2, 2, 2, 2)], ids=str)
+def test_many_pairs_on_virtual_ranks(sizes: tuple[int, ...]) -> None:
+    weft.sim.run(math.prod(sizes), lambda rank: sample_of_pairs(sizes, 150, 1), races=False)
+
+
+def by_groups_of_single_dims() -> None:
+    """Where no memory spans the mesh, steps along one mesh dim go through its own group."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    group = spanning_group(mesh)
+    object.__setattr__(group, "why", "as if on two hosts")
+    try:
+        x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        told = weft.explain(lambda: x.redistribute(placements=[Shard(0), Replicate()]))
+        # The ranks of the inner dim share memory, and use it.
+        assert [d.engine for d in told] == ["pull"], told
+        told = weft.explain(lambda: x.redistribute(placements=[Shard(1), Shard(0)]))
+        assert {d.engine for d in told} == {"generic"}, told
+        plan = redistribute_plan(
+            mesh, (4, 6), torch.float32, x.placements, [Replicate()] * 2, by_groups=True
+        )
+        assert len(plan.steps) >= 1 and "pull" in str(plan)
+    finally:
+        object.__setattr__(group, "why", "")
+
+
+def test_steps_along_one_dim_use_its_group(ranks: Any) -> None:
+    ranks(4, by_groups_of_single_dims)
