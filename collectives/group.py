@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -259,8 +261,24 @@ def ranks_group(ranks: tuple[int, ...]) -> Group:
     key = here.world, ranks
     pg = _spanning.get(key)
     if pg is None or _is_destroyed(pg):
-        pg = _spanning[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        pg = _spanning[key] = _new_group(ranks)
     return resolve(pg)
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group that only its members make.
+
+    torch names such a group by the number of groups that a process knows, so that members which
+    know different numbers wait for each other forever. It gets a name that they agree on.
+    """
+    _made[ranks] += 1
+    name = f"weft {ranks} {_made[ranks]}"
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return pg
 
 
 def _is_destroyed(pg: dist.ProcessGroup) -> bool:

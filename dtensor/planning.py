@@ -87,8 +87,9 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
                 f"x.redistribute(mesh, placements)"
             )
     writes = written(call)
-    if call.inputs[0].index is None:
-        return _outside(call, writes)
+    outside = call.inputs[0].index is None
+    if outside and writes:
+        return _outside(call, writes, [])
     if "out" in str(getattr(func, "_overloadname", "")) and (functional := _functional(func)):
         plan = Plan(func, None, None)
         plan.decomposed = _into_out(func, functional)
@@ -107,9 +108,13 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         elif call.name.startswith(("_foreach_", "_fused_")):
             find = rules["foreach"]
     _learn_outputs(call)
+    if outside and (find is None or call.output_tree is _DYNAMIC):
+        return _outside(call, writes, [])
     known = find is not None and call.output_tree is not _DYNAMIC
     decision = find(call) if find is not None and known else _unknown(call, writes)
     if isinstance(decision, Decomposed):
+        if outside:
+            return _outside(call, writes, [])
         plan = Plan(func, None, None)
         plan.decomposed = decision.function
         return plan
@@ -124,6 +129,8 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         layout_of(mesh, placements, meta.shape, meta.stride, meta.dtype)
         for meta, placements in zip(call.outputs, decision.outputs, strict=True)
     ]
+    if outside:
+        return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else None
     if local is None:
         local = _QUICKER.get(func, func)
@@ -192,10 +199,17 @@ def _into_out(func: Op, functional: Op) -> Op:
     return run
 
 
-def _outside(call: Call, writes: list[int]) -> Plan:
-    """What a process that is not in the mesh does: nothing, and gets results of global shape."""
-    _learn_outputs(call)
-    placements = (Replicate(),) * call.mesh.ndim
+def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
+    """What a process that is not in the mesh does: nothing, and gets results without content.
+
+    They are placed as inside the mesh where that is known, so that they can be redistributed.
+    """
+    if not results:
+        _learn_outputs(call)
+        results = [
+            layout_of(call.mesh, (Replicate(),) * call.mesh.ndim, m.shape, m.stride, m.dtype)
+            for m in call.outputs
+        ]
     plan = Plan(lambda *args, **kwargs: None, None, None)
     if writes:
         plan.writes = tuple(writes)
@@ -203,13 +217,14 @@ def _outside(call: Call, writes: list[int]) -> Plan:
         plan.result = returned[0] if returned and len(returned) == 1 else returned
         return plan
 
-    def result(value: Any) -> Any:
-        if not isinstance(value, Meta):
-            return value
-        layout = layout_of(call.mesh, placements, value.shape, value.stride, value.dtype)
-        return wrap(torch.empty(0, dtype=value.dtype), layout)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        each = iter(results)
+        return map_tree(
+            call.output_tree,
+            lambda a: wrap(torch.empty(0, dtype=a.dtype), next(each)) if isinstance(a, Meta) else a,
+        )
 
-    plan.decomposed = lambda *args, **kwargs: map_tree(call.output_tree, result)
+    plan.decomposed = run
     return plan
 
 
