@@ -309,6 +309,13 @@ def layout_of(
     return layout
 
 
+def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:
+    """The same tensor, of which each rank holds the box that is given: they may overlap."""
+    given = Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
+    given.__dict__["boxes"] = boxes
+    return given
+
+
 def show(placements: Sequence[Placement]) -> str:
     """Placements in short: `[S(0), R, P(sum)]`."""
     return f"[{', '.join(map(_short, placements))}]"

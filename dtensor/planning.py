@@ -8,7 +8,7 @@ from the call alone, and is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -33,6 +33,7 @@ from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 from weft.dtensor.transfers import transition_bytes
+from weft.dtensor.variants import by_functional
 
 
 class Plan:
@@ -90,9 +91,10 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     outside = call.inputs[0].index is None
     if outside and writes:
         return _outside(call, writes, [])
-    if "out" in str(getattr(func, "_overloadname", "")) and (functional := _functional(func)):
+    other_way = by_functional(func, call)
+    if other_way is not None:
         plan = Plan(func, None, None)
-        plan.decomposed = _into_out(func, functional)
+        plan.decomposed = other_way
         return plan
     if call.name == "masked_fill_":
         call.name = "masked_fill"
@@ -165,38 +167,6 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
     plan.simple = isinstance(plan.result, Layout) and not (plan.moves or writes or plan.check)
     return plan
-
-
-def _functional(func: Op) -> Op | None:
-    """The variant of an op with out= that returns new tensors."""
-    schema: Any = cast(Any, func)._schema
-    given = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
-    packet: Any = cast(Any, func)._overloadpacket
-    for name in packet.overloads():
-        other: Any = getattr(packet, name)
-        if not other._schema.is_mutable and given == [
-            (a.name, str(a.type)) for a in other._schema.arguments
-        ]:
-            return cast(Op, other)
-    return None
-
-
-def _into_out(func: Op, functional: Op) -> Op:
-    names = [a.name for a in cast(Any, func)._schema.arguments if a.is_out]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        outs = [kwargs.pop(name) for name in names]
-        result = functional(*args, **kwargs)
-        for out, value in zip(outs, [result] if len(outs) == 1 else result, strict=True):
-            if out.shape != value.shape or not torch.can_cast(value.dtype, out.dtype):
-                raise ValueError(
-                    f"{func}: the result is {value.dtype}{list(value.shape)}, and cannot be put in "
-                    f"out= of {out.dtype}{list(out.shape)}: pass one of that shape and dtype"
-                )
-            out.copy_(value)
-        return outs[0] if len(outs) == 1 else tuple(outs)
-
-    return run
 
 
 def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:

@@ -29,14 +29,9 @@ def draw(call: Call) -> Choices | Chosen:
     if len(call.inputs) != 1 or "Tensor" in getattr(call.op, "_overloadname", ""):
         return given_by_tensors(call)
     source = call.inputs[0]
-    in_place = call.name.endswith("_")
-    if in_place and source.has_partial:
-        raise NotImplementedError(
-            f"{call}: random values cannot be the terms of a sum. Redistribute the tensor to "
-            f"Replicate() or Shard(dim) first"
-        )
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
-    return Chosen([source.placements], [placements], _draw_part)
+    read = placements if call.name.endswith("_") else source.placements
+    return Chosen([read], [placements], _draw_part)
 
 
 def _draw_part(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:

@@ -23,12 +23,14 @@ from weft.dtensor.layout import (
     Layout,
     Shape,
     chunk,
+    contiguous_stride,
     distinct,
     is_shard,
     moved,
     pieces_of,
     shard_dim,
 )
+from weft.dtensor.views import NoViewError
 
 Pattern = tuple[int, tuple[tuple[int, int], ...]]
 
@@ -130,6 +132,27 @@ def along(call: Call) -> Choices:
         choices = mapped(call, {d: d for d in range(ndim)})
         return Choices(choices.strategies, lambda call, ins, outs: lambda x, *_, **__: x.view_as(x))
     return mapped(call, kept)
+
+
+@rule("as_strided", "as_strided_copy", "as_strided_scatter")
+def as_strided(call: Call) -> Choices:
+    """Reads memory as that of the whole tensor: on every rank, laid out in the same way."""
+    source = call.inputs[0]
+    if source.stride != contiguous_stride(source.shape):
+        raise NotImplementedError(
+            f"{call}: of a DTensor that is not contiguous. Call contiguous() first, or index it"
+        )
+    whole = Strategy((Replicate(),) * len(call.inputs), (Replicate(),))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not x.is_contiguous() or x.storage_offset():
+                raise NoViewError
+            return call.op(x, *args, **kwargs)
+
+        return run
+
+    return Choices([whole], localize if call.name == "as_strided" else None)
 
 
 def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:
@@ -257,8 +280,14 @@ def _independent(source: Layout, mesh_dim: int, old: Shape, new: Shape) -> bool:
 def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
     size = outputs[0].local_shape
 
-    def run(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        # A gathered or cut local tensor may lie in memory otherwise than the global one says.
+    def copied(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return x.reshape(size)
 
-    return run
+    def viewed(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        # A gathered or cut local tensor may lie in memory otherwise than the global one says.
+        try:
+            return x.view(size)
+        except RuntimeError:
+            raise NoViewError from None
+
+    return viewed if call.name in ("view", "_reshape_alias") else copied

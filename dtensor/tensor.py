@@ -270,7 +270,11 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> DTensor:
         """The same values, apart from autograd. Setting it replaces values and layout."""
-        return wrap(self._local_tensor, self._layout)
+        alias = wrap(self._local_tensor, self._layout)
+        # A view of a gathered dim stays one: what is written to it is stored in its base.
+        if self._local is None:
+            alias._local, alias._pending = None, self._pending
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -281,9 +285,7 @@ class DTensor(torch.Tensor):
             )
         for hook in before_write:
             hook()
-        with _no_function():
-            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local, self._layout, self._pending = value._local_tensor, value._layout, None
+        become(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -322,6 +324,13 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
         return result
+
+
+def become(tensor: DTensor, other: DTensor) -> None:
+    """Give `tensor` the shape, layout and memory of `other`, apart from autograd."""
+    with _no_function():
+        torch._C.TensorBase.data.__set__(tensor, other)  # type: ignore[attr-defined]
+    tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending
 
 
 def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:

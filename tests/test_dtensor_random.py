@@ -143,8 +143,11 @@ def calls() -> None:
     weights = distribute_tensor(torch.ones(4, 9), mesh, [Shard(1)])
     assert torch.equal(torch.multinomial(weights, 3).full_tensor(), expected)
 
-    with pytest.raises(NotImplementedError, match="terms of a sum"):
-        dtensor.zeros(4, device_mesh=mesh, placements=[Partial()]).normal_()
+    torch.manual_seed(3)
+    expected = torch.zeros(4).normal_()
+    torch.manual_seed(3)
+    terms = dtensor.zeros(4, device_mesh=mesh, placements=[Partial()]).normal_()
+    assert terms.placements == (Partial(),) and torch.equal(terms.full_tensor(), expected)
 
     # Seeded differently: the first rank's seed counts, from the first random call on a mesh on.
     torch.manual_seed(rank)

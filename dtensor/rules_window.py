@@ -1,0 +1,354 @@
+"""Rules of convolution and pooling: windows that slide over the last dims.
+
+Batch and channels are shards like those of a matmul. Along a sharded dim of the image, each rank
+computes its chunk of the result, and pulls the rows that its windows reach into:
+
+    kernel 3, padding 1, rows 0..7 on 2 ranks     rank 0: result rows 0..3, reads (pad) 0..4
+                                                  rank 1: result rows 4..7, reads 3..7 (pad)
+
+    forward    pull the rows below the own result rows, convolve
+    of input   pull the gradients above the own input rows, transposed convolution, cut
+    of weight  the own gradients on the rows below them: a term of a sum
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.call import Call, Choices, Strategy, rule
+from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    distinct,
+    is_shard,
+    shard_dim,
+    with_boxes,
+)
+from weft.dtensor.redistribute import move
+
+Range = tuple[int, int]
+_SPATIAL = 2  # the first dim of the image
+_R, _SUM = Replicate(), Partial("sum")
+
+
+class _Windows:
+    """Geometry of one convolution: which rows of the input a row of the result sees."""
+
+    def __init__(self, call: Call, weight: Layout) -> None:
+        bound = call.bound
+        n = len(weight.shape) - 2
+        self.stride, self.padding, self.dilation = (
+            self._each(bound[name], n) for name in ("stride", "padding", "dilation")
+        )
+        self.reach = [d * (k - 1) for d, k in zip(self.dilation, weight.shape[2:], strict=True)]
+        self.groups: int = bound["groups"]
+        self.transposed: bool = bound["transposed"]
+
+    @staticmethod
+    def _each(value: Any, n: int) -> list[int]:
+        return list(value) * n if len(value) == 1 else list(value)
+
+    def below(self, axis: int, rows: Range) -> Range:
+        """Input rows [start, stop) that these result rows see; it may go over the edges."""
+        s, p = self.stride[axis], self.padding[axis]
+        return rows[0] * s - p, (rows[1] - 1) * s - p + self.reach[axis] + 1
+
+    def above(self, axis: int, rows: Range, size: int) -> Range:
+        """Result rows, out of `size`, that see any of these input rows."""
+        s, p = self.stride[axis], self.padding[axis]
+        first = max(0, -(-(rows[0] + p - self.reach[axis]) // s))
+        return first, max(first, min(size, (rows[1] - 1 + p) // s + 1))
+
+
+def _own(layout: Layout, rank: int, dim: int) -> Range:
+    runs = layout.boxes[rank][dim]
+    return (runs[0][0], runs[0][0] + runs[0][1]) if runs else (0, 0)
+
+
+def _clip(rows: Range, size: int) -> Range:
+    start = min(max(rows[0], 0), size)
+    return start, max(start, min(rows[1], size))
+
+
+def _pulled(layout: Layout, dims: list[int], wanted: Any) -> Layout:
+    """`layout`, with rows of its own for each rank: `wanted(rank, dim)` gives them."""
+    boxes = []
+    for rank, box in enumerate(layout.boxes):
+        new = list(box)
+        for dim in dims:
+            start, stop = wanted(rank, dim)
+            new[dim] = ((start, stop - start),) if stop > start else ()
+        boxes.append(tuple(new))
+    return with_boxes(layout, boxes)
+
+
+def _cut_dims(layout: Layout) -> list[int]:
+    """Dims of the image that some mesh dim shards."""
+    return sorted({shard_dim(p) for p in layout.placements if shard_dim(p) >= _SPATIAL})
+
+
+def _strategies(call: Call, forward: bool) -> list[Strategy]:
+    """Of the forward: (x, w, bias) -> y. Of the backward: (of y, x, w) -> (of x, of w, of bias)."""
+    x, w = (call.inputs[0], call.inputs[1]) if forward else (call.inputs[1], call.inputs[2])
+    windows = _Windows(call, w)
+    rows, columns = (1, 0) if windows.transposed else (0, 1)  # of w: dims of outputs and inputs
+    # Each line: how x, w and the bias lie, and how y does; the gradients follow.
+    lines: list[tuple[Placement, Placement, Placement, Placement]] = [
+        (_R, _R, _R, _R),
+        (Shard(0), _R, _R, Shard(0)),
+    ]
+    if windows.groups == 1:
+        lines.append((_R, Shard(rows), Shard(0), Shard(1)))
+        lines.append((Shard(1), Shard(columns), _SUM, _SUM))
+    elif windows.groups % len(x.place.ranks) == 0:
+        lines.append((Shard(1), Shard(0), Shard(0), Shard(1)))
+    if not windows.transposed:
+        lines += [(Shard(d), _R, _R, Shard(d)) for d in range(_SPATIAL, len(x.shape))]
+    if forward:
+        sums = [p for p in distinct(x.placements) if isinstance(p, Partial)]
+        lines += [(p, _R, p, p) for p in sums if p.reduce_op in LINEAR_REDUCTIONS]
+        n = len(call.inputs)
+        return [Strategy((px, pw, pb)[:n], (py,)) for px, pw, pb, py in lines]
+    strategies = []
+    mask = call.bound["output_mask"]
+    for px, pw, pb, py in lines:
+        of_y: Placement = _R if isinstance(py, Partial) else py
+        of_x: Placement = _SUM if is_shard(py) and px == _R else px
+        # Rows of the image or of the batch are summed over by the gradients of the weights.
+        summed = is_shard(px) and pw == _R
+        of_w: Placement = _SUM if summed else pw
+        of_bias: Placement = _SUM if summed else (_R if isinstance(pb, Partial) else pb)
+        wanted = [p for p, asked in zip((of_x, of_w, of_bias), mask, strict=True) if asked]
+        strategies.append(Strategy((of_y, px, pw), tuple(wanted)))
+    for p in distinct(call.inputs[0].placements):
+        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
+            strategies.append(Strategy((p, _R, _R), (p,) * len(call.outputs)))
+    return strategies
+
+
+def _with_groups(call: Call, x: Layout, args: list[Any]) -> list[Any]:
+    """The arguments of the local op: of as many groups as lie here."""
+    names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
+    values = [call.bound[name] for name in names]
+    cuts = [n for p, n in zip(x.placements, x.place.sizes, strict=True) if shard_dim(p) == 1]
+    groups = call.bound["groups"]
+    if groups > 1:
+        for n in cuts:
+            groups //= n
+    values[names.index("groups")] = groups
+    return [*args, *values[len(args) :]]
+
+
+@rule("convolution", "_convolution", "convolution_overrideable")
+def convolution(call: Call) -> Choices:
+    """(x (N, C, ...), w, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        x, y = inputs[0], outputs[0]
+        cut = _cut_dims(x)
+        rest = _with_groups(call, x, [None] * 3)[3:]
+        if not cut:
+
+            def whole(local: torch.Tensor, w: torch.Tensor, b: Any, *_: Any) -> Any:
+                if local.numel() and w.numel():
+                    return call.op(local, w, b, *rest)
+                return local.new_zeros(y.local_shape)
+
+            return whole
+        windows = _Windows(call, inputs[1])
+
+        def below(rank: int, dim: int) -> Range:
+            rows = _own(y, rank, dim)
+            if rows[0] == rows[1]:
+                return 0, 0
+            return _clip(windows.below(dim - _SPATIAL, rows), x.shape[dim])
+
+        slab = _pulled(x, cut, below)
+        options = _unpadded(windows, cut, rest[-1])
+
+        def run(local: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, *_: Any) -> Any:
+            pulled = move(local, x, slab)
+            if 0 in y.local_shape:
+                return local.new_zeros(y.local_shape)
+            padded = _padded(pulled, y, windows, cut, slab)
+            return torch.ops.aten.convolution(padded, w, b, *options)
+
+        return run
+
+    return Choices(_strategies(call, True), localize)
+
+
+def _unpadded(windows: _Windows, cut: list[int], groups: int) -> list[Any]:
+    """Options of the local op: the rows that were pulled are padded where that is needed."""
+    padding = [0 if d + _SPATIAL in cut else p for d, p in enumerate(windows.padding)]
+    n = len(padding)
+    return [windows.stride, padding, windows.dilation, False, [0] * n, groups]
+
+
+def _padded(
+    pulled: torch.Tensor, y: Layout, windows: _Windows, cut: list[int], slab: Layout
+) -> torch.Tensor:
+    """The pulled rows, with zeros where the windows of the own result rows go over the edges."""
+    assert y.index is not None
+    shape = list(pulled.shape)
+    where: list[slice] = [slice(None)] * len(shape)
+    for dim in cut:
+        start, stop = windows.below(dim - _SPATIAL, _own(y, y.index, dim))
+        first, last = _own(slab, y.index, dim)
+        shape[dim] = stop - start
+        where[dim] = slice(first - start, last - start) if last > first else slice(0, 0)
+    if shape == list(pulled.shape):
+        return pulled
+    padded = pulled.new_zeros(shape)
+    padded[tuple(where)] = pulled
+    return padded
+
+
+@rule("convolution_backward")
+def convolution_backward(call: Call) -> Choices:
+    """(of y, x, w, bias_sizes, stride, ..., groups, output_mask) -> (of x, of w, of bias)."""
+    backward = torch.ops.aten.convolution_backward
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        of_y, x, w = inputs
+        mask = list(call.bound["output_mask"])
+        cut = _cut_dims(x)
+        rest = _with_groups(call, x, [None] * 4)[4:]
+
+        if not cut:
+
+            def whole(
+                grad: torch.Tensor, local: torch.Tensor, weight: torch.Tensor, *_: Any
+            ) -> Any:
+                if grad.numel() and local.numel() and weight.numel():
+                    return backward(grad, local, weight, [grad.shape[1]], *rest)
+                return (
+                    torch.zeros_like(local) if mask[0] else None,
+                    torch.zeros_like(weight) if mask[1] else None,
+                    grad.sum([0, *range(2, grad.dim())]) if mask[2] else None,
+                )
+
+            return whole
+        windows = _Windows(call, w)
+
+        def below(rank: int, dim: int) -> Range:
+            rows = _own(of_y, rank, dim)
+            if rows[0] == rows[1]:
+                return 0, 0
+            return _clip(windows.below(dim - _SPATIAL, rows), x.shape[dim])
+
+        def above(rank: int, dim: int) -> Range:
+            rows = _own(x, rank, dim)
+            if rows[0] == rows[1]:
+                return 0, 0
+            return windows.above(dim - _SPATIAL, rows, of_y.shape[dim])
+
+        slab, seen = _pulled(x, cut, below), _pulled(of_y, cut, above)
+        options = _unpadded(windows, cut, rest[-2])
+
+        def of_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            pulled = move(grad, of_y, seen)
+            result = grad.new_zeros(x.local_shape)
+            if 0 in pulled.shape or 0 in result.shape:
+                return result
+            # The whole reach of the pulled gradients: of it, the own rows are kept.
+            shape, take, put = list(result.shape), [slice(None)] * 2, [slice(None)] * 2
+            for dim in range(_SPATIAL, len(shape)):
+                if dim not in cut:
+                    take.append(slice(None))
+                    put.append(slice(None))
+                    continue
+                assert x.index is not None
+                rows = _own(seen, x.index, dim)
+                start, stop = windows.below(dim - _SPATIAL, rows)
+                own = _own(x, x.index, dim)
+                first, last = max(start, own[0]), min(stop, own[1])
+                shape[dim] = stop - start
+                take.append(slice(first - start, max(first, last) - start))
+                put.append(slice(first - own[0], max(first, last) - own[0]))
+            like = grad.new_empty(shape)
+            only = [True, False, False]
+            whole = backward(pulled, like, weight, None, *options, only)[0]
+            result[tuple(put)] = whole[tuple(take)]
+            return result
+
+        def run(grad: torch.Tensor, local: torch.Tensor, weight: torch.Tensor, *_: Any) -> Any:
+            first = of_input(grad, weight) if mask[0] else None
+            if not (mask[1] or mask[2]):
+                return first, None, None
+            pulled = move(local, x, slab)
+            if 0 in grad.shape:
+                zero = weight.new_zeros(weight.shape) if mask[1] else None
+                return first, zero, weight.new_zeros(grad.shape[1]) if mask[2] else None
+            padded = _padded(pulled, of_y, windows, cut, slab)
+            only = [False, mask[1], mask[2]]
+            _, second, third = backward(grad, padded, weight, [grad.shape[1]], *options, only)
+            return first, second, third
+
+        return run
+
+    return Choices(_strategies(call, False), localize)
+
+
+# How many last dims make up an image. Their arguments come from autograd, and were checked before.
+_IMAGES = {
+    "max_pool2d_with_indices_backward": 2,
+    "max_pool3d_with_indices_backward": 3,
+    "adaptive_max_pool2d_backward": 2,
+    "adaptive_max_pool3d_backward": 3,
+    "fractional_max_pool2d_backward": 2,
+    "fractional_max_pool3d_backward": 3,
+    "max_unpool2d": 2,
+    "max_unpool3d": 3,
+    "avg_pool2d_backward": 2,
+    "avg_pool3d_backward": 3,
+    "_adaptive_avg_pool2d": 2,
+    "_adaptive_avg_pool3d": 3,
+    "_adaptive_avg_pool2d_backward": 2,
+    "_adaptive_avg_pool3d_backward": 3,
+    "reflection_pad1d_backward": 1,
+    "reflection_pad2d_backward": 2,
+    "reflection_pad3d_backward": 3,
+    "replication_pad1d_backward": 1,
+    "replication_pad2d_backward": 2,
+    "replication_pad3d_backward": 3,
+    "upsample_nearest1d_backward": 1,
+    "upsample_nearest2d_backward": 2,
+    "upsample_nearest3d_backward": 3,
+    "_upsample_nearest_exact1d_backward": 1,
+    "_upsample_nearest_exact2d_backward": 2,
+    "_upsample_nearest_exact3d_backward": 3,
+    "upsample_linear1d_backward": 1,
+    "upsample_bilinear2d_backward": 2,
+    "_upsample_bilinear2d_aa_backward": 2,
+    "upsample_bicubic2d_backward": 2,
+    "_upsample_bicubic2d_aa_backward": 2,
+    "upsample_trilinear3d_backward": 3,
+}
+
+
+@rule(*_IMAGES)
+def images(call: Call) -> Choices:
+    """Tensors of images, each of which is worked on by itself."""
+    count, n_out = len(call.inputs), len(call.outputs)
+    strategies = [Strategy((_R,) * count, (_R,) * n_out)]
+    for layout in call.inputs:
+        for p in layout.placements:
+            batch = len(layout.shape) - _IMAGES[call.name]
+            if is_shard(p) and shard_dim(p) < batch and not call.inputs[0].has_empty_shard:
+                strategies.append(Strategy((p,) * count, (p,) * n_out))
+    return Choices(strategies, _with_local_size if "input_size" in call.bound else None)
+
+
+def _with_local_size(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
+    at, size, op = names.index("input_size"), list(outputs[0].local_shape), call.op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*args[:at], size, *args[at + 1 :], **kwargs)
+
+    return run
