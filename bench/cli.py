@@ -31,7 +31,8 @@ commands (each has its own --help):
 shapes, for --shapes: a model ({models}), a .yaml file of your own (see
 weft.bench.shapes), or sizes with commas:
   ops M,N,K         tokens, features out, features in of the whole linear layer
-  mlp S,H,F         tokens, hidden, ffn         collectives BYTES     redistribute ROWS,COLUMNS
+  scaling M,N,K     likewise                    mlp S,H,F         tokens, hidden, ffn
+  collectives BYTES a rank                      redistribute ROWS,COLUMNS
 
 examples:
   weft bench ops --quick --out report       a minute; then open report/index.html
@@ -80,9 +81,9 @@ def _run(given: list[str]) -> int:
 
             print(ops_suite.verdict(result.cases))
 
-    terminal.show_legend()
     command = shlex.join(["weft", "bench", *given])
     results = runner.run(wanted, options, command=command, on_result=show)
+    terminal.show_legend()
     if args.out and any(result.cases for result in results):
         page = report.write([result for result in results if result.cases], args.out)
         print(f"wrote {args.out}: tables, plots, and the report, {page}")

@@ -209,8 +209,9 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
     from weft.collectives import close, cost, resolve
     from weft.kernels import engines
 
-    device = torch.device(kind, rank % torch.cuda.device_count() if kind == "cuda" else None)
+    device = torch.device(kind)
     if kind == "cuda":
+        device = torch.device(kind, rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     group = resolve(None)
     rows: list[tuple[Mark, str, str, str]] = []
@@ -232,15 +233,15 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
     )  # fmt: skip
     torch.manual_seed(0)
     x, w = torch.randn(8, 16, device=device), torch.randn(16, 8, device=device)
-    whole = x @ w
-    expected = {
-        weft.all_gather_matmul: torch.cat([whole] * group.world_size),
-        weft.matmul_reduce_scatter: (whole * group.world_size).chunk(group.world_size)[rank],
-        weft.matmul_all_reduce: whole * group.world_size,
+    y = x @ w
+    expected: dict[Any, torch.Tensor] = {
+        weft.all_gather_matmul: torch.cat([y] * group.world_size),
+        weft.matmul_reduce_scatter: (y * group.world_size).chunk(group.world_size)[rank],
+        weft.matmul_all_reduce: y * group.world_size,
     }
-    for op, value in expected.items():
+    for op, whole in expected.items():
         told = weft.explain(op, x, w)
-        right = torch.allclose(told.result, value, rtol=1e-3, atol=1e-3)
+        right = torch.allclose(told.result, whole, rtol=1e-3, atol=1e-3)
         text = f"{told[0].engine}: {told[0].why}"
         rows.append(("ok" if right else "!!", op.__name__, text, "" if right else "wrong results"))
     problem = engines.Problem("matmul_all_reduce", 8, 8, 16, x.dtype, 0)

@@ -68,6 +68,7 @@ class Prepared:
         observe: what is compared of a variant's value, where that is no tensor.
         unchecked: variants that compute something else, for comparison of times only.
         repeats: how often a variant does its work in one call.
+        virtual: calls return their time in us; they are not timed, and compute nothing to compare.
         absent: variants that cannot run here, and why.
     """
 
@@ -80,6 +81,7 @@ class Prepared:
     unchecked: tuple[str, ...] = ()
     inputs: int = INPUTS
     repeats: int = 1
+    virtual: bool = False
     main: str = ""
     peer: str = ""
     absent: dict[str, str] = field(default_factory=dict)

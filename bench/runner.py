@@ -116,7 +116,8 @@ class _Run:
                     backend=backend_for(self.options),
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
-                    stall_s=settings.timeout_s() + 60,
+                    # One process waits for nobody; it may have long work.
+                    stall_s=settings.timeout_s() + 60 if self.ranks > 1 else 900,
                 )
             except RankError as error:
                 suite, spec = self.todo[self.done]

@@ -92,8 +92,13 @@ def table_of(result: Result) -> Table:
             row.append("" if case.gain is None else str(case.gain))
         rows.append(row)
     where = result.environment
-    title = f"weft bench {result.suite}: {where['ranks']} ranks, {_chip(where)}"
+    made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
+    title = f"weft bench {result.suite}: {made}"
     return Table(title, header, rows, _summary(cases, main, peer), _notes(result))
+
+
+def _is_virtual(result: Result) -> bool:
+    return any("chip" in case.params for case in result.cases)
 
 
 def _chip(where: dict[str, Any]) -> str:
@@ -144,7 +149,7 @@ def _summary(cases: Sequence[Case], main: str, peer: str) -> list[str]:
 def _notes(result: Result) -> list[str]:
     notes = []
     where = result.environment
-    if not where["quiet"]:
+    if not where["quiet"] and not _is_virtual(result):
         notes.append(
             f"the machine was not quiet: load {where['load']} on {where['cores']} cores at the "
             f"start. Others' work is in these times; compare ratios, not times"

@@ -1,0 +1,116 @@
+"""How the fused ops scale over ranks and chips that are not here: virtual time of the simulator.
+
+One layer (M, N, K as in `ops`, bf16) on more and more ranks of a chip, by each engine. The kernels
+are the real ones, run by `weft.sim` without computing values; what takes how long follows from the
+chip's data sheet. Times are of one run each: they do not vary. The bounds are of the
+same run: its dots on all cores, its bytes through one HBM and over one link.
+
+The triton engine's kernels are interpreted, which takes minutes for many ranks: up to 8.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from weft.bench.problem import Call, Options, Prepared, Spec
+from weft.bench.shapes import sized
+from weft.collectives import chunk_sizes
+
+NAME = "scaling"
+WORLD: Literal["ranks", "one"] = "one"
+SIZES = ("M", "N", "K")
+
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_SHAPE = (4096, 8192, 4096)
+_WORLDS = {"h100": (2, 4, 8), "mi300x": (8,), "gb200-nvl72": (8, 32, 64)}
+# The interpreter runs every tile of every rank: this many of them at most, by default.
+_TRITON_TILES = 1024
+_MAIN, _PEER = "host", "generic"
+
+
+def cases(options: Options) -> list[Spec]:
+    """Every op on every chip and number of ranks; --ranks plays no part, --filter picks."""
+    shapes = [sized(entry, SIZES, NAME) for entry in options.shapes] or [_SHAPE]
+    worlds = _WORLDS
+    if options.quick:
+        shapes, worlds = shapes if options.shapes else [(64, 64, 64)], {"h100": (2,)}
+    return [
+        Spec(
+            f"{op} {M}x{N}x{K} {chip} W={W}",
+            {"op": op, "M": M, "N": N, "K": K, "chip": chip, "world_size": W, "dtype": "bfloat16"},
+        )
+        for op in _OPS
+        for M, N, K in shapes
+        for chip, sizes in worlds.items()
+        for W in sizes
+    ]
+
+
+def prepare(spec: Spec, options: Options) -> Prepared:
+    """One op on virtual ranks of a chip; each call runs it and returns its virtual time."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    p = spec.params
+    summaries: dict[str, dict[str, float]] = {}
+
+    def run(engine: str) -> dict[str, float]:
+        if engine not in summaries:
+            from weft import sim
+
+            timeline = sim.run(
+                p["world_size"], _body(p, engine), hardware=p["chip"], numerics=False
+            ).timeline
+            assert timeline is not None  # hardware was given
+            link = timeline.hardware.link_bandwidth * timeline.hardware.link_sustained / 1e6
+            hbm = timeline.hardware.hbm_bandwidth / 1e6
+            summaries[engine] = timeline.summary() | {
+                "memory_us": timeline.summary()["hbm_bytes"] / hbm,
+                "link_us": timeline.summary()["link_bytes"] / link,
+            }
+        return summaries[engine]
+
+    def part(name: str) -> Call:
+        return lambda _: run(_MAIN)[f"{name}_us"]
+
+    variants: dict[str, Call] = {
+        _MAIN: lambda _: run(_MAIN)["makespan_us"],
+        _PEER: lambda _: run(_PEER)["makespan_us"],
+    }
+    absent = {}
+    tiles = -(-p["M"] // 128) * -(-p["N"] // 128)
+    if "triton" in options.engines or (tiles <= _TRITON_TILES and p["world_size"] <= 2):
+        variants["triton"] = lambda _: run("triton")["makespan_us"]
+    else:
+        absent["triton"] = "its kernel's interpretation takes minutes; --engines triton runs it"
+    return Prepared(
+        variants,
+        {name: part(name) for name in ("arithmetic", "memory", "link")},
+        virtual=True,
+        main=_MAIN,
+        peer=_PEER,
+        absent=absent,
+        notes=["virtual time, on the chip's data sheet; no value is computed"],
+    )
+
+
+def _body(p: dict[str, Any], engine: Any) -> Callable[[int], Any]:
+    import weft
+
+    M, N, K, W = p["M"], p["N"], p["K"], p["world_size"]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    def body(rank: int) -> Any:
+        with weft.engine(engine):
+            if p["op"] == "all_gather_matmul":
+                rows = chunk_sizes(M, W)
+                columns = -(-N // W)
+                return weft.all_gather_matmul(empty(rows[rank], K), empty(K, columns), sizes=rows)
+            x, w = empty(M, -(-K // W)), empty(-(-K // W), N)
+            return getattr(weft, p["op"])(x, w)
+
+    return body
