@@ -303,7 +303,13 @@ def layout_of(
 ) -> Layout:
     """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
     key = (mesh, placements, shape, stride, dtype)
-    layout = _layouts.get(key)
+    try:
+        layout = _layouts.get(key)
+    except TypeError:
+        # Sizes that torch.compile left open: shards are cut by numbers, so it must settle on them.
+        shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
+        key = (mesh, placements, shape, stride, dtype)
+        layout = _layouts.get(key)
     if layout is None:
         layout = _layouts[key] = Layout(*key)
     return layout

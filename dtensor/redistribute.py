@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group
-from weft.collectives.group import Group, kept_by_group, resolve
+from weft.collectives.group import Group, is_traced, kept_by_group, resolve
 from weft.dtensor.layout import Layout
+from weft.dtensor.library import name_of
 from weft.dtensor.transfers import Piece, Step, collective_plan, plan
 
 Blocks = list[list[torch.Tensor]]
@@ -52,6 +53,9 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """
     if source.index is None and target.index is None:
         return local.new_empty(0, dtype=target.dtype)
+    if is_traced(local):
+        moved: torch.Tensor = torch.ops.weft.redistribute(local, name_of(source), name_of(target))
+        return moved
     for step in _steps(source, target):
         local = _finish(_start(step, local))
     return local

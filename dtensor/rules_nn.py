@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.collectives.group import is_traced
 from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
@@ -147,7 +148,7 @@ def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
     if not indices.numel():
         return
     inside = (indices >= 0) & (indices < size)
-    if indices.is_cuda:
+    if indices.is_cuda or is_traced(indices):
         torch._assert_async(inside.all())
     elif not bool(inside.all()):
         raise IndexError(f"{what} out of range: must be in [0, {size})")

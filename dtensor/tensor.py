@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import agree, spanning_group
+from weft.collectives.group import is_traced
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -136,41 +137,10 @@ class DTensor(torch.Tensor):
             ValueError: `local_tensor` has not the shape that the layout gives this rank: shards are
                 those of `torch.chunk`.
         """
-        if isinstance(local_tensor, DTensor):
-            raise RuntimeError(
-                "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
-            )
-        if (shape is None) != (stride is None):
-            raise RuntimeError("Please pass both shape and stride at the same time.")
-        mesh = device_mesh or _mesh_resources.get_current_mesh()
-        if placements is None:
-            placements = (Replicate(),) * mesh.ndim
-        placements = normalize(placements, local_tensor.ndim, mesh.ndim)
-        if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
-            local_tensor = local_tensor.to(mesh.device_type)
-        if shape is None or stride is None:
-            layout = _layout_of_parts(local_tensor, mesh, placements)
-        else:
-            layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
-        if layout.index is None:
-            local_tensor = local_tensor.new_empty(0, requires_grad=local_tensor.requires_grad)
-        elif tuple(local_tensor.shape) != layout.local_shape:
-            raise ValueError(
-                f"from_local: the local tensor has shape {tuple(local_tensor.shape)}, but "
-                f"{layout!r} gives rank {layout.index} of the mesh {layout.local_shape} (shards "
-                f"are those of torch.chunk). Pass shards of that shape, or another shape="
-            )
-        value = local_tensor.detach()
-        if run_check and layout.index is not None:
-            value = _checked(value, layout)
-        wanted = (
-            _gradient_placements(placements)
-            if grad_placements is None
-            else normalize(grad_placements, local_tensor.ndim, mesh.ndim)
-        )
-        if torch.is_grad_enabled() and local_tensor.requires_grad:
-            return cast(DTensor, _FromLocal.apply(local_tensor, value, layout, wanted))
-        return wrap(value, layout)
+        arguments = (device_mesh, placements, run_check, shape, stride, grad_placements)
+        if torch.compiler.is_compiling():
+            return cast(DTensor, _from_local_in_graph(local_tensor, _kept_for_graph(*arguments)))
+        return _from_local(local_tensor, *arguments)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -178,6 +148,11 @@ class DTensor(torch.Tensor):
             assert self._pending is not None
             return self._pending.value()
         return self._local
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:
+        # torch.compile, which brings the memory of a tangent into the order that it traced.
+        self._local, self._pending = local, None
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part. Differentiable; shares its memory.
@@ -306,6 +281,19 @@ class DTensor(torch.Tensor):
         )
         return DTensor(inner_tensors["_local_tensor"], layout, requires_grad=requires_grad)
 
+    # A gradient that comes to a compiled graph must be placed as the graph was traced for.
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        layout = self._layout
+        placements = _gradient_placements(layout.placements)
+        return self if placements == layout.placements else self.redistribute(None, placements)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Any, expected_type: type | None = None
+    ) -> DTensor | None:
+        if expected_type is not None:
+            return None
+        return _redistribute(self, metadata[0])
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self._local_tensor.detach(), self._layout, self.requires_grad, is_param)
@@ -345,6 +333,52 @@ def _gradient_placements(placements: Placements) -> Placements:
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
+def _from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    if isinstance(local_tensor, DTensor):
+        raise RuntimeError(
+            "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
+        )
+    if (shape is None) != (stride is None):
+        raise RuntimeError("Please pass both shape and stride at the same time.")
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    placements = normalize(placements, local_tensor.ndim, mesh.ndim)
+    if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
+        local_tensor = local_tensor.to(mesh.device_type)
+    if shape is None or stride is None:
+        layout = _layout_of_parts(local_tensor, mesh, placements)
+    else:
+        layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
+    if layout.index is None:
+        local_tensor = local_tensor.new_empty(0, requires_grad=local_tensor.requires_grad)
+    elif tuple(local_tensor.shape) != layout.local_shape:
+        raise ValueError(
+            f"from_local: the local tensor has shape {tuple(local_tensor.shape)}, but "
+            f"{layout!r} gives rank {layout.index} of the mesh {layout.local_shape} (shards "
+            f"are those of torch.chunk). Pass shards of that shape, or another shape="
+        )
+    value = local_tensor.detach()
+    if run_check and layout.index is not None:
+        value = _checked(value, layout)
+    wanted = (
+        _gradient_placements(placements)
+        if grad_placements is None
+        else normalize(grad_placements, local_tensor.ndim, mesh.ndim)
+    )
+    if torch.is_grad_enabled() and local_tensor.requires_grad:
+        return cast(DTensor, _FromLocal.apply(local_tensor, value, layout, wanted))
+    return wrap(value, layout)
+
+
 def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
     """The layout that the ranks' local tensors make up, whose shards may differ in length.
 
@@ -353,7 +387,7 @@ def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placemen
     """
     even = _even_layout(local, mesh, placements)
     cut = sorted({shard_dim(p) for p in placements} - {-1})
-    if not cut or even.index is None or local.is_meta or torch.compiler.is_compiling():
+    if not cut or even.index is None or local.is_meta or is_traced(local):
         return even
     group = spanning_group(mesh)
     if group.why or group.world_size == 1:
@@ -382,6 +416,23 @@ def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placemen
             f"{shape} placed {show(placements)} must be those of torch.chunk, {right}"
         )
     return layout
+
+
+# torch.compile puts calls with tensors and plain values into its graph; the rest is kept here.
+_kept: dict[str, tuple[Any, ...]] = {}
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
+    mesh = getattr(mesh, "real_obj", mesh)  # while it traces, torch has a stand-in for the mesh
+    key = f"{others} on {id(mesh)}"
+    _kept[key] = (mesh, *others)
+    return key
+
+
+@torch.compiler.allow_in_graph
+def _from_local_in_graph(local: torch.Tensor, key: str) -> DTensor:
+    return _from_local(local, *_kept[key])
 
 
 def _even_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:

@@ -1,0 +1,141 @@
+"""torch.compile(fullgraph=True) of DTensor code: no graph break, the numbers of eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
+
+from weft.demo.model import Llama, Shape, parallelize
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    parallel,
+)
+
+
+class Graphs:
+    """A backend that runs the traced graphs as they are, and keeps what they call."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.backend = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)
+
+    def _keep(self, graph: Any, inputs: Any) -> Any:
+        # An op that communicates is an argument of the one that keeps such ops in order.
+        for node in graph.graph.nodes:
+            self.called += map(str, (node.target, *node.args[1:2]))
+        return graph
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _equal(f: Callable[..., Any], *args: Any, backend: Any = "aot_eager") -> None:
+    torch._dynamo.reset()
+    expected = f(*args)
+    for _ in range(2):
+        result = torch.compile(f, fullgraph=True, backend=backend)(*args)
+        torch.testing.assert_close(_whole(result), _whole(expected), rtol=1e-5, atol=1e-6)
+
+
+def functions(backend: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    x = distribute_tensor(torch.randn(7, 6), mesh, [Shard(0)])  # uneven
+    w = distribute_tensor(torch.randn(6, 8), mesh, [Shard(1)])
+    _equal(lambda x: (x * 2 + 1).relu(), x, backend=backend)
+    _equal(lambda x: x.redistribute(placements=[Shard(1)]).softmax(-1), x, backend=backend)
+    _equal(lambda x: x.full_tensor() + 1, x, backend=backend)
+    _equal(lambda x, w: functional.layer_norm(x @ w, (8,)).sum(0), x, w, backend=backend)
+    local = torch.full((3, 2), float(rank))
+    for placement in (Shard(1), Replicate(), Partial()):
+        _equal(
+            lambda t, p=placement: DTensor.from_local(t, mesh, [p]).sum(1).full_tensor(),
+            local,
+            backend=backend,
+        )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_functions(ranks, backend: str) -> None:
+    ranks(2, functions, backend)
+
+
+def column_then_row(backend: str) -> None:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    model = parallel.parallelize_module(
+        copy.deepcopy(plain),
+        mesh,
+        {
+            "0": parallel.ColwiseParallel(input_layouts=Shard(0)),
+            "2": parallel.RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
+    graphs = Graphs()
+    compiled = torch.compile(
+        model, fullgraph=True, backend=graphs.backend if backend == "graphs" else backend
+    )
+    rank = dist.get_rank()
+    for rows in (4, 4, 10):  # the third time with another batch
+        shards = torch.randn(world_size, rows, 6, generator=torch.Generator().manual_seed(rows))
+        whole = shards.flatten(0, 1).requires_grad_()
+        local = shards[rank].clone().requires_grad_()
+        expected = plain(whole)
+        expected.square().sum().backward()
+        out = compiled(local)
+        torch.testing.assert_close(out, expected.chunk(world_size)[rank])
+        out.square().sum().backward()
+        torch.testing.assert_close(local.grad, whole.grad.chunk(world_size)[rank])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+            ours.grad = theirs.grad = None
+    if backend == "graphs":
+        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            assert any(f"weft.{name}" in target for target in graphs.called), graphs.called
+            assert any(f"weft.{name}_backward" in target for target in graphs.called)
+
+
+@pytest.mark.parametrize("backend", ["graphs", "inductor"])
+def test_column_then_row(ranks, backend: str) -> None:
+    ranks(2, column_then_row, backend)
+
+
+def llama() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16)
+    torch.manual_seed(0)
+    plain = Llama(shape)
+    model = copy.deepcopy(plain)
+    parallelize(model, mesh)
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    results = []
+    for each in (plain, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        loss = functional.cross_entropy(
+            _whole(each(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        loss.backward()
+        results.append(loss.detach())
+    torch.testing.assert_close(results[1], results[0])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_llama(ranks) -> None:
+    ranks(2, llama)
