@@ -3,9 +3,10 @@
 if not __name__.startswith("weft."):
     raise ImportError("import weft.dtensor: the top-level name is not ours")
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # These register themselves: the rules in `dispatch`, the functions in `DTensor`.
 from weft.dtensor import functional as functional
@@ -28,8 +29,13 @@ from weft.dtensor.api import (
     zeros,
 )
 from weft.dtensor.interop import from_torch, to_torch
-from weft.dtensor.tensor import DTensor
+from weft.dtensor.layout import layout_of
+from weft.dtensor.tensor import DTensor, rebuild
 from weft.dtensor.transfers import redistribute_plan
+
+# So that torch.load(weights_only=True) takes a DTensor.
+torch.serialization.add_safe_globals([DTensor, layout_of, rebuild, DeviceMesh, _StridedShard])
+torch.serialization.add_safe_globals([Partial, Replicate, Shard])
 
 __all__ = [
     "DTensor",

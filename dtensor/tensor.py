@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import agree, spanning_group
 from weft.collectives.group import is_traced
+from weft.dtensor import checkpoint_items
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -268,6 +269,16 @@ class DTensor(torch.Tensor):
             f"placements={self._layout.placements})"
         )
 
+    # What torch.distributed.checkpoint asks of a tensor that it saves or loads.
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpoint_items.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint_items.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint_items.shard_at(self, index)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self._layout, self.requires_grad)
 
@@ -296,7 +307,7 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self._local_tensor.detach(), self._layout, self.requires_grad, is_param)
+        return rebuild, (self._local_tensor.detach(), self._layout, self.requires_grad, is_param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
@@ -307,7 +318,7 @@ class DTensor(torch.Tensor):
             )
         local = copy.deepcopy(self._local_tensor.detach(), memo)
         is_param = isinstance(self, torch.nn.Parameter)
-        result = _rebuild(local, self._layout, self.requires_grad, is_param)
+        result = rebuild(local, self._layout, self.requires_grad, is_param)
         memo[id(self)] = result
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
@@ -321,7 +332,8 @@ def become(tensor: DTensor, other: DTensor) -> None:
     tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending
 
 
-def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+def rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+    """What pickle makes a DTensor of."""
     tensor = wrap(local, layout)
     if is_param:
         return cast(DTensor, torch.nn.Parameter(tensor, requires_grad))

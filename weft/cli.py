@@ -15,6 +15,10 @@ _COMMANDS = {
     "bench": ("weft.bench.cli", "time weft beside its bounds and its peers"),
     "doctor": ("weft.bench.doctor", "what this machine has, and whether weft's main job runs here"),
     "sim": ("weft.sim.cli", "run a script on virtual ranks: races, deadlocks, out of bounds"),
+    "checkpoint": (
+        "weft.dtensor.checkpoint_cli",
+        "look at a checkpoint, check it, merge it, cut it",
+    ),
     "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
 }
 
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="weft",
         description="Triton kernels that fuse computation with communication.",
         epilog="commands:\n"
-        + "".join(f"  {name:<7} {purpose}\n" for name, (_, purpose) in _COMMANDS.items())
+        + "".join(f"  {name:<10} {purpose}\n" for name, (_, purpose) in _COMMANDS.items())
         + "\n"
         + _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
