@@ -5,6 +5,7 @@ if not __name__.startswith("weft."):
 
 from weft.kernels import library as library  # registers torch.ops.weft
 from weft.kernels.gathered_matmul import all_gather_matmul
+from weft.kernels.head_exchange import ulysses_attention
 from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
@@ -20,5 +21,6 @@ __all__ = [
     "matmul_reduce_scatter",
     "ring_attention",
     "to_zigzag",
+    "ulysses_attention",
     "zigzag_sizes",
 ]

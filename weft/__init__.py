@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
     from weft.kernels import ring_attention as ring_attention
+    from weft.kernels import ulysses_attention as ulysses_attention
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -43,6 +44,7 @@ _HOME = {
     "matmul_all_reduce": "weft.kernels",
     "matmul_reduce_scatter": "weft.kernels",
     "ring_attention": "weft.kernels",
+    "ulysses_attention": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
 }
@@ -52,6 +54,7 @@ __all__ = [  # noqa: RUF022 - grouped, not sorted
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "ring_attention",
+    "ulysses_attention",
     "ColumnParallelLinear",
     "RowParallelLinear",
     "engine",

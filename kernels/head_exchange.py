@@ -1,0 +1,253 @@
+"""ulysses_attention: attention over a sharded sequence by exchanging heads for sequence.
+
+W ranks; rank r holds n_r tokens of all H heads, and computes all S tokens of its own H / W heads:
+
+    rank 0   (B, H, n_0, D)   heads  0 | 1 | 2 | 3          (B, h_0, S, D)   heads 0, 1
+                                     swap  --->
+    rank 1   (B, H, n_1, D)   heads  0 | 1 | 2 | 3          (B, h_1, S, D)   heads 2, 3
+
+Protocol of a swap. Every rank copies its tensor into symmetric memory as it is and signals; each
+reads, as each peer signals, the heads (or, on the way back, the tokens) that are its own, straight
+to where they belong in its result. Nothing is permuted into send buffers first, and no received
+buffer is permuted afterwards.
+
+Heads of keys and values go to every rank whose queries use them, so there may be fewer of them than
+ranks. Their gradients come back from all of those, and are added in rank order.
+
+What happens between the swaps is `ring_attention`: on this rank alone, or, in two dimensions, over
+the ranks of another mesh dim, each of which then holds the part of the sequence of its own swap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft import settings
+from weft.collectives import Group, all_gather, exchange, resolve
+from weft.collectives.exchange import agree, check_call
+from weft.collectives.group import GroupLike, Process
+from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels.sequence_attention import ring_attention
+from weft.kernels.sharded_sequence import SequenceLayout
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    return_lse: bool = False,
+    sizes: Sequence[int] | None = None,
+    key_sizes: Sequence[int] | None = None,
+    ring_group: GroupLike = None,
+    layout: SequenceLayout = "contiguous",
+) -> Any:
+    """What `ring_attention` computes, by exchanging heads for sequence.
+
+    Args:
+        q, k, v, group, causal, scale, window, cu_seqlens, return_lse, sizes, key_sizes: as in
+            `ring_attention`. Heads go to ranks by the rule of torch.chunk; ranks without heads only
+            exchange.
+        ring_group: a second dim of the mesh, along which the sequence is sharded as well: that
+            between hosts, where `group` is the one inside. Rank i of it holds part i of the
+            sequence, itself sharded over `group`.
+        layout: of the parts of `ring_group`: "zigzag" balances causal work between them. A part is
+            then sharded over `group` as it lies, its two chunks one after the other.
+
+    Returns:
+        out (B, H, n, D), or the pair (out, lse) with `return_lse`. Differentiable.
+
+    Raises:
+        ValueError, MismatchError, PeerTimeout: as `ring_attention`.
+
+    Example:
+        2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
+    """
+    inner = resolve(group)
+    outer = _alone() if ring_group is None else resolve(ring_group)
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[1] % max(1, k.shape[1]):
+        raise ValueError(
+            f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
+            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    B, H, _, D = q.shape
+    call = f"ulysses_attention of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}"
+    rows = _lengths(q, inner, call, sizes)
+    key_rows = _lengths(k, inner, call + " keys", sizes if key_sizes is None else key_sizes)
+    mine, shared = _heads(H, k.shape[1], inner.world_size)
+
+    q = _Swap.apply(q, inner, mine, rows)
+    k, v = (_Swap.apply(x, inner, shared, key_rows) for x in (k, v))
+    if settings.tracing():
+        settings.record("ulysses_attention", _way(inner, q), "heads exchanged", call)
+    if mine[inner.rank]:
+        out, lse = ring_attention(
+            q, k, v, outer, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens,
+            layout=layout, return_lse=True,
+        )  # fmt: skip
+    else:
+        # Nothing to compute, but backward swaps on this rank as well.
+        out = q + 0 * (k.sum() + v.sum())
+        lse = out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
+    out = _SwapBack.apply(out, inner, mine, rows)
+    if not return_lse:
+        return out
+    return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
+
+
+def _alone() -> Group:
+    return Group(None, 0, 1, (0,), (Process.here(),))
+
+
+def _lengths(
+    x: torch.Tensor, group: Group, call: str, sizes: Sequence[int] | None
+) -> tuple[int, ...]:
+    check_call(group, call)
+    if sizes is None:
+        told = group.gather_objects(x.shape[2]) if group.why else agree(group, call, x.shape[2])
+        return tuple(told)
+    if len(sizes) != group.world_size or sizes[group.rank] != x.shape[2]:
+        raise ValueError(
+            f"sizes holds the length of every rank's shard along dim 2: got {list(sizes)} for "
+            f"{group.world_size} ranks, with {x.shape[2]} here (rank {group.rank})"
+        )
+    return tuple(sizes)
+
+
+Heads = tuple[tuple[int, ...], ...]
+
+
+def _heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
+    """Heads of the queries, and of the keys that they use, of every rank.
+
+    Example: 4 heads on 2 key heads, 4 ranks: (0,) (1,) (2,) (3,) and (0,) (0,) (1,) (1,).
+    """
+    counts = chunk_sizes(H, world_size)
+    mine = tuple(
+        tuple(range(first, first + count))
+        for first, count in zip(offsets(counts), counts, strict=True)
+    )
+    share = H // H_kv
+    used = tuple(tuple(head // share for head in heads) for heads in mine)
+    shared = tuple(tuple(dict.fromkeys(heads)) for heads in used)
+    # Queries find their key head by counting, which needs as many of them on each.
+    fits = all(
+        len(heads) == len(kv) * (len(heads) // max(1, len(kv)))
+        and all(kv[i // (len(heads) // len(kv))] == head for i, head in enumerate(heads))
+        for heads, kv in zip(used, shared, strict=True)
+    )
+    return mine, shared if fits else used
+
+
+class _Swap(torch.autograd.Function):
+    """(B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens. Backward: `_back`, added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.args = group, heads, sizes, x.shape[1]
+        return _forth(x, group, heads, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _back(grad, *ctx.args), None, None, None
+
+
+class _SwapBack(torch.autograd.Function):
+    """(B, h, S, D) -> (B, H, n, D): this rank's tokens, of all heads. Backward: `_forth`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.args = group, heads, sizes
+        return _back(x, group, heads, sizes, sum(map(len, heads)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _forth(grad, *ctx.args), None, None, None
+
+
+def _way(group: Group, x: torch.Tensor) -> str:
+    """How a swap goes: the same on every rank."""
+    if group.world_size == 1 or group.why:
+        return "generic"
+    asked = settings.current_engine()
+    if asked == "generic" and group.virtual is None:
+        return "generic"
+    return "host"
+
+
+def _forth(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) -> torch.Tensor:
+    B, H, _, D = x.shape
+    mine = list(heads[group.rank])
+    starts = offsets(sizes)
+    out = x.new_empty(B, len(mine), sum(sizes), D)
+    if _way(group, x) == "generic":
+        whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
+        return out.copy_(whole[:, mine])
+    picked = slice(mine[0], mine[-1] + 1) if _is_run(mine) else mine
+    nbytes = B * H * max(sizes) * D * x.element_size()
+    with exchange(group, nbytes, "ulysses_attention", x.device, channel="swap") as ex:
+        ex.local(tuple(x.shape), x.dtype).copy_(x)
+        ex.signal_all()
+        for source in (group.rank, *ex.peers()):
+            ex.wait(source)
+            rows = slice(starts[source], starts[source] + sizes[source])
+            shown = (
+                x if source == group.rank else ex.peer(source, (B, H, sizes[source], D), x.dtype)
+            )
+            out[:, :, rows] = shown[:, picked]
+    return out
+
+
+def _back(
+    x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], H: int
+) -> torch.Tensor:
+    """This rank's tokens of all `H` heads; those of a head that several ranks have are added."""
+    B, _, S, D = x.shape
+    start = offsets(sizes)[group.rank]
+    rows = slice(start, start + sizes[group.rank])
+    added = len({head for each in heads for head in each}) < sum(map(len, heads))
+    wide = torch.promote_types(x.dtype, torch.float32) if added else x.dtype
+    out = x.new_zeros(B, H, sizes[group.rank], D, dtype=wide)
+
+    def take(source: int, part: torch.Tensor) -> None:
+        if not heads[source]:
+            return
+        if added:
+            out.index_add_(1, torch.tensor(heads[source], device=x.device), part.to(wide))
+        else:
+            out[:, heads[source][0] : heads[source][-1] + 1] = part
+
+    if _way(group, x) == "generic":
+        counts = [len(each) for each in heads]
+        whole = all_gather(x, group, dim=1, sizes=counts) if group.world_size > 1 else x
+        for source, part in enumerate(whole.split(counts, 1)):
+            take(source, part[:, :, rows])
+        return out.to(x.dtype)
+    nbytes = B * max(map(len, heads)) * S * D * x.element_size()
+    with exchange(group, nbytes, "ulysses_attention", x.device, channel="swap") as ex:
+        ex.local(tuple(x.shape), x.dtype).copy_(x)
+        ex.signal_all()
+        # Sums must be in rank order; else the ranks spread over their peers.
+        for source in range(group.world_size) if added else (group.rank, *ex.peers()):
+            ex.wait(source)
+            shape = (B, len(heads[source]), S, D)
+            take(
+                source, (x if source == group.rank else ex.peer(source, shape, x.dtype))[:, :, rows]
+            )
+    return out.to(x.dtype)
+
+
+def _is_run(heads: list[int]) -> bool:
+    return bool(heads) and heads == list(range(heads[0], heads[-1] + 1))

@@ -1,0 +1,156 @@
+"""Attention by exchanging heads for sequence: float64, forward and every gradient, uneven sizes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ring_attention import DTYPES, check, shard, whole
+
+import weft
+from weft import sim
+from weft.collectives.movement import chunk_sizes
+from weft.dtensor import init_device_mesh
+from weft.kernels.sequence_attention import attention_reference
+
+
+def draw(rng: random.Random, world_size: int) -> dict[str, Any]:
+    """A case; now and then empty shards, fewer heads than ranks, and queries unlike keys."""
+    H_kv = rng.choice([1, 2, 3, 4])
+    length = rng.choice([0, 1, 5, 13, 24, 40])
+    packed = rng.random() < 0.2
+    keys = length if packed or rng.random() < 0.7 else rng.choice([1, 7, 30])
+
+    def sizes(length: int) -> list[int]:
+        if rng.random() < 0.5:
+            return chunk_sizes(length, world_size)
+        cuts = sorted(rng.choices(range(length + 1), k=world_size - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+
+    return {
+        "B": rng.choice([1, 2]),
+        "H": H_kv * rng.choice([1, 2, 3]),
+        "H_kv": H_kv,
+        "D": rng.choice([8, 12, 16]),
+        "dtype": rng.choice(DTYPES),
+        "q_sizes": sizes(length),
+        "k_sizes": sizes(keys),
+        "causal": rng.random() < 0.6,
+        "scale": rng.choice([None, 0.3]),
+        "window": rng.choice([None, None, 0, 3, (2, 5)]),
+        "cu_seqlens": [0, length // 3, length] if packed else None,
+        "engine": rng.choice(["host", "generic"]),
+        "known": rng.random() < 0.5,
+        "strided": rng.random() < 0.5,
+        "layout": "contiguous",
+    }
+
+
+def cases(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    for number in range(count):
+        case = draw(rng, dist.get_world_size())
+        try:
+            one(case)
+        except Exception as error:
+            raise AssertionError(f"case {number} of seed {seed}: {case}") from error
+
+
+def one(case: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    B, H, H_kv, D, dtype = (case[key] for key in ("B", "H", "H_kv", "D", "dtype"))
+    q_sizes, k_sizes = case["q_sizes"], case["k_sizes"]
+    options = {key: case[key] for key in ("causal", "scale", "window", "cu_seqlens")}
+    q, out_grad = (whole((B, H, sum(q_sizes), D), dtype, seed) for seed in (1, 4))
+    k, v = (whole((B, H_kv, sum(k_sizes), D), dtype, seed) for seed in (2, 3))
+
+    def mine(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return shard(x, sizes, "contiguous", rank, case["strided"])
+
+    ours = [mine(q, q_sizes), mine(k, k_sizes), mine(v, k_sizes)]
+    for x in ours:
+        x.requires_grad_()
+    known = {"sizes": q_sizes, "key_sizes": k_sizes} if case["known"] else {}
+    with weft.engine(case["engine"]):
+        out, lse = weft.ulysses_attention(*ours, return_lse=True, **options, **known)
+        out.backward(mine(out_grad, q_sizes))
+    theirs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = attention_reference(*theirs, **options)
+    expected.backward(out_grad.double())
+    check("out", out, expected.split(q_sizes, 2)[rank], case)
+    check("lse", lse, expected_lse.split(q_sizes, 2)[rank], case)
+    for name, x, y, sizes in zip("qkv", ours, theirs, (q_sizes, k_sizes, k_sizes), strict=True):
+        check(f"gradient of {name}", x.grad, y.grad.split(sizes, 2)[rank], case)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_cases(ranks, world_size: int) -> None:
+    ranks(world_size, cases, world_size, 15)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_many_random_cases(ranks, world_size: int) -> None:
+    ranks(world_size, cases, 100 + world_size, 300)
+
+
+def two_dims(layout: str) -> None:
+    """Heads exchanged along one mesh dim, keys passed round along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
+    host, rank = mesh.get_coordinate()
+    q, k, v, grad = (whole((2, H, 29, 8), torch.float32, H) for H in (4, 2, 2, 4))
+    expected = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = attention_reference(*expected, causal=True)
+    out.backward(grad.double())
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        sizes = weft.kernels.zigzag_sizes(29, 2) if layout == "zigzag" else chunk_sizes(29, 2)
+        part = shard(x, sizes, layout, host, False)
+        return part.split(chunk_sizes(part.shape[2], 2), 2)[rank]
+
+    ours = [mine(x).clone().requires_grad_() for x in (q, k, v)]
+    y = weft.ulysses_attention(
+        *ours, mesh["ranks"], ring_group=mesh["hosts"], causal=True, layout=layout
+    )
+    y.backward(mine(grad))
+    torch.testing.assert_close(y, mine(out).float(), rtol=1e-5, atol=1e-5)
+    for x, whole_x in zip(ours, expected, strict=True):
+        torch.testing.assert_close(x.grad, mine(whole_x.grad).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_two_dims(ranks, layout: str) -> None:
+    ranks(4, two_dims, layout)
+
+
+def test_schedules() -> None:
+    """On virtual ranks, checked for races: two calls on the same buffers, one key head for all."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        found = []
+        for seed in range(2):
+            q, k, v = (whole((1, H, 9, 4), torch.float32, seed + H) for H in (3, 1, 1))
+            parts = [
+                x.split(chunk_sizes(9, 3), 2)[rank].clone().requires_grad_() for x in (q, k, v)
+            ]
+            out = weft.ulysses_attention(*parts, causal=True)
+            out.sum().backward()
+            found += [out.detach(), *(x.grad for x in parts)]
+        return found
+
+    sim.run(3, body, schedules=20)
+
+
+def errors() -> None:
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 3, 3, 8)
+    with pytest.raises(ValueError, match="H_kv dividing H"):
+        weft.ulysses_attention(q, k, k)
+    with pytest.raises(ValueError, match="length of every rank's shard"):
+        weft.ulysses_attention(q, q, q, sizes=[1, 2])
+
+
+def test_errors(ranks) -> None:
+    ranks(2, errors)
