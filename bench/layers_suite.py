@@ -1,8 +1,9 @@
-"""A training step of the blocks of published models: feed-forward (SwiGLU) and attention.
+"""A training step of the blocks of published models: SwiGLU, attention, ring attention.
 
 On a CPU the models are mirrored down to a width of 512, proportions kept (--full-size: as they
-are). Sequence-sharded input and output; attention is by whole heads. Variants and bound:
-`weft.bench.blocks`.
+are). Feed-forward and attention are tensor parallel, with sequence-sharded input and output
+(variants and bound: `weft.bench.blocks`); ring attention is that of a sequence too long for one
+rank (`weft.bench.context_block`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Literal
 
-from weft.bench import blocks
+from weft.bench import blocks, context_block
 from weft.bench.problem import Options, Prepared, Spec
 from weft.bench.shapes import MODELS, TOKENS, Model
 
@@ -19,7 +20,7 @@ WORLD: Literal["ranks", "one"] = "ranks"
 
 
 def cases(options: Options) -> list[Spec]:
-    """Both blocks of each model."""
+    """Every block of each model."""
     full = options.full_size or options.device == "cuda"
     tokens = TOKENS["full" if full else "mirrored"]
     models = list(options.shapes or MODELS.values())
@@ -40,12 +41,14 @@ def cases(options: Options) -> list[Spec]:
     return specs
 
 
-_BLOCKS = ("mlp", "attention")
+_BLOCKS = ("mlp", "attention", "ring attention")
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One block, on this rank."""
     p = spec.params
+    if p["block"] == "ring attention":
+        return context_block.prepare(p["tokens"], p["heads"], p["kv_heads"], p["head_dim"], options)
     if p["block"] == "mlp":
         block = blocks.swiglu(p["tokens"], p["hidden"], p["ffn"], options.ranks)
     else:

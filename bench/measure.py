@@ -8,9 +8,10 @@ each call starts at a barrier.
 from __future__ import annotations
 
 import math
+import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -195,8 +196,8 @@ def _time(
     rounds = _rounds(options, took)
     own = torch.zeros(rounds, len(every), 2, dtype=torch.float64)
     for number in range(rounds):
-        # Rotated, so that no variant always follows the same other.
-        for i in _rotated(range(len(every)), number):
+        # In an order of its own, the same on every rank: no variant always follows the same other.
+        for i in random.Random(number).sample(range(len(every)), len(every)):
             own[number, i] = torch.tensor(ranks.seconds(every[i], number % inputs))
         ranks.alive()
     table = torch.stack(ranks.gather(own)) * (1e6 / prepared.repeats)
@@ -206,11 +207,6 @@ def _time(
         timing.rounds_us = table[:, :, i, 0].max(0).values.tolist()
         timing.ranks_us = medians[:, i, 0].tolist()
         timing.waited_us = float(medians[:, i, 1].max()) or None
-
-
-def _rotated(values: Sequence[Any], by: int) -> list[Any]:
-    by %= len(values)
-    return [*values[by:], *values[:by]]
 
 
 def _rounds(options: Options, round_s: float) -> int:

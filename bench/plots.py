@@ -75,7 +75,11 @@ def _over_size(cases: Sequence[Case]) -> Any:
     names = variants_of(cases)
     picture, axes = _panels(len(ops))
     for axis, (op, some) in zip(axes, ops.items(), strict=True):
-        ordered = sorted(some, key=_size)
+        # Shapes of one size are one point, the first of them.
+        ordered = list(
+            {_size(case): case for case in sorted(some, key=_size, reverse=True)}.values()
+        )
+        ordered.reverse()
         for i, name in enumerate(names):
             shown = [case for case in ordered if name in case.timed]
             axis.plot(
@@ -125,7 +129,8 @@ def _speedup_map(cases: Sequence[Case]) -> Any:
         for i, row in enumerate(values):
             for j, value in enumerate(row):
                 if not math.isnan(value):
-                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9)
+                    colour = "white" if abs(math.log2(value)) > 1.4 else "black"
+                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour)
         case = next(iter(cells.values()))
         axis.set(
             title=f"{op}\n{case.peer} / {case.main}, K = {case.params['K']}", xlabel="N", ylabel="M"
@@ -146,6 +151,8 @@ def _crossover(cases: Sequence[Case]) -> Any:
             axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}") if points else None
         axis.axhline(1, color="black", linewidth=1)
         axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
+        axis.set_xticks(rows, [str(m) for m in rows])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     return picture

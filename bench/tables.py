@@ -64,13 +64,12 @@ def table_of(result: Result) -> Table:
     bus = any("bus_bytes" in case.params for case in cases)
     compared = any(case.peer for case in cases)
     extra = _COLUMNS.get(result.suite, ())
-    main = next((case.main for case in cases if case.main), "")
-    peer = next((case.peer for case in cases if case.peer), "")
+    pairs = list(dict.fromkeys((case.main, case.peer) for case in cases if case.peer))
     header = ["case", *extra, *(f"{name}, {unit}" for name in names)]
     header += [f"bound, {unit}", "of bound"] if bounded else []
     header += [f"exposed, {unit}"] if exposed else []
     header += ["bus, GB/s"] if bus else []
-    header += [f"{peer} / {main}"] if compared else []
+    header += [f"{pairs[0][1]} / {pairs[0][0]}" if len(pairs) == 1 else "peer / ours"] * compared
     rows = []
     for case in cases:
         row = [case.name, *(str(case.params.get(key, "")) for key in extra)]
@@ -89,12 +88,13 @@ def table_of(result: Result) -> Table:
             ours = case.timed.get(case.main)
             row.append("" if ours is None else figure(case.params["bus_bytes"] / ours.us / 1e3))
         if compared:
-            row.append("" if case.gain is None else str(case.gain))
+            gain = "" if case.gain is None else str(case.gain)
+            row.append(gain if len(pairs) == 1 else f"{case.peer} {gain}")
         rows.append(row)
     where = result.environment
     made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
     title = f"weft bench {result.suite}: {made}"
-    return Table(title, header, rows, _summary(cases, main, peer), _notes(result))
+    return Table(title, header, rows, _summary(cases, pairs), _notes(result))
 
 
 def _is_virtual(result: Result) -> bool:
@@ -123,22 +123,27 @@ def _parts(case: Case, scale: float) -> str:
     return "= " + " + ".join(f"{figure(us / scale)} {name}" for name, us in parts.items())
 
 
-def _summary(cases: Sequence[Case], main: str, peer: str) -> list[str]:
+def _summary(cases: Sequence[Case], pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = []
-    gains = [case.gain.median for case in cases if case.gain is not None]
-    if gains:
-        close = sum(case.gain is not None and not case.gain.told_apart for case in cases)
-        lines.append(
-            f"{main} is {geometric_mean(gains):.2f} times as quick as {peer} (geometric mean of "
-            f"{len(gains)} cases, {min(gains):.2f} to {max(gains):.2f}"
-            + (f"; in {close} the noise is wider than the difference)" if close else ")")
-        )
-    fractions = [
-        fraction
-        for case in cases
-        if case.main in case.variants and (fraction := case.fraction(case.main)) is not None
-    ]
-    if fractions:
+    for main, peer in pairs:
+        gains = [
+            case.gain
+            for case in cases
+            if (case.main, case.peer) == (main, peer) and case.gain is not None
+        ]
+        if gains:
+            medians = [gain.median for gain in gains]
+            close = sum(not gain.told_apart for gain in gains)
+            lines.append(
+                f"{main} is {geometric_mean(medians):.2f} times as quick as {peer} (geometric mean "
+                f"of {len(gains)} cases, {min(medians):.2f} to {max(medians):.2f}"
+                + (f"; in {close} the noise is wider than the difference)" if close else ")")
+            )
+    reached: dict[str, list[float]] = {}
+    for case in cases:
+        if case.main in case.variants and (fraction := case.fraction(case.main)) is not None:
+            reached.setdefault(case.main, []).append(fraction)
+    for main, fractions in reached.items():
         lines.append(
             f"{main} reaches {geometric_mean(fractions):.2f} of the machine's bound (geometric "
             f"mean, {min(fractions):.2f} to {max(fractions):.2f})"

@@ -18,6 +18,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, cost
+from weft.collectives.group import kept_by_group
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -74,7 +75,7 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
     asked = settings.current_engine()
     why = "asked for"
     if asked == "auto":
-        engine, why = _cheapest(problem, group, device)
+        engine, why = _remembered(problem, group, device)
     else:
         engine = asked
         supported, reason = is_supported(engine, problem, group, device)
@@ -94,6 +95,24 @@ def record_backward(op: str, engine: str, *collectives: str) -> None:
     if settings.tracing():
         for collective in collectives:
             settings.record(f"{op} backward", engine, "as forward", collective, collective)
+
+
+# Reasoning takes longer than a small call: 25 us. Each shape is reasoned about once.
+_choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] = {}
+kept_by_group.append(_choices)
+_MAX_CHOICES = 4096
+
+
+def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
+    if group.virtual is not None:  # its rates may be others in the next run
+        return _cheapest(problem, group, device)
+    key = problem, group, device
+    choice = _choices.get(key)
+    if choice is None:
+        if len(_choices) >= _MAX_CHOICES:
+            _choices.clear()
+        choice = _choices[key] = _cheapest(problem, group, device)
+    return choice
 
 
 def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
