@@ -16,6 +16,8 @@ the end of the step. An owner so adds up its own part, then those of rank - 1, r
 in that order, so that gradients are bitwise the same from run to run. No rank ever holds more than
 two shards beside its own, however many ranks there are.
 
+The triton engine is in `ring_flash` and `ring_flash_backward`.
+
 """
 
 from __future__ import annotations
@@ -131,8 +133,6 @@ def ring_attention(
     engine = choose(problem, where, q.device)
     if engine == "generic":
         out, lse = _gathered_attention(q, k, v, where, geometry, scale, return_lse)
-    elif engine == "triton":
-        raise NotImplementedError("ring_attention has no Triton kernel yet; use the host engine")
     else:
         out, lse = _RingAttention.apply(q, k, v, where, geometry, scale, engine)
     return (out, lse) if return_lse else out
@@ -227,7 +227,8 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         engine: RunnableEngine,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _host_forward(q, k, v, group, geometry, scale)
+        run = _host_forward if engine == "host" else _triton_forward
+        out, lse = run(q, k, v, group, geometry, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.geometry, ctx.scale, ctx.engine = group, geometry, scale, engine
         ctx.set_materialize_grads(False)
@@ -239,7 +240,8 @@ class _RingAttention(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        dq, dk, dv = _host_backward(
+        run = _host_backward if ctx.engine == "host" else _triton_backward
+        dq, dk, dv = run(
             q, k, v, out, lse, grad_out, grad_lse, ctx.group, ctx.geometry, ctx.scale
         )  # fmt: skip
         return dq, dk, dv, None, None, None, None
@@ -324,6 +326,47 @@ def _host_backward(
                     total.add_(ex.peer(source, tuple(total.shape), wide))
     dk, dv = total.to(k.dtype)
     return grad.dq.to(q.dtype), dk, dv
+
+
+def _triton_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from weft.kernels import ring_flash as kernel
+
+    ws = kernel.workspace_for(k, group, geometry)
+    ws.check("ring_attention")
+    results = kernel.launch_ring_attention(q, k, v, ws, geometry, scale)
+    ws.launched("ring_attention")
+    return results
+
+
+def _triton_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from weft.kernels import ring_flash_backward as kernel
+
+    op = "ring_attention backward"
+    ws = kernel.workspace_for(k, group, geometry)
+    ws.check(op)
+    grads = kernel.launch_ring_attention_backward(
+        q, k, v, out, lse, grad_out, grad_lse, ws, geometry, scale
+    )
+    ws.launched(op)
+    return grads
 
 
 def _gathered_attention(

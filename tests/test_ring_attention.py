@@ -14,7 +14,7 @@ from weft.collectives.movement import chunk_sizes
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.sequence_attention import attention_reference
 
-ENGINES = ("host", "generic")
+ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -109,7 +109,8 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
 def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
     """Every kind of call, with lengths from 0 up; the same for every run."""
     rng = random.Random(f"{W} {engine}")
-    top = 24 if engine == "triton" else 80
+    interpreted = engine == "triton"  # slowly
+    top = 20 if interpreted else 80
     cases = []
     for number in range(count):
         size = lambda low=1: rng.choice([rng.randint(low, 6), rng.randint(low, top)])  # noqa: E731
@@ -121,13 +122,14 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
         else:
             q_sizes = rng.choice([[total] * W, chunk_sizes(total, W), [size(0) for _ in range(W)]])
             k_sizes = q_sizes if packed or rng.random() < 0.6 else [size(0) for _ in range(W)]
-        length, H_kv = sum(q_sizes), rng.choice([1, 1, 2, 3])
+        length, H_kv = sum(q_sizes), rng.choice([1, 1, 2] if interpreted else [1, 1, 2, 3])
         cuts = sorted(rng.randint(0, length) for _ in range(rng.randint(0, 4)))
         cases.append({
             "dtype": DTYPES[number % 3], "engine": engine, "layout": layout,
             "q_sizes": q_sizes, "k_sizes": k_sizes, "known": rng.random() < 0.5,
-            "B": rng.choice([1, 1, 2]), "H_kv": H_kv, "H": H_kv * rng.choice([1, 1, 2, 3]),
-            "D": rng.choice([16, 32, 8, 5, 40, 24] if engine == "triton" else [16, 64, 1, 40, 129]),
+            "B": rng.choice([1, 1, 1, 2]), "H_kv": H_kv,
+            "H": H_kv * rng.choice([1, 2] if interpreted else [1, 1, 2, 3]),
+            "D": rng.choice([16, 8, 5, 40] if interpreted else [16, 64, 1, 40, 129]),
             "causal": rng.random() < 0.6, "scale": rng.choice([None, None, 0.3]),
             "window": rng.choice([None, None, size(0), (size(0), size(0)), (-1, size(0))]),
             "cu_seqlens": [0, *cuts, length] if packed else None,
@@ -139,7 +141,7 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
 def test_random_shapes(ranks: Any, W: int, engine: str) -> None:
-    ranks(W, run_cases, random_cases(W, engine, 6 if engine == "triton" else 30))
+    ranks(W, run_cases, random_cases(W, engine, 3 if engine == "triton" else 20))
 
 
 @pytest.mark.sweep
