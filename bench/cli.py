@@ -24,12 +24,13 @@ _EPILOG = """\
 suites (`all` runs every one):
 {suites}
 commands (each has its own --help):
-  compare A B       what changed between two results; fails past --max-regression
-  explain OP M N K W   the cost model's reasoning for one shape, beside the measured times
-  calibrate         measure this machine's rates again, from which auto chooses
+  compare A B         what changed between two results; fails past --max-regression
+  explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
+  calibrate           measure this machine's rates again, from which auto chooses
 
-shapes, for --shapes: a model ({models}), a .yaml file of your own (see
-weft.bench.shapes), or sizes with commas:
+shapes, for --shapes: a .yaml file of your own (see weft.bench.shapes), a model
+({models}),
+or sizes with commas:
   ops M,N,K         tokens, features out, features in of the whole linear layer
   scaling M,N,K     likewise                    mlp S,H,F         tokens, hidden, ffn
   collectives BYTES a rank                      redistribute ROWS,COLUMNS
@@ -65,11 +66,14 @@ def _run(given: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(given)
     options = options_of(args, parser)
-    wanted = suites.named(args.suites)
+    unknown = [name for name in args.suites if name not in (*SUITES, "all")]
+    if unknown:
+        parser.error(f"no suite {unknown[0]!r}: there are {', '.join(SUITES)} and all")
+    wanted = suites.named(args.suites or ["ops"])
     try:
-        for each in wanted:
-            if not any(options.filter in spec.name for spec in each.cases(options)):
-                raise ValueError(f"--filter {options.filter!r}: no case of {each.NAME} has that")
+        names = [spec.name for each in wanted for spec in each.cases(options)]
+        if not any(options.filter in name for name in names):
+            raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
     except ValueError as error:
         parser.error(str(error))
 
@@ -139,10 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "suites", nargs="*", default=["ops"], metavar="SUITE", choices=[*SUITES, "all"],
-        help="what to time (ops)",
-    )  # fmt: skip
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="what to time (ops)")
     add_machine_options(parser)
     parser.add_argument(
         "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", help="problems of your own"

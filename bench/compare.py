@@ -8,13 +8,12 @@ measured in the same rounds.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from weft.bench.rows import Case, Result
+from weft.bench.rows import Case, Result, median_interval
 from weft.bench.tables import Table, figure
 
 By = Literal["time", "fraction"]
@@ -97,7 +96,7 @@ def _compare_case(old: Case, new: Case | None, by: By, into: Comparison) -> None
         samples = [_samples(case, name, by) for case in (old, new)]
         if not all(samples):
             continue
-        (before, low_before, high_before), (after, low, high) = map(_interval, samples)
+        (before, low_before, high_before), (after, low, high) = map(median_interval, samples)
         real = low > high_before or high < low_before
         into.changes.append(Change(old.suite, old.name, name, before, after, real, ours))
 
@@ -116,13 +115,6 @@ def _samples(case: Case, name: str, by: By) -> list[float]:
     if not parts:
         return []
     return [us / combine(least) for us, least in zip(rounds, zip(*parts, strict=True), strict=True)]
-
-
-def _interval(samples: list[float]) -> tuple[float, float, float]:
-    """The median, and the 95 % interval around it, by rank as in `rows.ratio_of`."""
-    ordered, n = sorted(samples), len(samples)
-    k = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2, ordered[k], ordered[n - 1 - k]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

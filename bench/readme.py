@@ -11,13 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")
 
 
-def _read(suite: str) -> Result:
-    return Result.read(ROOT / "bench" / "results" / f"{suite}.json")
-
-
-def table() -> str:
+def table(results: Path = ROOT / "bench" / "results") -> str:
     """The lines between the README's markers."""
-    mlp, collectives = _read("mlp"), _read("collectives")
+    mlp, collectives = (Result.read(results / f"{name}.json") for name in ("mlp", "collectives"))
     where = mlp.environment
     lines = [
         "Forward + backward of a column/row-parallel ReLU MLP, fp32, sequence-sharded input and "

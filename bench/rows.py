@@ -93,12 +93,16 @@ def ratio_of(a: Sequence[float], b: Sequence[float]) -> Ratio:
     Example:
         [2, 4, 6] against [1, 2, 3] is 2, in every round: `Ratio(2.0, 2.0, 2.0)`.
     """
-    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
-    n = len(ratios)
+    return Ratio(*median_interval([x / y for x, y in zip(a, b, strict=True)]))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the interval around it that holds that of more samples, at 95 %."""
+    ordered, n = sorted(samples), len(samples)
     # The k-th smallest and k-th largest of n bracket the median with a chance of 95 % at this k
     # (normal approximation of the binomial).
     k = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
-    return Ratio(statistics.median(ratios), ratios[k], ratios[n - 1 - k])
+    return statistics.median(ordered), ordered[k], ordered[n - 1 - k]
 
 
 @dataclass

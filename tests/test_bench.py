@@ -16,7 +16,7 @@ from typing import Any
 import bench_cases
 import pytest
 
-from weft.bench import ops_suite, rows, runner, shapes, tables
+from weft.bench import ops_suite, readme, rows, runner, shapes, tables
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import SUITES, suite
 
@@ -120,6 +120,14 @@ def test_pytest_benchmark_reads_the_history(folder: Path) -> None:
     seconds = {b["name"]: b["stats"]["median"] for b in kept["benchmarks"]}
     expected = mlp.variants["weft"].statistics["median"] * 1e-6
     assert seconds[f"{mlp.name} [weft]"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
+    lines = readme.table(folder).splitlines()
+    row = next(line for line in lines if line.startswith("| 24x16x32 | "))
+    head = next(line for line in lines if line.startswith("| tokens"))
+    assert row.count("|") == head.count("|") == 9
+    assert re.match(r"Collectives, 1 KiB to 64 KiB a rank: \d", lines[-1])
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +269,9 @@ def test_mirrored_models_keep_their_proportions(ranks: int) -> None:
         (["mlp", "--shapes", "1,x"], "a shape is sizes with commas"),
         (["mlp", "--shapes", "1,2"], "a shape of mlp is tokens,hidden,ffn, got 1,2"),
         (["mlp", "--shapes", "3,4,4"], "--ranks 2 must divide the tokens"),
+        (["opts"], "no suite 'opts': there are mlp, ops"),
         (["ops", "--ranks", "1"], "--ranks must be at least 2"),
-        (["ops", "--filter", "nothing"], "no case of ops has that"),
+        (["ops", "--filter", "nothing"], "no case has that, but 'all_gather_matmul 16x256x1024'"),
         (["layers", "--shapes", "llama-3-8b", "--ranks", "2", "--rounds", "0"], "at least 1"),
     ],
 )
