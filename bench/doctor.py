@@ -20,6 +20,7 @@ from typing import Any, Literal
 Mark = Literal["ok", "--", "!!"]
 
 _OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
+_TORCH_FOR_GPUS = "a driver is installed: get torch for it, see https://pytorch.org/get-started"
 _EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
 
 
@@ -141,7 +142,9 @@ def _gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "torch sees none" if built else "this torch is built for the CPU alone"
-        return [Finding("--", "GPU", f"{why}: ranks run on the CPU", "")]
+        # The driver is there, so there should be a GPU.
+        cure = _TORCH_FOR_GPUS if shutil.which("nvidia-smi") and not built else ""
+        return [Finding("--", "GPU", f"{why}: ranks run on the CPU", cure)]
     from weft.bench.environment import gpus
     from weft.kernels.chips import chip_of
 
