@@ -65,7 +65,9 @@ def _write_csv(result: Result, path: Path) -> None:
                 "ranks": case.params.get("ranks"),
                 "bound_us": case.bound_us,
                 "bound_by": case.bound_by,
-                "params": " ".join(f"{key}={value}" for key, value in case.params.items()),
+                "params": " ".join(
+                    f"{key}={value}" for key, value in case.params.items() if key != "prices"
+                ),
             }
             if case.failure:
                 out.writerow(common | {"failure": case.failure})
