@@ -63,7 +63,6 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     )
     tensor._local = local
     tensor._layout = layout
-    tensor._pending = None
     return tensor
 
 
@@ -92,11 +91,10 @@ class DTensor(torch.Tensor):
     Make one by `DTensor.from_local`, `distribute_tensor` or a factory (`zeros`, `randn`, ...).
     """
 
-    __slots__ = ("_layout", "_local", "_pending")
-
+    # No __slots__: torch.utils.swap_tensors, and with it module._apply, puts one into a Parameter.
     _local: torch.Tensor | None
     _layout: Layout
-    _pending: Pending | None
+    _pending: Pending | None = None
 
     @staticmethod
     def __new__(

@@ -61,9 +61,9 @@ def test_what_it_looks_like(placements: Any, colossalai: Any, jax: str, oneflow:
 
 
 def test_the_order_of_cuts_is_the_order_of_chunks() -> None:
-    whole = torch.arange(24)
+    whole = torch.arange(32)
     for order in itertools.permutations(range(3)):
-        placed = layout((24,), SIZES, placements_of_cuts([order], SIZES))
+        placed = layout((32,), SIZES, placements_of_cuts([order], SIZES))
         for index, coordinate in enumerate(placed.place.coordinates):
             mine = whole
             for mesh_dim in order:
@@ -73,10 +73,10 @@ def test_the_order_of_cuts_is_the_order_of_chunks() -> None:
 
 
 def test_other_spellings_are_read() -> None:
-    assert parse_torch("(Shard(dim=0), Replicate(), Partial(max))".strip("()")) == (
+    assert parse_torch("[Shard(dim=0), Replicate(), Partial(max)]") == (
         Shard(0), Replicate(), Partial("max"),
     )  # fmt: skip
-    assert parse_torch(str([STRIDED]).replace("_StridedShard", "_S")) == (STRIDED,)
+    assert parse_torch(str([STRIDED])) == (STRIDED,)
     text = "(oneflow.sbp.split(dim=1), oneflow.sbp.broadcast)"
     assert parse_oneflow(text) == (Shard(1), Replicate())
     assert parse_jax("PartitionSpec('y')", (2, 4), ("x", "y")) == (Replicate(), Shard(0))
