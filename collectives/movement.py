@@ -14,9 +14,10 @@ Each function works along dim 0 and takes `given`, a tensor for the result, or N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from weft import settings
 from weft.collectives import direct
 from weft.collectives.exchange import Exchange, exchange
 from weft.collectives.group import Group
+from weft.collectives.workspace import workspace
 from weft.errors import MismatchError
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
@@ -62,8 +64,15 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
     if group.world_size == 1:
         out.copy_(x)
         return
-    if not _use_memory("all_gather", group, x):
+    row = math.prod(x.shape[1:])
+    nbytes = max(sizes) * row * x.element_size()
+    way = _way("all_gather", group, x, nbytes)
+    if way == "generic":
         _process_group_gather(out.split(sizes), x, group)
+        return
+    if way == "triton":
+        with _kernels("all_gather", group, x, nbytes) as (kernels, ws, config):
+            kernels.launch_all_gather(x, out, ws, [size * row for size in sizes], config)
         return
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
@@ -105,10 +114,17 @@ def _scatter_into(
     if group.world_size == 1:
         out.copy_(x)
         return
-    if not _use_memory("reduce_scatter", group, x):
+    row = math.prod(x.shape[1:])
+    nbytes = max(sizes) * row * x.element_size()
+    way = _way("reduce_scatter", group, x, nbytes)
+    if way == "generic":
         whole = _process_group_reduce(x, group, op)
         start = offsets(sizes)[group.rank]
         out.copy_(whole[start : start + sizes[group.rank]])
+        return
+    if way == "triton":
+        with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
+            kernels.launch_reduce(x, out, ws, [size * row for size in sizes], op, config)
         return
     numels = [size * math.prod(x.shape[1:]) for size in sizes]
     starts, widest = offsets(numels), max(numels)
@@ -174,8 +190,14 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
     if group.world_size == 1:
         out.copy_(x)
         return
-    if not _use_memory("all_reduce", group, x):
+    nbytes = x.numel() * x.element_size()
+    way = _way("all_reduce", group, x, nbytes)
+    if way == "generic":
         out.copy_(_process_group_reduce(x, group, op))
+        return
+    if way == "triton":
+        with _kernels("all_reduce", group, x, nbytes) as (kernels, ws, config):
+            kernels.launch_reduce(x, out, ws, None, op, config)
         return
     mine, result = x.view(-1), out.view(-1)
     sizes = chunk_sizes(mine.numel(), group.world_size)
@@ -283,13 +305,26 @@ def _all_to_all_into(
     if group.world_size == 1:
         out.copy_(x)
         return
-    if not _use_memory("all_to_all", group, x):
+    row = math.prod(x.shape[1:])
+    # Equal shares are the same on every rank; told ones every rank must hear of. A GPU's host does
+    # not stop for that: shares that it does not know are the library's.
+    engine, table = settings.current_engine(), [sends]
+    unknown = told and (bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto"))
+    if told and not unknown:
+        table = _split_table(group, sends, receives)
+    widest = max(max(row_sizes) for row_sizes in table) * row
+    nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
+    way = _way("all_to_all", group, x, nbytes)
+    if way == "generic":
         dist.all_to_all_single(out, x, receives, sends, group=group.pg)
         return
-    # Equal shares are the same on every rank; told ones every rank must hear of.
-    table = _split_table(group, sends, receives) if told else [sends]
-    row = math.prod(x.shape[1:])
-    widest = max(max(row_sizes) for row_sizes in table) * row
+    if way == "triton":
+        with _kernels("all_to_all", group, x, nbytes) as (kernels, ws, config):
+            kernels.launch_exchange(
+                x, out, ws, [row * start for start in offsets(sends)], [row * n for n in sends],
+                [row * n for n in receives], widest, config,
+            )  # fmt: skip
+        return
     leave, arrive = offsets([n * row for n in sends]), offsets([n * row for n in receives])
     own = sends[group.rank] * row
     out.view(-1)[arrive[group.rank] :][:own].copy_(x.view(-1)[leave[group.rank] :][:own])
@@ -345,7 +380,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
     if group.world_size == 1:
         out.copy_(x)
         return
-    if not _use_memory("broadcast", group, x):
+    if _way("broadcast", group, x, x.numel() * x.element_size()) == "generic":
         if group.rank == src:
             out.copy_(x)
         dist.broadcast(out, group.ranks[src], group=group.pg)
@@ -380,20 +415,61 @@ def _returned(out: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     return out if given is None or given is out else given.copy_(out)
 
 
-def _use_memory(op: str, group: Group, x: torch.Tensor) -> bool:
+Way = Literal["triton", "host", "generic"]
+_UNKNOWN_BYTES = 1 << 62  # too many for a kernel
+
+
+def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
+    """How a collective runs: by kernels, through symmetric memory from the host, or by the process
+    group. `nbytes` of its largest piece; the same on every rank, as the answer must be.
+    """
     engine = settings.current_engine()
+    way: Way
     if group.why:
-        use, why = False, group.why
+        way, why = "generic", group.why
     elif engine == "generic":
-        use, why = False, "asked for"
-    elif x.is_cuda and engine != "host":
-        use, why = False, "the process group's own collectives on GPUs"
+        way, why = "generic", "asked for"
+    elif engine == "triton" or (x.is_cuda and engine == "auto"):
+        way, why = _kernel_or_not(op, group, x, nbytes, asked=engine == "triton")
     else:
-        use, why = True, "through symmetric memory"
+        way, why = "host", "through symmetric memory"
     if settings.tracing():
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
-        settings.record(op, "host" if use else "generic", why, shapes)
-    return use
+        settings.record(op, way, why, shapes)
+    return way
+
+
+def _kernel_or_not(
+    op: str, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
+) -> tuple[Way, str]:
+    from weft.collectives import kernel_collectives as kernels
+    from weft.collectives import signals
+
+    instead: Way = "generic" if x.is_cuda else "host"
+    reduces = op in ("all_reduce", "reduce_scatter")
+    if op == "broadcast" or x.is_complex() or (reduces and x.dtype not in kernels.REDUCED):
+        return instead, f"no kernel for a {op} of {x.dtype}"
+    if not x.is_cuda:
+        ready, why = signals.interpreter_ready()
+        return "triton" if ready else instead, why
+    if asked:
+        return "triton", "asked for"
+    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    quicker, why = kernels.is_quicker(nbytes, group.world_size, config)
+    return "triton" if quicker else instead, why
+
+
+@contextmanager
+def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tuple[Any, ...]]:
+    """The kernels, a workspace and a configuration for a call of `op`."""
+    from weft.collectives import kernel_collectives as kernels
+
+    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    room = kernels.workspace_bytes(nbytes, group.world_size, config)
+    ws = workspace(group, room, channel="kernels", device=x.device)
+    ws.check(op)
+    yield kernels, ws, config
+    ws.launched(op)
 
 
 def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.collectives import signals
+from weft.collectives import chunk_sizes, kernel_collectives, signals
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import KNOWN, Chip
 
@@ -37,6 +37,9 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 _TARGETS = {
@@ -266,6 +269,24 @@ def _reduce_launches(
         yield case, caught[0]
 
 
+def _collective_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    op, ws = kernel_collectives, _workspace()
+    gpu = torch.device("cuda")
+    for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
+        x = torch.empty(count, dtype=dtype, device="meta")
+        sizes = [count // _W] * _W if case == "collective" else chunk_sizes(count, _W)
+        nbytes = max(sizes) * dtype.itemsize
+        with catching(op) as caught:
+            part, whole = x[: sizes[0]], x
+            config = op.config_for("all_gather", nbytes, _W, gpu)
+            op.launch_all_gather(part, whole, ws, sizes, config)
+            config = op.config_for("reduce_scatter", nbytes, _W, gpu)
+            op.launch_reduce(x, part, ws, sizes, "sum", config)
+            config = op.config_for("all_reduce", 1 << 20, _W, gpu)
+            op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
+        yield from ((case, launch) for launch in caught)
+
+
 def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """(case, launch) of every kernel, in the configurations that the heuristics choose."""
 
@@ -274,6 +295,7 @@ def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 
     yield from _all_gather_launches(chip, dtype, empty)
     yield from _reduce_launches(chip, dtype, empty)
+    yield from _collective_launches(dtype)
 
 
 def compile_all(

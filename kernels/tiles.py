@@ -10,19 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.collectives.device_math import cdiv, rounded
+from weft.collectives.device_math import element as element
 from weft.collectives.signals import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-# Triton's own tl.cdiv and tl.zeros are kernels: interpreted only if triton was imported that way,
-# and torch may have imported it before.
-@triton.jit
-def cdiv(a, b):
-    """a / b, rounded up."""
-    return (a + b - 1) // b
-
-
+# Triton's own tl.zeros is a kernel: interpreted only if triton was imported that way, and torch may
+# have imported it before.
 @triton.jit
 def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """An empty sum: (BLOCK_M, BLOCK_N) fp32."""
@@ -45,15 +41,6 @@ def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def element(values, index, COUNT: tl.constexpr):
-    """values[index] of a tuple of COUNT integers, for an index known at run time only."""
-    value = values[0]
-    for i in tl.static_range(1, COUNT):
-        value = tl.where(index == i, values[i], value)
-    return value
-
-
-@triton.jit
 def wrapped(start, size, BLOCK: tl.constexpr):
     """The BLOCK indices from `start` on, modulo `size`: always inside."""
     return (start + tl.arange(0, BLOCK)) % size
@@ -66,20 +53,6 @@ def dot(a, b, acc):
         # The interpreter holds bf16 as integers and would multiply those.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """`x` (fp32) to `dtype`, to nearest even."""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter truncates. NaNs keep their upper half, which a carry could turn into inf.
-        bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        nearest = tl.where(x == x, nearest, bits >> 16)
-        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        result = x.to(dtype)
-    return result
 
 
 @triton.jit

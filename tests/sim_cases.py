@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft import collectives
-from weft.collectives import movement, resolve, workspace
+from weft.collectives import kernel_collectives, movement, resolve, workspace
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import INTERPRETER
 from weft.sim.mutants import mutant
@@ -28,6 +28,7 @@ class Modules:
     scatter: Any = gemm_reduce_scatter
     reduce: Any = gemm_all_reduce
     movement: Any = movement
+    collective: Any = kernel_collectives
 
 
 OURS = Modules()
@@ -98,12 +99,60 @@ def two_shot(rank: int, ours: Modules = OURS) -> None:
     all_reduce(rank, ours, True)
 
 
+def exchanged(rank: int, ours: Modules = OURS) -> None:
+    """All-gather and all-to-all by kernels, uneven, three programs."""
+    W, op = resolve(None).world_size, ours.collective
+    config = op.Config(block_bytes=16, programs=2, num_warps=4)
+    ws = workspace(None, op.workspace_bytes(256, W, config), channel="exchanged")
+    sizes = [9 + 2 * r for r in range(W)]
+    table = [[1 + (r + p) % 3 * 4 for p in range(W)] for r in range(W)]
+    for call in range(CALLS):
+        whole = torch.arange(float(sum(sizes))) + call
+        out = torch.full((sum(sizes),), -1.0)
+        op.launch_all_gather(whole.split(sizes)[rank].clone(), out, ws, sizes, config)
+        torch.testing.assert_close(out, whole)
+        xs = [torch.arange(float(sum(table[r]))) + 100 * r + call for r in range(W)]
+        receives = [table[r][rank] for r in range(W)]
+        out = torch.full((sum(receives),), -1.0)
+        starts = movement.offsets(table[rank])
+        op.launch_exchange(xs[rank], out, ws, starts, table[rank], receives, 9, config)
+        torch.testing.assert_close(out, torch.cat([xs[r].split(table[r])[rank] for r in range(W)]))
+
+
+def reduced(rank: int, ours: Modules, two_shot: bool) -> None:
+    W, op, count = resolve(None).world_size, ours.collective, 37
+    config = op.Config(block_bytes=16, programs=2, num_warps=4, two_shot=two_shot)
+    ws = workspace(None, op.workspace_bytes(4 * count, W, config), channel="reduced")
+    whole = torch.arange(float(count))
+    for call in range(CALLS):
+        x = whole * (rank + 1) + call
+        total = whole * (W * (W + 1) // 2) + W * call
+        op.launch_reduce(x, x, ws, None, "sum", config)
+        torch.testing.assert_close(x, total)
+        if not two_shot:
+            sizes = [count - 3 * (W - 1), *[3] * (W - 1)]
+            out = torch.full((sizes[rank],), -1.0)
+            op.launch_reduce(whole + rank, out, ws, sizes, "max", config)
+            torch.testing.assert_close(out, (whole + W - 1).split(sizes)[rank])
+
+
+def reduced_in_one_shot(rank: int, ours: Modules = OURS) -> None:
+    reduced(rank, ours, False)
+
+
+def reduced_in_two_shots(rank: int, ours: Modules = OURS) -> None:
+    reduced(rank, ours, True)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows": gather_rows,
     "gather of the contraction": gather_contraction,
     "reduce-scatter": reduce_scatter,
     "one-shot all-reduce": one_shot,
     "two-shot all-reduce": two_shot,
+    "collectives that exchange": exchanged,
+    "collectives that reduce, one shot": reduced_in_one_shot,
+    "collectives that reduce, two shots": reduced_in_two_shots,
 }
 
 

@@ -1,0 +1,41 @@
+"""Small things that kernels need and Triton lacks, or has only where it is not interpreted."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.collectives.signals import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+# Triton's own tl.cdiv is a kernel: interpreted only if triton was imported that way, and torch may
+# have imported it before.
+@triton.jit
+def cdiv(a, b):
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+@triton.jit
+def element(values, index, COUNT: tl.constexpr):
+    """values[index] of a tuple of COUNT integers, for an index known at run time only."""
+    value = values[0]
+    for i in tl.static_range(1, COUNT):
+        value = tl.where(index == i, values[i], value)
+    return value
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """`x` (fp32) to `dtype`, to nearest even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter truncates. NaNs keep their upper half, which a carry could turn into inf.
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nearest = tl.where(x == x, nearest, bits >> 16)
+        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result

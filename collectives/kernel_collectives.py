@@ -1,0 +1,529 @@
+"""Collectives as kernels, for a GPU: one launch, one or two crossings of the links.
+
+Legend: W ranks; a *piece* is what one rank has for one other, contiguous elements of its input.
+Every rank stores its pieces in the memory of those they are for, so that data cross a link once and
+nobody waits for an answer: for few bytes that is all the time there is.
+
+    all_gather, all_to_all       rank r: its piece for p --> slot r of p    p: slots --> output
+    reduce_scatter, all_reduce   rank r: its piece for p --> slot r of p    p: slot 0 + slot 1 ...
+      of few bytes (one shot)      (the piece is all of the input where all is reduced by all)
+    all_reduce, two shots        as reduce_scatter, then: sum --> finished area of every rank
+
+A half of the workspace is W slots of one piece; for two shots, W finished pieces follow. Elements
+are added in rank order, in fp32 if they are of a half type, with one rounding.
+
+Protocol, in each program p of P; it moves the blocks b of every piece for which b % P == p.
+  1. Store blocks in slot `rank` of each peer; signal that peer's word (0, rank, p): release at
+     system scope.
+  2. Wait for the words (0, r, p) of all peers (acquire, system scope); copy or add up the slots.
+     Two shots: store the sums among the finished pieces of all peers, signal their words
+     (1, rank, p); wait for the words (1, r, p); copy the finished pieces.
+  3. Take a ticket; the last program sets GENERATION.
+
+Why it neither races nor deadlocks: a program signals all that it has before it waits, and p waits
+for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold, because each
+program signals every peer after this rank's last call has ended, and waits for every peer. The
+output may be the input: a program overwrites only blocks that it alone has read, before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.collectives.device_math import cdiv, element, rounded
+from weft.collectives.workspace import Workspace
+
+REDUCED = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_SLOT_ALIGN = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a collective is launched; the same on all ranks.
+
+    Attributes:
+        block_bytes: what a program moves at a time.
+        programs: grid.
+        num_warps: of a program.
+        two_shot: whether each element of an all_reduce is added up by one rank only.
+    """
+
+    block_bytes: int
+    programs: int
+    num_warps: int = 8
+    two_shot: bool = False
+
+
+# One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
+# about 3 us: at 300 GB/s they meet at some 200 KiB for 8 ranks.
+_ONE_SHOT_BYTES = 256 << 10
+# Beyond, the rings and trees of the process group's library are as quick and leave the cores alone.
+_MOST_BYTES = 4 << 20
+# Threads load 16 bytes at a time: a copy has 4 such loads under way, a sum one of each rank's.
+_COPY_BYTES, _SUM_BYTES = 16 << 10, 4 << 10
+# 1 MiB or, of sums, 0.5 MiB a rank under way: what a link of 450 GB/s carries in about 2 us.
+_COPY_PROGRAMS, _SUM_PROGRAMS = 64, 128
+
+
+def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> Config:
+    """The launch of `op`; it depends on nothing but what is the same on every rank.
+
+    Args:
+        nbytes: of the largest piece in one shot: for all_reduce, of the input.
+    """
+    interpreted = device.type == "cpu"
+    one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
+    two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
+    piece = -(-nbytes // world_size) if two_shot else nbytes
+    block, most = (_COPY_BYTES, _COPY_PROGRAMS)
+    if op in ("all_reduce", "reduce_scatter"):
+        block, most = _SUM_BYTES, _SUM_PROGRAMS
+    if interpreted:
+        block, most = 64, 3
+    return Config(block, max(1, min(most, -(-piece // block))), 4 if interpreted else 8, two_shot)
+
+
+def is_quicker(nbytes: int, world_size: int, config: Config) -> tuple[bool, str]:
+    """Whether a kernel beats the process group's library on a GPU, and why."""
+    received = nbytes * 2 if config.two_shot else nbytes * (world_size - 1)
+    few = received <= _MOST_BYTES
+    return few, f"{received} bytes to receive, {'up to' if few else 'more than'} {_MOST_BYTES}"
+
+
+def _slot_bytes(nbytes: int) -> int:
+    return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
+def workspace_bytes(nbytes: int, world_size: int, config: Config) -> int:
+    """Symmetric memory that a call needs on each rank; `nbytes` as for `config_for`."""
+    if config.two_shot:
+        return 2 * world_size * _slot_bytes(-(-nbytes // world_size) + 16)
+    return world_size * _slot_bytes(nbytes)
+
+
+@triton.jit
+def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
+    """How many of `size` elements make up whole accesses of ALIGN bytes."""
+    return size // (ALIGN // ITEM_BYTES) * (ALIGN // ITEM_BYTES)
+
+
+@triton.jit
+def _copy_blocks(dst, src, size, program, programs, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """dst[:size] = src[:size], the blocks of this program. Both are aligned to ALIGN bytes."""
+    whole = _vectors(size, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)
+    for block in range(program, cdiv(whole, BLOCK), programs):
+        offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(dst + offs, tl.load(src + offs, mask=offs < whole), mask=offs < whole)
+    # Less than a vector is left, in the block that it is a part of: ranks may differ in ALIGN.
+    if program == whole // BLOCK % programs:
+        offs = tl.cast(whole, tl.int64) + tl.arange(0, 16)
+        tl.store(dst + offs, tl.load(src + offs, mask=offs < size), mask=offs < size)
+
+
+@triton.jit
+def _send_pieces(
+    x_ptr,
+    starts,
+    sizes,
+    buffer_ptrs,
+    signal_ptrs,
+    slot_size,
+    half_bytes,
+    rank,
+    program,
+    programs,
+    generation,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Step 1: x[starts[p] :][: sizes[p]] to slot `rank` of every peer p, the next rank first."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    for step in range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        slots = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
+        slot = tl.multiple_of(slots + rank * tl.cast(slot_size, tl.int64), 16)
+        piece = tl.multiple_of(x_ptr + element(starts, peer, WORLD_SIZE), ALIGN)
+        size = element(sizes, peer, WORLD_SIZE)
+        _copy_blocks(slot, piece, size, program, programs, BLOCK, ALIGN)
+        signals.signal(
+            signals.slot_ptr(signal_ptrs, peer, WORLD_SIZE, 0, rank, program), generation
+        )
+
+
+@triton.jit(do_not_specialize=["sends", "send_at", "receives", "receive_at", "rank", "max_polls"])
+def _exchange_kernel(
+    out_ptr,
+    x_ptr,
+    buffer_ptrs,
+    signal_ptrs,
+    send_at,  # (W,) where the piece for each rank begins in x
+    sends,  # (W,) its size
+    receive_at,  # (W,) where the piece of each rank goes in out
+    receives,  # (W,) its size
+    slot_size,
+    half_bytes,
+    max_polls,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> None:
+    """Every piece to its rank: all_gather, all_to_all. Sizes in elements. Grid: Config.programs.
+
+    Example: rank 0 of 2, x = [1 2 3], send_at (0, 2), sends (2, 1), receives (2, 4): [1 2] goes to
+    out[receive_at[0]], [3] to rank 1, and 4 elements that come from there to out[receive_at[1]].
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.last_generation(signal_ptrs, rank) + 1
+    _send_pieces(
+        x_ptr,
+        send_at,
+        sends,
+        buffer_ptrs,
+        signal_ptrs,
+        slot_size,
+        half_bytes,
+        rank,
+        program,
+        programs,
+        generation,
+        WORLD_SIZE,
+        BLOCK,
+        ALIGN,
+    )
+    _copy_blocks(
+        tl.multiple_of(out_ptr + element(receive_at, rank, WORLD_SIZE), ALIGN),
+        tl.multiple_of(x_ptr + element(send_at, rank, WORLD_SIZE), ALIGN),
+        element(sends, rank, WORLD_SIZE),
+        program,
+        programs,
+        BLOCK,
+        ALIGN,
+    )
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+    for step in range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        if signals.wait_for(signal_ptrs, rank, WORLD_SIZE, 0, peer, program, generation, max_polls):
+            _copy_blocks(
+                tl.multiple_of(out_ptr + element(receive_at, peer, WORLD_SIZE), ALIGN),
+                tl.multiple_of(slots + peer * tl.cast(slot_size, tl.int64), 16),
+                element(receives, peer, WORLD_SIZE),
+                program,
+                programs,
+                BLOCK,
+                ALIGN,
+            )
+    if signals.is_last_program(signal_ptrs, rank, programs):
+        signals.set_generation(signal_ptrs, rank, generation)
+
+
+@triton.jit
+def _combined(a, b, OP: tl.constexpr):
+    """a op b, NaN where either is."""
+    if OP == "max":
+        result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "min":
+        result = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "product":
+        result = a * b
+    else:
+        result = a + b
+    return result
+
+
+@triton.jit
+def _term(own_ptr, slots, slot_size, offs, mask, rank, r, ALIGN: tl.constexpr):
+    """Elements `offs` of rank r's piece for this rank."""
+    slot = (slots + r * tl.cast(slot_size, tl.int64)).to(tl.int64)
+    # An address, not a branch: the loads of all ranks are under way at the same time.
+    address = tl.where(rank == r, own_ptr.to(tl.int64), slot)
+    pointer = address.to(tl.pointer_type(own_ptr.dtype.element_ty))
+    return tl.load(tl.multiple_of(pointer, ALIGN) + offs, mask=mask)
+
+
+@triton.jit
+def _reduce_elements(
+    out_ptr,  # where this rank's reduced piece begins
+    own_ptr,  # where its own piece for itself begins
+    offs,
+    mask,
+    buffer_ptrs,
+    generation,
+    slot_size,
+    half_bytes,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OP: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+):
+    """Reduce elements `offs` of all ranks' pieces for this one, in rank order, and store them."""
+    dtype: tl.constexpr = own_ptr.dtype.element_ty
+    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+    half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
+    wide: tl.constexpr = tl.float32 if half else dtype
+    total = _term(own_ptr, slots, slot_size, offs, mask, rank, 0, ALIGN).to(wide)
+    for r in tl.static_range(1, WORLD_SIZE):
+        term = _term(own_ptr, slots, slot_size, offs, mask, rank, r, ALIGN).to(wide)
+        total = _combined(total, term, OP)
+    if OP == "avg":
+        if wide == tl.float32:
+            total = tl.div_rn(total, tl.full(total.shape, WORLD_SIZE, tl.float32))
+        else:
+            total = total / WORLD_SIZE
+    if half:
+        total = rounded(total, dtype)
+    tl.store(out_ptr + offs, total, mask=mask)
+    if TWO_SHOT:
+        finished_at = (WORLD_SIZE + rank) * tl.cast(slot_size, tl.int64)
+        for step in range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            theirs = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
+            tl.store(tl.multiple_of(theirs + finished_at, 16) + offs, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["starts", "sizes", "rank", "max_polls"])
+def _reduce_kernel(
+    out_ptr,
+    x_ptr,
+    buffer_ptrs,
+    signal_ptrs,
+    starts,  # (W,) where the piece for each rank begins in x
+    sizes,  # (W,) its size
+    slot_size,
+    half_bytes,
+    max_polls,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OP: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+) -> None:
+    """out = the pieces for this rank, reduced; if TWO_SHOT, those for every rank, each reduced by
+    that one. Sizes in elements. Grid: Config.programs.
+
+    Example: 2 ranks, x = [1 2 3] on both, starts (0, 2), sizes (2, 1): out = [2 4] on rank 0 and
+    [6] on rank 1; if TWO_SHOT, [2 4 6] on both.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.last_generation(signal_ptrs, rank) + 1
+    _send_pieces(
+        x_ptr,
+        starts,
+        sizes,
+        buffer_ptrs,
+        signal_ptrs,
+        slot_size,
+        half_bytes,
+        rank,
+        program,
+        programs,
+        generation,
+        WORLD_SIZE,
+        BLOCK,
+        ALIGN,
+    )
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+    finished_at = WORLD_SIZE * tl.cast(slot_size, tl.int64)
+    own_start, size = element(starts, rank, WORLD_SIZE), element(sizes, rank, WORLD_SIZE)
+    arrived = signals.wait_for_peers(
+        signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls
+    )
+    if arrived:
+        into = tl.multiple_of(out_ptr + own_start if TWO_SHOT else out_ptr, ALIGN)
+        own_ptr = tl.multiple_of(x_ptr + own_start, ALIGN)
+        whole = _vectors(size, ALIGN, dtype.primitive_bitwidth // 8)
+        for block in range(program, cdiv(whole, BLOCK), programs):
+            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            _reduce_elements(
+                into,
+                own_ptr,
+                offs,
+                offs < whole,
+                buffer_ptrs,
+                generation,
+                slot_size,
+                half_bytes,
+                rank,
+                WORLD_SIZE,
+                ALIGN,
+                OP,
+                TWO_SHOT,
+            )
+        if program == whole // BLOCK % programs:
+            offs = tl.cast(whole, tl.int64) + tl.arange(0, 16)
+            _reduce_elements(
+                into,
+                own_ptr,
+                offs,
+                offs < size,
+                buffer_ptrs,
+                generation,
+                slot_size,
+                half_bytes,
+                rank,
+                WORLD_SIZE,
+                ALIGN,
+                OP,
+                TWO_SHOT,
+            )
+        if TWO_SHOT:
+            signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
+            for step in range(1, WORLD_SIZE):
+                peer = (rank + step) % WORLD_SIZE
+                if signals.wait_for(
+                    signal_ptrs, rank, WORLD_SIZE, 1, peer, program, generation, max_polls
+                ):
+                    finished = slots + finished_at + peer * tl.cast(slot_size, tl.int64)
+                    _copy_blocks(
+                        tl.multiple_of(out_ptr + element(starts, peer, WORLD_SIZE), ALIGN),
+                        tl.multiple_of(finished, 16),
+                        element(sizes, peer, WORLD_SIZE),
+                        program,
+                        programs,
+                        BLOCK,
+                        ALIGN,
+                    )
+    if signals.is_last_program(signal_ptrs, rank, programs):
+        signals.set_generation(signal_ptrs, rank, generation)
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sum(sizes[:rank]) for rank in range(len(sizes)))
+
+
+def _align(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
+    """Bytes, 16 at most, that divide all addresses, and all counts of elements."""
+    values = [*addresses, *(count * itemsize for count in counts)]
+    return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
+
+
+def _check_room(nbytes: int, ws: Workspace, config: Config) -> None:
+    if (needed := workspace_bytes(nbytes, ws.world_size, config)) > ws.half_bytes:
+        raise ValueError(
+            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
+            f"ask for workspace_bytes({nbytes}, world_size, config)"
+        )
+
+
+def launch_exchange(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    send_at: Sequence[int],
+    sends: Sequence[int],
+    receives: Sequence[int],
+    widest: int,
+    config: Config,
+) -> None:
+    """Enqueue: piece p of `x` goes to rank p, the pieces received lie in `out` in rank order.
+
+    Args:
+        x, out: contiguous, of any dtype, the same on all ranks.
+        send_at, sends: where each rank's piece begins in x, and its size, in elements.
+        receives: size of each rank's piece for this one.
+        widest: size of the largest piece of all ranks.
+        config: the same on all ranks.
+    """
+    size = x.element_size()
+    _check_room(widest * size, ws, config)
+    receive_at = _starts(receives)
+    # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
+    counts = [*send_at, *sends, *receive_at, *receives]
+    offsets = [x.storage_offset(), out.storage_offset()]  # a view of another dtype needs them, too
+    align = _align(size, [x.data_ptr(), out.data_ptr()], counts + offsets)
+    word = min(align, 8)
+    kind = _WORDS[word]
+
+    def words(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(value * size // word for value in values)
+
+    _exchange_kernel[(config.programs,)](
+        out.view(-1).view(torch.uint8).view(kind),
+        x.view(-1).view(torch.uint8).view(kind),
+        ws.buffer_ptrs,
+        ws.signal_ptrs,
+        words(send_at),
+        words(sends),
+        words(receive_at),
+        words(receives),
+        _slot_bytes(widest * size) // word,
+        ws.half_bytes,
+        ws.timeout_polls,
+        ws.rank,
+        WORLD_SIZE=ws.world_size,
+        BLOCK=config.block_bytes // word,
+        ALIGN=align,
+        num_warps=config.num_warps,
+    )
+
+
+def launch_all_gather(
+    x: torch.Tensor, out: torch.Tensor, ws: Workspace, sizes: Sequence[int], config: Config
+) -> None:
+    """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order."""
+    W, own = ws.world_size, sizes[ws.rank]
+    launch_exchange(x, out, ws, [0] * W, [own] * W, sizes, max(sizes), config)
+
+
+def launch_reduce(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int] | None,
+    op: str,
+    config: Config,
+) -> None:
+    """Enqueue out = x reduced over the ranks by `op`: this rank's piece, or all without `sizes`.
+
+    Args:
+        x: contiguous, of a dtype in REDUCED; the same size and dtype on all ranks.
+        out: contiguous; without `sizes` it may be x.
+        sizes: elements of x that each rank gets, in rank order.
+        config: the same on all ranks; `two_shot` needs `sizes` to be None.
+    """
+    W, itemsize = ws.world_size, x.element_size()
+    count = x.numel()
+    if sizes is not None:
+        pieces, starts, widest = tuple(sizes), _starts(sizes), max(sizes)
+    elif config.two_shot:
+        vector = max(1, 16 // itemsize)
+        share = -(-count // (W * vector)) * vector
+        starts = tuple(min(rank * share, count) for rank in range(W))
+        pieces = tuple(min(start + share, count) - start for start in starts)
+        widest = share
+    else:
+        pieces, starts, widest = (count,) * W, (0,) * W, count
+    _check_room(count * itemsize if sizes is None else widest * itemsize, ws, config)
+    _reduce_kernel[(config.programs,)](
+        out,
+        x,
+        ws.buffer_ptrs,
+        ws.signal_ptrs,
+        starts,
+        pieces,
+        _slot_bytes(widest * itemsize) // itemsize,
+        ws.half_bytes,
+        ws.timeout_polls,
+        ws.rank,
+        WORLD_SIZE=W,
+        BLOCK=config.block_bytes // itemsize,
+        ALIGN=_align(itemsize, [x.data_ptr(), out.data_ptr()], starts),
+        OP=op,
+        TWO_SHOT=config.two_shot,
+        num_warps=config.num_warps,
+    )

@@ -1,0 +1,202 @@
+"""Collectives as kernels, interpreted on real processes, against plain torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import collectives
+from weft.collectives import kernel_collectives, resolve, workspace
+from weft.collectives.movement import chunk_sizes, offsets
+
+DTYPES = (torch.bfloat16, torch.float64, torch.int64)
+OPS = ("sum", "avg", "max", "min", "product")
+
+
+def values(rank: int, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(0, 7, (count,), generator=generator).to(dtype)
+
+
+def reduced(terms: list[torch.Tensor], op: str) -> torch.Tensor:
+    """In rank order, half types in fp32, rounded once."""
+    half = terms[0].dtype in (torch.bfloat16, torch.float16)
+    wide = [term.float() if half else term for term in terms]
+    acc = wide[0]
+    for term in wide[1:]:
+        if op in ("max", "min"):
+            acc = (torch.maximum if op == "max" else torch.minimum)(acc, term)
+        else:
+            acc = acc * term if op == "product" else acc + term
+    if op == "avg":
+        acc = acc / len(terms)
+    return acc.to(terms[0].dtype)
+
+
+def explained(call: Any) -> torch.Tensor:
+    explanation = weft.explain(call)
+    assert [decision.engine for decision in explanation] == ["triton"], str(explanation)
+    return explanation.result
+
+
+def gather_body(dtype: torch.dtype) -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    with weft.engine("triton"):
+        for seed, sizes in enumerate(([5, 0, 70][:W], [32] * W, [0, 33, 7][:W])):
+            every = [values(r, n, dtype, seed) for r, n in enumerate(sizes)]
+            whole = torch.cat(every)
+            x = torch.cat([every[rank][:0].new_zeros(rank), every[rank]])[
+                rank:
+            ]  # alignments differ
+            assert torch.equal(explained(lambda x=x: collectives.all_gather(x)), whole)
+            out = torch.full((sum(sizes) + 1,), 77).to(dtype)
+            collectives.all_gather(x, out=out[1:])  # not aligned to 16 bytes
+            assert torch.equal(out[1:], whole)
+            assert out[0] == 77
+
+
+@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64])
+def test_all_gather(ranks: Any, W: int, dtype: torch.dtype) -> None:
+    ranks(W, gather_body, dtype)
+
+
+def reduce_body(dtype: torch.dtype) -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    ops = OPS if dtype.is_floating_point else [op for op in OPS if op != "avg"]
+    with weft.engine("triton"):
+        for seed, count in enumerate((0, 7, 131)):
+            every = [values(r, count, dtype, seed) for r in range(W)]
+            for op in ops if count == 131 else ops[:1]:
+                want = reduced(every, op)
+                x0 = every[rank]
+                x = torch.cat([x0.new_zeros(rank), x0])[rank:]  # alignments differ
+                got = explained(lambda x=x, op=op: collectives.all_reduce(x, reduce_op=op))
+                assert torch.equal(got, want), (count, op)
+                assert torch.equal(x, x0)
+                collectives.all_reduce(x, reduce_op=op, out=x)
+                assert torch.equal(x, want), (count, op, "in place")
+                sizes = chunk_sizes(count, W) if op != "max" else [count, *[0] * (W - 1)]
+                start = offsets(sizes)[rank]
+                part = collectives.reduce_scatter(x0, reduce_op=op, sizes=sizes)
+                assert torch.equal(part, want[start : start + sizes[rank]]), (count, op, sizes)
+
+
+@pytest.mark.parametrize("W, dtype", [(2, torch.float32), *((3, dtype) for dtype in DTYPES)])
+def test_reductions_are_exact_in_rank_order(ranks: Any, W: int, dtype: torch.dtype) -> None:
+    ranks(W, reduce_body, dtype)
+
+
+def nan_body() -> None:
+    rank = dist.get_rank()
+    x = torch.tensor([float("nan") if rank == 1 else 1.0, 2.0 + rank, float("inf")])
+    with weft.engine("triton"):
+        for op in ("max", "min", "sum"):
+            y = collectives.all_reduce(x, reduce_op=op)
+            assert y[0].isnan()
+            assert not y[1:].isnan().any()
+
+
+def test_nan_wins(ranks: Any) -> None:
+    ranks(3, nan_body)
+
+
+def to_all_body(dtype: torch.dtype) -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    with weft.engine("triton"):
+        for seed, table in enumerate(
+            (
+                [[2, 0, 5], [3, 40, 1], [0, 0, 0]],
+                [[16] * 3] * 3,
+                [[1, 2, 3], [4, 5, 6], [70, 8, 9]],
+            )
+        ):
+            sends = [row[:W] for row in table[:W]]
+            every = [values(r, 3 * sum(sends[r]), dtype, seed).view(-1, 3) for r in range(W)]
+            want = torch.cat([every[r].split(sends[r])[rank] for r in range(W)])
+            receives = [sends[r][rank] for r in range(W)]
+            got = explained(
+                lambda every=every, receives=receives, sends=sends: collectives.all_to_all(
+                    every[rank], receives, sends[rank]
+                )
+            )
+            assert torch.equal(got, want)
+        x = values(rank, 4 * W, dtype, 9)
+        want = torch.cat([values(r, 4 * W, dtype, 9).chunk(W)[rank] for r in range(W)])
+        assert torch.equal(collectives.all_to_all(x), want)
+
+
+@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_all_to_all(ranks: Any, W: int, dtype: torch.dtype) -> None:
+    ranks(W, to_all_body, dtype)
+
+
+def shots_body(two_shot: bool, programs: int) -> None:
+    """Either way, and more programs than blocks."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    for count in (1, 45, 100):
+        nbytes = 4 * count
+        config = kernel_collectives.config_for("all_reduce", nbytes, W, torch.device("cpu"))
+        config = replace(config, two_shot=two_shot, programs=programs)
+        room = kernel_collectives.workspace_bytes(nbytes, W, config)
+        ws = workspace(None, room, channel="shots")
+        every = [values(r, count, torch.float32, count) for r in range(W)]
+        for _ in range(3):
+            out = torch.full((count,), math.nan)
+            kernel_collectives.launch_reduce(every[rank], out, ws, None, "sum", config)
+            ws.launched("all_reduce")
+            assert torch.equal(out, reduced(every, "sum"))
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_one_and_two_shots(ranks: Any, two_shot: bool, programs: int) -> None:
+    ranks(3, shots_body, two_shot, programs)
+
+
+def gradient_body() -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    with weft.engine("triton"):
+        x = torch.full((rank + 1, 2), float(rank), requires_grad=True)
+        y = collectives.all_gather(x)
+        (y * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == W * (W + 1) / 2).all()
+
+
+def test_gradients(ranks: Any) -> None:
+    ranks(3, gradient_body)
+
+
+def test_the_choice_is_one_for_all_and_by_size() -> None:
+    device = torch.device("cuda")
+    small = kernel_collectives.config_for("all_reduce", 8 << 10, 8, device)
+    large = kernel_collectives.config_for("all_reduce", 1 << 20, 8, device)
+    assert not small.two_shot
+    assert large.two_shot
+    assert small.programs < large.programs <= 64
+    assert kernel_collectives.is_quicker(8 << 10, 8, small)[0]
+    huge = kernel_collectives.config_for("all_reduce", 1 << 30, 8, device)
+    assert not kernel_collectives.is_quicker(1 << 30, 8, huge)[0]
+
+
+def room_body() -> None:
+    where = resolve(None)
+    config = kernel_collectives.config_for("all_gather", 1 << 20, 2, torch.device("cpu"))
+    ws = workspace(where, channel="small")
+    x = torch.zeros(1 << 20)
+    with pytest.raises(ValueError, match="workspace must hold"):
+        kernel_collectives.launch_all_gather(x, torch.zeros(1 << 21), ws, [1 << 20] * 2, config)
+
+
+def test_a_small_workspace_is_refused(ranks: Any) -> None:
+    ranks(2, room_body)
