@@ -1,20 +1,23 @@
 """Arithmetic on a kernel's integers and pointers, without the way through Triton's type checks.
 
-What Triton's interpreter does for `a + b` takes 30 us, of which numpy adds for one. A run without
-numerics is nearly all index arithmetic: sums, products, comparisons and the like of int32, int64,
-bool and pointers are done at once here, with Triton's rules of promotion; all else goes the usual
-way.
+What Triton's interpreter does for `a + b` takes 30 us, of which numpy adds for one. Small cases are
+nearly all index arithmetic, as runs without numerics are: sums, products, comparisons and the like
+of int32, int64, bool and pointers are done at once here, with Triton's rules of promotion; all else
+goes the usual way.
 
     triton.language.tensor.__add__ and the other operators, tensor.to, where, minimum, maximum
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 _WIDTHS = {"int1": 1, "int32": 32, "int64": 64, "uint32": -32}  # unsigned: below zero
@@ -203,3 +206,32 @@ def install(scope: Any, kind: Any) -> None:
         return usual_to(self, dtype, *rest, **kwargs) if out is None else out
 
     scope.set_attr(kind, "to", to)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Inside the block integers may overflow unseen: Triton looks for it at each sum, which takes
+    ten times as long as to add."""
+    builder = interpreter.interpreter_builder
+    options, np_dtype = builder.options, interpreter._get_np_dtype
+    builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _np_dtype_kept(np_dtype)
+    try:
+        yield
+    finally:
+        builder.options, interpreter._get_np_dtype = options, np_dtype
+
+
+def _np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    # Triton makes a table of all its dtypes at each call.
+    kept: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        name = getattr(dtype, "name", None)
+        if name is None:
+            return np_dtype(dtype)
+        if name not in kept:
+            kept[name] = np_dtype(dtype)
+        return kept[name]
+
+    return of

@@ -32,6 +32,11 @@ class HostAccesses(TorchDispatchMode):
         super().__init__()
         self._note = note
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # To skip it takes longer than most ops, and seconds the first time. Nothing compiles here.
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

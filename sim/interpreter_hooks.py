@@ -17,7 +17,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
+
+from weft.sim import fast_integers
 
 Array = npt.NDArray[Any]
 
@@ -146,8 +148,11 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def installed(observer: Observer) -> Iterator[None]:
+def installed(observer: Observer, *, quick: bool = False) -> Iterator[None]:
     """Tell `observer` of every operation of kernels interpreted in this process, inside the block.
+
+    Args:
+        quick: integers take the short way, and are not checked for overflow.
 
     Raises:
         RuntimeError: a simulation runs already, or this Triton does not fit.
@@ -157,14 +162,14 @@ def installed(observer: Observer) -> Iterator[None]:
     if not _lock.acquire(blocking=False):
         raise RuntimeError("one simulation runs at a time in a process")
     try:
-        with _patched(observer):
+        with _patched(observer, quick):
             yield
     finally:
         _lock.release()
 
 
 @contextmanager
-def _patched(observer: Observer) -> Iterator[None]:
+def _patched(observer: Observer, quick: bool) -> Iterator[None]:
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     rmw, cas, barrier = builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_barrier
@@ -275,7 +280,12 @@ def _patched(observer: Observer) -> Iterator[None]:
         kind.grid_dim = _per_thread(grid, "dim")
         interpreter.GridExecutor.__call__ = call
         interpreter._patch_lang = lambda fn: _NoPatch()
-        yield
+        with ExitStack() as stack:
+            if quick:
+                fast_integers.install_functions(scope, tl)
+                fast_integers.install(scope, tl.tensor)
+                stack.enter_context(fast_integers.unchecked())
+            yield
     finally:
         interpreter._patch_lang = patch_lang
         interpreter.GridExecutor.__call__ = execute

@@ -15,6 +15,8 @@ before an atomic itself (before 3.9).
 from __future__ import annotations
 
 import bisect
+import math
+import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,14 @@ Array = npt.NDArray[Any]
 
 _BARRIER_BEFORE_ATOMICS = hasattr(tl, "atomic_load")
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if nbytes < 1 << 16:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype).reshape(shape)
 
 
 @dataclass
@@ -60,9 +70,9 @@ class Region:
         """Set up an empty history for clocks of `slots` entries."""
         count = -(-(self.end - self.start) // self.granule)
         # Slot + 1, so that fresh pages, which are zero, say "never": large buffers cost nothing.
-        self.writer = np.zeros(count, np.int16)
-        self.written = np.zeros(count, np.int32)
-        self.reads = np.zeros((count, slots), np.int32)
+        self.writer = zeros((count,), np.int16)
+        self.written = zeros((count,), np.int32)
+        self.reads = zeros((count, slots), np.int32)
         self.atomics = None
 
     def refine(self, granule: int) -> None:
@@ -76,7 +86,7 @@ class Region:
         self.written[: self.touched] = written[:touched].repeat(factor)
         self.reads[: self.touched] = reads[:touched].repeat(factor, axis=0)
         if atomics is not None:
-            self.atomics = np.zeros(self.reads.shape, np.int32)
+            self.atomics = zeros(self.reads.shape, np.int32)
             self.atomics[: self.touched] = atomics[:touched].repeat(factor, axis=0)
 
     def widen(self, slots: int) -> None:
@@ -84,7 +94,7 @@ class Region:
         for name in ("reads", "atomics"):
             old = getattr(self, name)
             if old is not None:
-                new = np.zeros((len(old), slots), np.int32)
+                new = zeros((len(old), slots), np.int32)
                 new[: self.touched, : old.shape[1]] = old[: self.touched]
                 setattr(self, name, new)
 

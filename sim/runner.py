@@ -142,6 +142,7 @@ def run(
                 timeout=timeout,
                 hardware=machine,
                 numerics=numerics,
+                again=results is not None,
             )
             if results is None:
                 results = Results(values)
@@ -202,7 +203,9 @@ def _run_one(
     timeout: float,
     hardware: Hardware | None,
     numerics: bool,
+    again: bool,
 ) -> tuple[list[Any], World]:
+    """One schedule; `again` if what does not depend on it was checked in another."""
     sites = Sites()
     scheduler = Scheduler(policy, sites)
     world = World(world_size, scheduler, sites, races, programs, hardware, numerics)
@@ -220,7 +223,7 @@ def _run_one(
     with ExitStack() as stack:
         if world.recorder:
             stack.enter_context(timing_hooks.installed(world.recorder, numerics))
-        stack.enter_context(interpreter_hooks.installed(world))
+        stack.enter_context(interpreter_hooks.installed(world, quick=again and numerics))
         stack.enter_context(distributed_hooks.installed())
         stack.enter_context(python_reads(world.python_read))
         stack.enter_context(_polls(world))

@@ -15,9 +15,8 @@ Integers are loaded, stored and computed for real: tables of pointers, generatio
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,21 +213,6 @@ def _sampled(lane: Lane, turns: range) -> Iterator[int]:
         yield from turns[2:]
 
 
-def _np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    # Triton makes a table of all its dtypes at each call.
-    kept: dict[str, Any] = {}
-
-    def of(dtype: Any) -> Any:
-        name = getattr(dtype, "name", None)
-        if name is None:
-            return np_dtype(dtype)
-        if name not in kept:
-            kept[name] = np_dtype(dtype)
-        return kept[name]
-
-    return of
-
-
 @contextmanager
 def _sampled_loops() -> Iterator[None]:
     rewrite, patch_core = interpreter.InterpretedFunction.rewrite, interpreter._patch_lang_core
@@ -258,17 +242,10 @@ def _sampled_loops() -> Iterator[None]:
 
     interpreter.InterpretedFunction.rewrite = sampling_rewrite
     interpreter._patch_lang_core = sampling_core
-    # Triton checks each sum of integers for overflow, which takes ten times as long as to add.
-    builder = interpreter.interpreter_builder
-    options = builder.options
-    builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    np_dtype = interpreter._get_np_dtype
-    interpreter._get_np_dtype = _np_dtype_kept(np_dtype)
     try:
-        yield
+        with fast_integers.unchecked():
+            yield
     finally:
-        builder.options = options
-        interpreter._get_np_dtype = np_dtype
         interpreter.InterpretedFunction.rewrite = rewrite
         interpreter._patch_lang_core = patch_core
         for names in patched:

@@ -23,7 +23,7 @@ from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses
 from weft.sim.host_ops import HostOps
-from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region
+from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team
@@ -117,7 +117,7 @@ class World:
         self, team: Team, rank: int, number: int, pad_bytes: int, data_bytes: int
     ) -> torch.Tensor:
         total = pad_bytes + data_bytes
-        block = np.zeros(total + 2 * _GUARD_BYTES + _ALIGN, np.uint8)
+        block = zeros((total + 2 * _GUARD_BYTES + _ALIGN,), np.uint8)
         self._alive.append(block)
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN

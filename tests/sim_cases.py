@@ -41,7 +41,7 @@ def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 def gather_rows(rank: int, ours: Modules = OURS) -> None:
     ws = workspace(None, 1 << 13, channel="rows")
     W, K, N = ws.world_size, 8, 5
-    sizes = [34 + 3 * r for r in range(W)]  # two programs publish
+    sizes = [34, *(1 + 5 * r % 8 for r in range(1, W))]  # two programs of rank 0 publish
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
     for call in range(CALLS):
@@ -55,7 +55,7 @@ def gather_rows(rank: int, ours: Modules = OURS) -> None:
 def gather_contraction(rank: int, ours: Modules = OURS) -> None:
     ws = workspace(None, 1 << 13, channel="contraction")
     W, M, N = ws.world_size, 7, 5
-    sizes = [3 + r for r in range(W)]
+    sizes = [3 + r % 3 for r in range(W)]
     whole, w = torch.cat([matrix(k, M, r) for r, k in enumerate(sizes)]), matrix(sum(sizes), N, 99)
     shard = whole.split(sizes)[rank].clone()
     for call in range(CALLS):
@@ -67,7 +67,7 @@ def gather_contraction(rank: int, ours: Modules = OURS) -> None:
 
 def reduce_scatter(rank: int, ours: Modules = OURS) -> None:
     W = resolve(None).world_size
-    K, N, sizes = 4, 33, [17 if r % 2 else 33 for r in range(W)]
+    K, N, sizes = 4, 33, [17 if r % 2 else 33 for r in range(2)] + [1 + r % 3 for r in range(2, W)]
     config = ours.scatter.config_for(max(sizes), N, torch.float32, W, INTERPRETER)
     nbytes = ours.scatter.workspace_bytes(max(sizes), N, W, config)
     ws = workspace(None, nbytes, channel="scatter")
