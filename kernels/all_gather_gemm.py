@@ -24,8 +24,9 @@ Protocol
      last one holds everybody's stores (acquire), sets GENERATION = g and signals the word
      (0, rank, 0) of every peer's pad: release at system scope.
   2. Consumer kernel, copy programs 0 .. C-1: for the peers rank+1, rank+2, ...: wait for the peer's
-     word (acquire, system scope: its half may now be read), copy every C-th chunk of its rows to
-     `gathered`, and signal the own word (1, peer, chunk): release at device scope.
+     word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
+     that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
+     scope.
   3. Consumer kernel, the other programs: tiles of y in the order own rows, rank+1, rank+2, ...;
      before a tile, outside the loop over K, wait for the words of the chunks that it reads
      (acquire).
@@ -169,6 +170,7 @@ def _fetch_shards(
     """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each."""
     program = tl.program_id(0)
     dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    before = 0  # chunks of the peers that came before
     for step in range(1, WORLD_SIZE + WITH_OWN):
         # WITH_OWN: the own shard comes last, as nobody waits for it.
         peer = (rank + step) % WORLD_SIZE
@@ -184,8 +186,13 @@ def _fetch_shards(
         else:
             rows, columns, out_ptr = extent, length, gathered_ptr + begin
         shard_ptr = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
+        # Each peer's chunks go to the programs after those that had the last one's: shards of few
+        # chunks are fetched side by side.
+        chunks = tiles.cdiv(rows, chunk_rows)
+        mine = (program + COPY_PROGRAMS - before % COPY_PROGRAMS) % COPY_PROGRAMS
+        before += chunks
         if arrived & (length > 0):
-            for chunk in range(program, tiles.cdiv(rows, chunk_rows), COPY_PROGRAMS):
+            for chunk in range(mine, chunks, COPY_PROGRAMS):
                 first = (chunk * chunk_rows).to(tl.int64)
                 tiles.copy_block(
                     out_ptr + first * stride_g,

@@ -145,7 +145,7 @@ class Price:
 def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
     """Predicted time of each engine. CPU interpretation is not offered: it is for tests."""
     rates = cost.machine(group, device)
-    if device.type == "cpu":
+    if not group.on_gpus(device):
         return _on_cpu(problem, group, rates)
     # The copy engine overlaps all but the first chunk; the kernel overlaps all but filling its
     # pipeline, at 95 % of the library's matmul rate.

@@ -1,0 +1,266 @@
+"""How the fused matmuls scale on GPUs that are not at hand: `python -m weft.sim.scaling`.
+
+Each op runs at real sizes, without numerics, on virtual ranks: the fused kernel with the chip's own
+tiles and grid, the host engine, and a collective followed by a matmul. Rows are kept in a JSON file
+as they come, so that a run that is broken off goes on where it was, and the page is made from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import weft
+from weft import settings
+from weft.collectives.movement import chunk_sizes
+from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.sim import scaling_page as page
+from weft.sim.hardware import H100, PRESETS, Hardware, named
+from weft.sim.runner import run
+from weft.sim.timeline import Timeline
+
+# Features of a token, and inside the feed-forward layer.
+MODELS = {
+    "Llama-3 8B": (4096, 14336),
+    "Llama-3 70B": (8192, 28672),
+    "Llama-3 405B": (16384, 53248),
+    "Qwen2-72B": (8192, 29568),
+}
+ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_MOST_ROWS_REDUCED = 512  # all-reduce is for decoding
+_TIMEOUT_S = 24 * 3600.0
+
+Engine = Literal["triton", "host", "generic"]
+_ENGINES: tuple[Engine, ...] = ("triton", "host", "generic")
+
+
+@dataclass
+class Row:
+    """One problem on one domain: a rank's matmul is (M, K) @ (K, N). Times in us.
+
+    Attributes:
+        fused: the figures of the fused kernel's timeline, as `Timeline.summary` names them.
+        engines: makespan of each engine.
+        auto: what the cost model takes.
+    """
+
+    hardware: str
+    op: str
+    model: str
+    ranks: int
+    M: int
+    N: int
+    K: int
+    fused: dict[str, float] = field(default_factory=dict)
+    engines: dict[str, float] = field(default_factory=dict)
+    auto: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.hardware, self.op, self.model, self.ranks, self.M
+
+    @property
+    def regret(self) -> float:
+        """Time of the engine that is taken, over that of the best."""
+        return self.engines[self.auto] / min(self.engines.values())
+
+
+def problem(op: str, model: str, M: int, ranks: int) -> tuple[int, int, int]:
+    """(M, N, K) of a rank's matmul: the way up gathers its rows, the way down sums its results."""
+    hidden, ffn = MODELS[model]
+    return (M, ffn // ranks, hidden) if op == "all_gather_matmul" else (M, hidden, ffn // ranks)
+
+
+def call(op: str, M: int, N: int, K: int, rank: int, ranks: int) -> None:
+    """`op` on inputs that hold nothing: (M, K) @ (K, N) on each of `ranks` ranks."""
+    w = torch.empty(K, N, dtype=torch.bfloat16)
+    if op == "all_gather_matmul":
+        sizes = chunk_sizes(M, ranks)
+        x = torch.empty(sizes[rank], K, dtype=torch.bfloat16)
+        all_gather_matmul(x, w, sizes=sizes)
+    else:
+        x = torch.empty(M, K, dtype=torch.bfloat16)
+        (matmul_reduce_scatter if op == "matmul_reduce_scatter" else matmul_all_reduce)(x, w)
+
+
+def timeline_of(
+    op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware, engine: Engine
+) -> Timeline:
+    """One call of `op` on `engine`."""
+
+    def body(rank: int) -> None:
+        with weft.engine(engine):
+            call(op, M, N, K, rank, ranks)
+
+    results = run(ranks, body, hardware=hardware, numerics=False, timeout=_TIMEOUT_S)
+    assert results.timeline is not None
+    return results.timeline
+
+
+class _ChosenError(Exception):
+    """No error: the choice was told, and the call itself is not wanted."""
+
+
+def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> str:
+    """The engine that `auto` takes."""
+
+    def told(decision: settings.Decision) -> None:
+        raise _ChosenError(decision.engine)
+
+    def body(rank: int) -> None:
+        with weft.engine("auto"), settings.listening(told):
+            call(op, M, N, K, rank, ranks)
+
+    try:
+        run(ranks, body, hardware=hardware, numerics=False)
+    except _ChosenError as choice:
+        return str(choice.args[0])
+    raise RuntimeError(f"{op} chose no engine")
+
+
+def measure(
+    op: str,
+    model: str,
+    M: int,
+    ranks: int,
+    machines: Sequence[Hardware],
+    say: Callable[[str], None],
+) -> list[Row]:
+    """The row of one problem on each of some machines with the same chip."""
+    _, N, K = problem(op, model, M, ranks)
+    timelines = {}
+    for engine in _ENGINES:
+        say(f"{op} {model} M={M} {engine}")
+        timelines[engine] = timeline_of(op, M, N, K, ranks, machines[0], engine)
+    rows = []
+    for hardware in machines:
+        played = {engine: timeline.on(hardware) for engine, timeline in timelines.items()}
+        rows.append(
+            Row(
+                hardware.name,
+                op,
+                model,
+                ranks,
+                M,
+                N,
+                K,
+                fused=played["triton"].summary(),
+                engines={engine: timeline.makespan_us for engine, timeline in played.items()},
+                auto=chosen(op, M, N, K, ranks, hardware),
+            )
+        )
+    return rows
+
+
+# Public measurements of 8 x H100 with HBM2e at 500 W: all-gather by NCCL, then cuBLAS (the figures
+# of symm-mem-recipes' README). What such a chip sustains is taken from the last of them, the rest
+# show how far off the model is.
+_MEASURED_US = {
+    (4096, 1792, 4096): 230,
+    (8192, 1792, 4096): 416,
+    (16384, 1792, 4096): 819,
+    (4096, 3584, 8192): 652,
+    (8192, 3584, 8192): 1291,
+    (16384, 3584, 8192): 2541,
+    (4096, 6656, 16384): 2077,
+    (8192, 6656, 16384): 3847,
+    (16384, 6656, 16384): 7801,
+}
+H100_500W = replace(H100, name="H100 HBM2e 500 W", hbm_bandwidth=2.0e12, sustained=0.553)
+
+
+def against_measurements(results: Path | None = None) -> list[tuple[str, float, float]]:
+    """(what, measured us, modelled us) of every measurement that there is.
+
+    Args:
+        results: folder with what `weft bench` has measured; those made on a preset's chip count.
+    """
+    rows = [
+        (
+            f"all-gather, then matmul {M} x {N} x {K}, 8 x {H100_500W.name}",
+            float(us),
+            timeline_of("all_gather_matmul", M, N, K, 8, H100_500W, "generic").makespan_us,
+        )
+        for (M, N, K), us in _MEASURED_US.items()
+    ]
+    for name, hardware in PRESETS.items():
+        path = results / f"{name}.json" if results else None
+        if path is not None and path.exists():
+            rows += _own_measurements(json.loads(path.read_text()), hardware)
+    return rows
+
+
+def _own_measurements(result: dict[str, Any], hardware: Hardware) -> list[tuple[str, float, float]]:
+    rows = []
+    for case in result["cases"]:
+        params = case.get("params", {})
+        op, ranks = params.get("op"), params.get("ranks", 1)
+        if op not in OPS or not 1 < ranks <= hardware.ranks:
+            continue
+        M, N, K = (params[size] for size in "MNK")
+        for engine in _ENGINES:
+            timing = case["variants"].get(f"weft {engine}", {})
+            if timing.get("ranks_us"):
+                modelled = timeline_of(op, M, N, K, ranks, hardware, engine).makespan_us
+                what = f"{op} {M} x {N} x {K}, {engine}, {ranks} x {hardware.name}"
+                rows.append((what, float(max(timing["ranks_us"])), modelled))
+    return rows
+
+
+def load(path: Path) -> list[Row]:
+    """The rows that a file holds; none if there is none."""
+    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+
+
+def save(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows, in the order of the page."""
+    order = [*MODELS]
+    ordered = sorted(rows, key=lambda r: (OPS.index(r.op), r.hardware, order.index(r.model), r.M))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(row) for row in ordered], indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="weft.sim.scaling", description=__doc__)
+    parser.add_argument("--hardware", default="h100,h200", help="presets (default h100,h200)")
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="M (default 128 .. 16384)")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling.json"))
+    parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
+    args = parser.parse_args(argv)
+    machines = [named(name) for name in args.hardware.split(",")]
+    kept = {row.key: row for row in load(args.keep)}
+    for M in sorted(map(int, args.rows.split(","))):
+        for op in args.ops.split(","):
+            for model in args.models.split(","):
+                wanted = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
+                if not wanted or (op == "matmul_all_reduce" and M > _MOST_ROWS_REDUCED):
+                    continue
+                for row in measure(op, model, M, args.ranks, wanted, _say):
+                    kept[row.key] = row
+                save(args.keep, kept.values())
+    rows = [row for row in kept.values() if row.ranks == args.ranks]
+    if args.page:
+        page.write(args.page, rows, against_measurements(args.keep.parent))
+    else:
+        print(page.tables(rows))
+    return 0
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The page that `weft.sim.scaling` writes: tables, crossovers, and the model's error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.sim.scaling import Row
+
+_START, _END = "<!-- scaling -->", "<!-- /scaling -->"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """A table for each op and hardware, as Markdown."""
+    parts = []
+    for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
+        mine = [row for row in rows if (row.op, row.hardware) == (op, hardware)]
+        parts += [f"### {op}, {mine[0].ranks} x {hardware}", "", *_table(mine), "", crossover(mine)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    names = "model", "M", "N", "K", "fused us", "arithmetic", "exposed", "efficiency", "of bound"
+    names = (*names, "host us", "generic us", "auto", "regret")
+    lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * (len(names) - 1)}"]
+    for row in rows:
+        fused = row.fused
+        cells = [
+            row.model,
+            *map(str, (row.M, row.N, row.K)),
+            *(_us(fused[name]) for name in ("makespan_us", "arithmetic_us", "exposed_us")),
+            f"{fused['overlap_efficiency']:.2f}",
+            f"{fused['bound_us'] / fused['makespan_us']:.2f}",
+            _us(row.engines["host"]),
+            _us(row.engines["generic"]),
+            row.auto,
+            f"{row.regret:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def crossover(rows: Sequence[Row]) -> str:
+    """From which M on the fused kernel is the quickest, by model."""
+    parts = []
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = sorted((row for row in rows if row.model == model), key=lambda row: row.M)
+        slower = [row.M for row in mine if row.engines["triton"] > min(row.engines.values())]
+        if not slower:
+            parts.append(f"{model}: always")
+        elif slower[-1] == mine[-1].M:
+            parts.append(f"{model}: never")
+        else:
+            parts.append(f"{model}: above M = {slower[-1]}")
+    return f"Where the fused kernel is the quickest engine: {'; '.join(parts)}."
+
+
+def errors(measured: Sequence[tuple[str, float, float]]) -> str:
+    """The model beside measurements, as Markdown."""
+    lines = ["| what | measured us | modelled us | error |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| {what} | {_us(real)} | {_us(modelled)} | {modelled / real - 1:+.0%} |"
+        for what, real, modelled in measured
+    ]
+    return "\n".join(lines)
+
+
+def write(path: Path, rows: Sequence[Row], measured: Sequence[tuple[str, float, float]]) -> None:
+    """Put tables and errors between the page's marks."""
+    text = path.read_text()
+    inner = f"{tables(rows)}\n### The model beside measurements\n\n{errors(measured)}"
+    pattern = f"{re.escape(_START)}.*?{re.escape(_END)}"
+    new, count = re.subn(pattern, lambda _: f"{_START}\n{inner}\n{_END}", text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{path} must hold {_START} ... {_END} once, found {count}")
+    path.write_text(new)
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
