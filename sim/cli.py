@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.sim.errors import SimError
+from weft.sim.hardware import PRESETS
 from weft.sim.runner import run
+from weft.sim.timeline import Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", type=int, default=4, help="how many (default 4)")
     parser.add_argument(
-        "--schedules", default="100", help="interleavings to try, or `exhaustive` (default 100)"
+        "--schedules",
+        help="interleavings to try, or `exhaustive` (default 100; with --hardware 1)",
     )
     parser.add_argument("--schedule", help="only this one, as an error named it")
     parser.add_argument("--seed", type=int, default=0)
@@ -35,8 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--concurrent", action="store_true", help="programs of a launch run concurrently too"
     )
     parser.add_argument("--no-races", action="store_true", help="look for deadlocks only")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds a schedule may take")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        help="seconds a schedule may take (default 60; without numerics 3600)",
+    )
+    timing = parser.add_argument_group("virtual time", "what one schedule would take on GPUs")
+    timing.add_argument("--hardware", choices=PRESETS, help="whose time to keep")
+    timing.add_argument(
+        "--no-numerics", action="store_true", help="skip the arithmetic: real sizes in minutes"
+    )
+    timing.add_argument("--trace", type=Path, help="write a Chrome trace, for ui.perfetto.dev")
+    timing.add_argument("--plot", type=Path, help="draw what the cores do, as a PNG")
     args = parser.parse_args(argv)
+    if args.hardware is None and (args.no_numerics or args.trace or args.plot):
+        parser.error("--no-numerics, --trace and --plot are for virtual time: add --hardware")
+    if args.hardware and args.schedules is None and args.schedule is None:
+        args.schedules = "1"
+    args.schedules = args.schedules or "100"
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
     start = time.perf_counter()
     try:
@@ -48,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             schedule=args.schedule,
             races=not args.no_races,
             programs="concurrent" if args.concurrent else "sequential",
-            timeout=args.timeout,
+            timeout=args.timeout or (3600.0 if args.no_numerics else 60.0),
+            hardware=args.hardware,
+            numerics=not args.no_numerics,
         )
     except SimError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -56,11 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     tried = f"{results.schedules} schedules"
     if results.states:
         tried = f"all interleavings: {tried} through {results.states} states"
+    found = "races not looked for" if args.no_numerics else "nothing found"
     print(
-        f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: nothing found in "
+        f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: {found} in "
         f"{time.perf_counter() - start:.1f} s"
     )
+    if results.timeline is not None:
+        _tell(results.timeline, args.trace, args.plot)
     return 0
+
+
+def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
+    from rich.console import Console
+
+    Console().print(timeline.table())
+    for path, save in ((trace, timeline.save_trace), (plot, timeline.save_plot)):
+        if path is not None:
+            save(path)
+            print(f"wrote {path}")
 
 
 def _function(script: str) -> Callable[[int], Any]:
