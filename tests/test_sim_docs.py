@@ -28,7 +28,10 @@ def test_commands(command: str) -> None:
         text=True,
         timeout=120,
     )
-    if "mended" in command:
+    if "--hardware" in command:
+        assert done.returncode == 0 and "virtual time on 2 x H100" in done.stdout, done.stderr
+        assert "_ag_gemm_kernel" in done.stdout
+    elif "mended" in command:
         assert done.returncode == 0 and "nothing found" in done.stdout, done.stderr
     else:
         assert done.returncode == 1
@@ -38,4 +41,4 @@ def test_commands(command: str) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 5
