@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from unittest.mock import patch
@@ -168,6 +169,12 @@ def resolve(group: GroupLike = None) -> Group:
     if known is None or known.pg is not pg:
         known = _groups[pg.group_name] = _describe(pg)
     return known
+
+
+@lru_cache(maxsize=1)
+def alone() -> Group:
+    """This process by itself: for what is the last step of a call that others had a part in."""
+    return Group(None, 0, 1, (0,), (Process.here(),))
 
 
 def _process_group(group: GroupLike) -> dist.ProcessGroup:

@@ -28,7 +28,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import agree, check_call
-from weft.collectives.group import GroupLike, Process
+from weft.collectives.group import GroupLike, alone
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.sequence_attention import ring_attention
 from weft.kernels.sharded_sequence import SequenceLayout
@@ -72,7 +72,7 @@ def ulysses_attention(
         2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
     """
     inner = resolve(group)
-    outer = _alone() if ring_group is None else resolve(ring_group)
+    outer = alone() if ring_group is None else resolve(ring_group)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[1] % max(1, k.shape[1]):
         raise ValueError(
             f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
@@ -101,10 +101,6 @@ def ulysses_attention(
     if not return_lse:
         return out
     return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
-
-
-def _alone() -> Group:
-    return Group(None, 0, 1, (0,), (Process.here(),))
 
 
 def _lengths(

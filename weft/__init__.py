@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.kernels import ColumnParallelLinear as ColumnParallelLinear
     from weft.kernels import RowParallelLinear as RowParallelLinear
     from weft.kernels import all_gather_matmul as all_gather_matmul
+    from weft.kernels import flash_decode as flash_decode
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
     from weft.kernels import ring_attention as ring_attention
@@ -45,6 +46,7 @@ _HOME = {
     "matmul_reduce_scatter": "weft.kernels",
     "ring_attention": "weft.kernels",
     "ulysses_attention": "weft.kernels",
+    "flash_decode": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
 }
@@ -55,6 +57,7 @@ __all__ = [  # noqa: RUF022 - grouped, not sorted
     "matmul_all_reduce",
     "ring_attention",
     "ulysses_attention",
+    "flash_decode",
     "ColumnParallelLinear",
     "RowParallelLinear",
     "engine",

@@ -1,0 +1,288 @@
+"""flash_decode: attention of a few new tokens to a key/value cache that is sharded across ranks.
+
+W ranks; B sequences, of which the last T tokens ask, H query heads on H_kv key heads. Sharded by
+sequence, a cache holds every sequence in blocks of P tokens, in turn on the ranks:
+
+    positions   0 .. P-1 | P .. 2P-1 | 2P .. 3P-1 | ...        W = 2
+    on rank         0    |     1     |     0      | ...
+
+so that old and new tokens, and the work, spread over all ranks. Rank r attends to what it holds and
+shows (out_r, lse_r) in fp32 to all; every rank merges them in rank order:
+
+    out = sum over r of exp(lse_r - lse) * out_r,      lse = log(sum over r of exp(lse_r))
+
+so that all ranks have the same bits. What moves is B * H * T * (D + 1) numbers a rank, however long
+the sequences are. Sharded by head, a rank holds all tokens of its key heads, and the results of
+other heads come from their ranks.
+
+The triton engine, one launch with the merge in it, is in `flash_decoding`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from weft.collectives import Group, all_gather, exchange, resolve
+from weft.collectives.exchange import check_call
+from weft.collectives.group import GroupLike, alone
+from weft.kernels.engines import Problem, choose
+
+
+@dataclass(frozen=True)
+class Cache:
+    """This rank's part of a cache.
+
+    Attributes:
+        k, v: (B, H_kv, S, D); with a table (pages, H_kv, P, D).
+        table: (B, blocks) int32: page of each local block of each sequence; None: not paged.
+        block: P.
+        rank, world_size: which blocks these are: global block g lies on rank g % world_size.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor | None
+    block: int
+    rank: int
+    world_size: int
+
+    def seen(self, limit: torch.Tensor) -> torch.Tensor:
+        """How many of this rank's tokens lie before each position of `limit`: always a prefix.
+
+        Example: blocks of 4 on 2 ranks, limit 11: rank 0 has 0..3 and 8..10, 7 tokens.
+        """
+        cycle = self.block * self.world_size
+        rounds, rest = limit // cycle, limit % cycle
+        return rounds * self.block + (rest - self.rank * self.block).clamp(0, self.block)
+
+    def keys(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `count` keys and values of sequence `row`, (H_kv, count, D)."""
+        if self.table is None:
+            return self.k[row, :, :count], self.v[row, :, :count]
+        pages = self.table[row, : -(-count // self.block)].long()
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, :count] for x in (self.k, self.v))
+        return k, v
+
+
+def flash_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    scale: float | None = None,
+    shard: Literal["sequence", "head"] = "sequence",
+    block_size: int | None = None,
+    block_table: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of the last T tokens of each sequence to the whole of it, for inference.
+
+    Args:
+        q: (B, H, T, D), the same on every rank; T is small, say 1 to 8. Query t of sequence b is at
+            position lengths[b] - T + t, and sees the positions up to its own.
+        k_cache, v_cache: (B, H_kv, S, D), this rank's part, new tokens included; with a
+            `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H.
+        lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        scale: of the scores; None: 1 / sqrt(D).
+        shard: "sequence": block g of P tokens of every sequence lies on rank g % W, as local block
+            g // W. "head": the caches hold all tokens of the rank's share of the key heads, as many
+            on each rank; q still has all heads.
+        block_size: P, where the cache is not paged; None: S, one block a rank.
+        block_table: (B, blocks) int32, where pages are: the page that holds local block j of b.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        out (B, H, T, D), dtype of q, bitwise the same on every rank; with `return_lse` the pair
+        (out, lse), lse (B, H, T) in fp32. A query without keys (lengths[b] < T) gets 0 and -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or sequences longer than the cache (checked
+            on the CPU only: on a GPU it would stop the host).
+        NotImplementedError: a gradient is wanted, or an engine was forced that cannot run the call.
+        PeerTimeout: a rank did not come.
+
+    Example:
+        2 ranks, P = 1, q = 0, lengths 3, values 1, 3 on rank 0 and 5 on rank 1 (positions 0, 2 and
+        1) give out = 3 on both.
+    """
+    where = resolve(group)
+    by_head = shard == "head"
+    _check(q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
+    B, H, T, D = q.shape
+    scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    paged = block_table is not None
+    block = k_cache.shape[2] if paged or block_size is None else block_size
+    check_call(where, f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {block}, by {shard}")
+    split = (0, 1) if by_head else (where.rank, where.world_size)
+    cache = Cache(k_cache, v_cache, block_table, max(block, 1), *split)
+    _check_room(cache, lengths)
+    held = k_cache.shape[0] * k_cache.shape[2] if paged else k_cache.shape[2]
+    problem = Problem(
+        "flash_decode",
+        M=B * H * T,
+        N=held,
+        K=2 * D,
+        dtype=q.dtype,
+        moved_bytes=4 * B * H * T * (D + 1) * (where.world_size - 1),
+    )
+    engine = choose(problem, where, q.device)
+    if by_head:
+        q = q.chunk(where.world_size, 1)[where.rank]
+    if engine == "triton":
+        from weft.kernels import flash_decoding
+
+        kernel_group = alone() if by_head else where
+        out, lse = flash_decoding.launch_flash_decode(q, cache, lengths, scale, kernel_group)
+    else:
+        out, lse = _attend(q, cache, lengths, scale)
+        if not by_head and where.world_size > 1:
+            out, lse = _merged(out, lse, where, engine == "generic")
+    if by_head and where.world_size > 1:
+        packed = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
+        packed = all_gather(packed, where, dim=1, sizes=[q.shape[1]] * where.world_size)
+        out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    shard: str,
+    block_size: int | None,
+    table: torch.Tensor | None,
+    group: Group,
+) -> None:
+    """Raise for what does not fit."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise NotImplementedError(
+            "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
+        )
+    if shard not in ("sequence", "head"):
+        raise ValueError(f'shard must be "sequence" or "head", got {shard!r}')
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[3] != q.shape[3]:
+        raise ValueError(f"q must be (B, H, T, D), k and v (B or pages, H_kv, S or P, D), {shapes}")
+    if not q.shape[3] or k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError(f"D must be at least 1, and contiguous in the caches, {shapes}")
+    for name, other in (("k_cache", k), ("v_cache", v)):
+        if (other.dtype, other.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got "
+                f"{other.dtype} on {other.device}"
+            )
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q and the caches must be of a floating-point dtype, got {q.dtype}")
+    B = q.shape[0]
+    if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
+        )
+    if table is not None:
+        if table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32:
+            raise ValueError(
+                f"block_table must be ({B}, blocks) int32, got {tuple(table.shape)} {table.dtype}"
+            )
+        if block_size not in (None, k.shape[2]):
+            raise ValueError(
+                f"pages hold {k.shape[2]} tokens, dim 2 of the caches: leave out {block_size=}"
+            )
+    elif k.shape[0] != B:
+        raise ValueError(f"the caches must hold the {B} sequences of q, {shapes}")
+    if table is None and block_size is not None and (block_size < 1 or k.shape[2] % block_size):
+        raise ValueError(f"{block_size=} must divide the {k.shape[2]} tokens of the cache")
+    ranks = group.world_size if shard == "head" else 1
+    if not k.shape[1] or q.shape[1] % (k.shape[1] * ranks):
+        raise ValueError(
+            f"H_kv, here on each of {ranks} ranks, must be at least 1 and divide H, {shapes}"
+        )
+
+
+def _check_room(cache: Cache, lengths: torch.Tensor) -> None:
+    if lengths.is_cuda or not lengths.numel():
+        return
+    count = cache.table.shape[1] * cache.block if cache.table is not None else cache.k.shape[2]
+    needed = int(cache.seen(lengths.long()).max())
+    if needed > count or int(lengths.min()) < 0:
+        raise ValueError(
+            f"lengths must be >= 0 and fit the caches: of {int(lengths.max())} tokens rank "
+            f"{cache.rank} would hold {needed}, and has room for {count}"
+        )
+
+
+def _attend(
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to this rank's part of the cache: out (B, H, T, D) and lse (B, H, T), fp32."""
+    B, H, T, D = q.shape
+    H_kv = cache.k.shape[1]
+    out = torch.zeros(B, H, T, D, dtype=torch.float32, device=q.device)
+    lse = torch.full((B, H, T), -torch.inf, dtype=torch.float32, device=q.device)
+    if not (q.numel() and H_kv):
+        return out, lse
+    limits = lengths.long().unsqueeze(1) - T + 1 + torch.arange(T, device=q.device)
+    seen = cache.seen(limits.clamp(min=0)).tolist()
+    for row in range(B):
+        count = seen[row][-1]
+        if not count:
+            continue
+        k, v = (x.float() for x in cache.keys(row, count))
+        # Query heads of one key head are more rows of its matmul: keys are read once.
+        asked = q[row].float().reshape(H_kv, -1, D) * scale
+        scores = (asked @ k.mT).view(H, T, count)
+        for t in range(T - 1):
+            scores[:, t, seen[row][t] :] = -torch.inf
+        lse[row] = scores.logsumexp(-1)
+        weights = (scores - lse[row].unsqueeze(-1)).exp().nan_to_num_(0.0)
+        out[row] = (weights.view(H_kv, -1, count) @ v).view(H, T, D)
+    return out, lse
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, group: Group, by_process_group: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks' partial results, merged in rank order."""
+    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
+    if by_process_group:
+        every = all_gather(packed.unsqueeze(0), group, sizes=[1] * group.world_size)
+    else:
+        nbytes = packed.numel() * packed.element_size()
+        with exchange(group, nbytes, "flash_decode", packed.device, channel="decode") as ex:
+            ex.local(tuple(packed.shape), packed.dtype).copy_(packed)
+            ex.signal_all()
+            ex.wait_all()
+            parts = [ex.peer(r, tuple(packed.shape), packed.dtype) for r in range(group.world_size)]
+            every = torch.stack(parts)
+    lses = every[..., -1]
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp().nan_to_num_(0.0)
+    total = torch.zeros_like(out)
+    for weight, part in zip(weights, every, strict=True):
+        total += weight.unsqueeze(-1) * part[..., :-1]
+    return total, lse
+
+
+def flash_decode_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of whole caches (B, H_kv, S, D), in any dtype: the oracle of the tests."""
+    T, S = q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    limits = lengths.view(-1, 1) - T + torch.arange(T)
+    hidden = (torch.arange(S) > limits.unsqueeze(-1)).unsqueeze(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)

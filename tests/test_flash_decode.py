@@ -1,0 +1,154 @@
+"""flash_decode on all engines against float64: lengths of all kinds, pages, both ways to shard."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import sim
+from weft.collectives import signals
+from weft.kernels.cached_attention import flash_decode_reference
+
+ENGINES = ["host", "generic", "triton"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+needs_interpreter = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+
+def cut(x: torch.Tensor, block: int, rank: int, world_size: int, capacity: int) -> torch.Tensor:
+    """Blocks rank, rank + W, .. of a whole cache (B, H, S, D), nan where nothing belongs."""
+    mine = [x[:, :, s : s + block] for s in range(rank * block, x.shape[2], block * world_size)]
+    held = torch.cat([x[:, :, :0], *mine], 2)
+    out = x.new_full((x.shape[0], x.shape[1], capacity, x.shape[3]), torch.nan)
+    out[:, :, : held.shape[2]] = held
+    return out
+
+
+def paged(x: torch.Tensor, block: int, table: torch.Tensor) -> torch.Tensor:
+    """A cache (B, H, S, D) as pages (pages, H, P, D), in the order of `table`."""
+    pages = x.new_full((int(table.numel()) + 2, x.shape[1], block, x.shape[3]), torch.nan)
+    for row in range(len(table)):
+        for i, page in enumerate(table[row].tolist()):
+            pages[page] = x[row, :, i * block : (i + 1) * block]
+    return pages
+
+
+def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
+    B, H_kv, G = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
+    T, D, block = rng.choice([1, 1, 2, 5, 8]), rng.choice([8, 12, 16]), rng.choice([1, 4, 16])
+    dtype, by_head, pages = rng.choice(DTYPES), rng.random() < 0.25, rng.random() < 0.4
+    longest = rng.choice([1, 3, 40, 70])
+    lengths = torch.tensor([rng.randint(0, longest) for _ in range(B)])
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    if by_head:
+        H_kv *= world_size
+    H = H_kv * G
+    q = torch.randn(B, H, T, D, generator=generator).to(dtype)
+    k, v = (torch.randn(B, H_kv, longest, D, generator=generator).to(dtype) for _ in range(2))
+    case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), engine)
+    expected, expected_lse = flash_decode_reference(q.double(), k.double(), v.double(), lengths)
+
+    capacity = -(-longest // (block * (1 if by_head else world_size))) * block
+    if by_head:
+        shards = [cut(x.chunk(world_size, 1)[rank], block, 0, 1, capacity) for x in (k, v)]
+    else:
+        shards = [cut(x, block, rank, world_size, capacity) for x in (k, v)]
+    options: dict[str, Any] = {"shard": "head" if by_head else "sequence"}
+    if pages:
+        order = torch.randperm(B * (capacity // block), generator=generator)
+        table = order.view(B, capacity // block).int()
+        shards = [paged(x, block, table) for x in shards]
+        options["block_table"] = table
+    else:
+        options["block_size"] = block
+    if rng.random() < 0.5:
+        shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+    for _ in range(2):
+        with weft.engine(engine):  # type: ignore[arg-type]
+            out, lse = weft.flash_decode(q, *shards, lengths, return_lse=True, **options)
+        # Weights and their sum are rounded to the dtype, averages of N(0, 1) values stay near 1.
+        atol = 8 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * atol, msg=str(case))
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4, msg=str(case))
+
+
+def cases(engine: str, seed: int, count: int) -> bytes:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(seed)
+    for _ in range(count):
+        one(rng, engine, rank, world_size)
+    # Bitwise the same on every rank.
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 1, 8, generator=generator)
+    k, v = (torch.randn(2, 2, 33, 8, generator=generator) for _ in range(2))
+    shards = [cut(x, 4, rank, world_size, 20) for x in (k, v)]
+    with weft.engine(engine):  # type: ignore[arg-type]
+        out = weft.flash_decode(q, *shards, torch.tensor([33, 9]), block_size=4)
+    return bytes(out.view(torch.uint8).flatten().tolist())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_cases(ranks, engine: str, world_size: int) -> None:
+    if engine == "triton" and not signals.interpreter_ready()[0]:
+        pytest.skip(signals.interpreter_ready()[1])
+    found = ranks(world_size, cases, engine, world_size, 5 if engine == "triton" else 12)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
+    ranks(world_size, cases, engine, 100 + world_size, 60 if engine == "triton" else 300)
+
+
+def decode_twice(rank: int) -> list[torch.Tensor]:
+    """Two calls on the same buffers; few items, so that each is split."""
+    found = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randn(1, 2, 1, 8, generator=generator)
+        k, v = (torch.randn(1, 1, 40, 8, generator=generator) for _ in range(2))
+        expected, _ = flash_decode_reference(q.double(), k.double(), v.double(), torch.tensor([37]))
+        shards = [cut(x, 4, rank, 3, 16) for x in (k, v)]
+        with weft.engine("triton"):
+            out = weft.flash_decode(q, *shards, torch.tensor([37]), block_size=4)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+        found.append(out)
+    return found
+
+
+@needs_interpreter
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+def test_schedules(programs: sim.Programs) -> None:
+    sim.run(3, decode_twice, schedules=10, programs=programs)
+
+
+def errors() -> None:
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 8, 8)
+    lengths = torch.tensor([3, 4])
+    for change, text in [
+        ({"shard": "heads"}, 'must be "sequence" or "head"'),
+        ({"block_size": 3}, "must divide the 8 tokens"),
+        ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
+        ({"lengths": torch.tensor([3.0, 4.0])}, "int32 or int64"),
+        ({"lengths": torch.tensor([3, 40])}, "has room for 8"),
+        ({"k_cache": k[:, :1].expand(2, 3, 8, 8)}, "v"),
+    ]:
+        arguments: dict[str, Any] = {"q": q, "k_cache": k, "v_cache": k, "lengths": lengths}
+        with pytest.raises(ValueError, match=text):
+            weft.flash_decode(**(arguments | change))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        weft.flash_decode(q.clone().requires_grad_(), k, k, lengths)
+
+
+def test_errors(ranks) -> None:
+    ranks(2, errors)
