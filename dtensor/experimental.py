@@ -1,4 +1,6 @@
-"""`local_map`, `register_sharding` and `implicit_replication`, as in torch's `experimental`."""
+"""`local_map`, `register_sharding`, `implicit_replication` and `context_parallel`, as in torch's
+`experimental`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from weft.dtensor.call import Call, Choices, Strategy, rules_of_overloads
+from weft.dtensor.context_parallel import context_parallel, context_parallel_unshard
 from weft.dtensor.dispatch import forget_plans
 from weft.dtensor.layout import Layout, show
 from weft.dtensor.tensor import DTensor
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = [
+    "context_parallel",
+    "context_parallel_unshard",
+    "implicit_replication",
+    "local_map",
+    "register_sharding",
+]
 
 PlacementType = Sequence[Placement] | None
 InputPlacements = tuple[PlacementType, ...] | None

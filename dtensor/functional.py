@@ -25,6 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from weft.collectives import chunk_sizes
 from weft.collectives.group import forget_meshes
 from weft.dtensor.dispatch import dispatch, outermost
 from weft.dtensor.layout import (
@@ -50,7 +51,12 @@ from weft.dtensor.tensor import (
     wrap_pending,
 )
 from weft.dtensor.transfers import same_shard
-from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.kernels import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    ring_attention,
+)
 
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
@@ -413,6 +419,10 @@ def attention(
         return _attention_step_by_step(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+    around = [d for d in range(q.mesh.ndim) if _cut_by_sequence(d, q, k, v)]
+    heads_fit = q.shape[1:2] == k.shape[1:2] or enable_gqa
+    if len(around) == 1 and attn_mask is None and k.shape == v.shape and heads_fit:
+        return _attention_around(around[0], query, key, value, is_causal, scale)
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     # Rows of q that only this rank has give a term of the gradients of k and v.
@@ -444,6 +454,37 @@ def attention(
     y = run()
     stride = stride_like(y, target_shape)
     return _global(y, layout_of(q.mesh, rows, target_shape, stride, y.dtype))
+
+
+def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
+    """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
+    if len(q.shape) != 4 or q.place.sizes[dim] == 1:
+        return False
+    return all(t.placements[dim] == Shard(2) for t in (q, k, v))
+
+
+def _attention_around(
+    dim: int, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
+) -> Any:
+    """Attention to keys that lie along mesh dim `dim`: ring attention, with nothing gathered."""
+    q, k, v = query._layout, key._layout, value._layout
+    rows = tuple(
+        Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
+    )
+    parts = [
+        _local(_redistribute(t, t._layout.with_placements(rows)), rows) for t in (query, key, value)
+    ]
+    world_size = q.place.sizes[dim]
+    y = ring_attention(
+        *parts,
+        q.mesh.get_group(dim),
+        causal=is_causal,
+        scale=scale,
+        sizes=chunk_sizes(q.shape[2], world_size),
+        key_sizes=chunk_sizes(k.shape[2], world_size),
+    )
+    shape = (*q.shape[:-1], v.shape[-1])
+    return _global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
 
 
 def _attention_step_by_step(

@@ -1,0 +1,128 @@
+"""Attention of DTensors and of plain models whose sequences are sharded, against one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import weft
+from weft.demo.model import Llama, Shape
+from weft.dtensor import Shard, distribute_tensor, init_device_mesh
+from weft.dtensor.experimental import context_parallel, context_parallel_unshard
+
+
+def tensors(*heads: int, length: int = 21) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, length, 8, generator=generator) for h in heads]
+
+
+def dtensor_body(causal: bool) -> None:
+    """q, k and v sharded by sequence: round the ring, nothing gathered, gradients as they lie."""
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    q, k, v, grad = tensors(4, 2, 2, 4)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = functional.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+    expected.backward(grad)
+    ours = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (q, k, v)]
+
+    def attend() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(*ours, is_causal=causal, enable_gqa=True)
+
+    told = weft.explain(attend)
+    assert [d.op for d in told] == ["ring_attention"], list(told)
+    y = told.result
+    assert y.placements == (Shard(2),)
+    y.backward(distribute_tensor(grad, mesh, [Shard(2)]))
+    torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+    for x, theirs in zip(ours, whole, strict=True):
+        assert x.grad.placements == (Shard(2),)
+        torch.testing.assert_close(x.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dtensors(ranks, world_size: int, causal: bool) -> None:
+    ranks(world_size, dtensor_body, causal)
+
+
+def two_dims_body() -> None:
+    """Batch along one mesh dim, sequence along the other."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    q, k, v = tensors(2, 2, 2)
+    parts = [distribute_tensor(x, mesh, [Shard(0), Shard(2)]) for x in (q, k, v)]
+    y = functional.scaled_dot_product_attention(*parts, is_causal=True)
+    assert y.placements == (Shard(0), Shard(2))
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_dims(ranks) -> None:
+    ranks(4, two_dims_body)
+
+
+def model_body() -> None:
+    """A plain Llama: the loss and the gradients of one process, summed over the ranks' tokens."""
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    plain = Llama(Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=30))
+    text = torch.randint(256, (2, 31), generator=torch.Generator().manual_seed(1))
+    tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
+    expected = plain(tokens)
+    loss = functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    tables = [buffer for name, buffer in model.named_buffers() if name.endswith("turns")]
+    buffers, dims = [tokens, labels, *tables], [1, 1, *[0] * len(tables)]
+    wholes = [buffer.clone() for buffer in buffers]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
+        assert tokens.shape[1] < 30
+        logits = model(tokens)
+        own = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        own.backward()
+    for buffer, whole in zip(buffers, wholes, strict=True):
+        assert torch.equal(buffer, whole)
+    total = own.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, loss.detach())
+    (all_logits,) = context_parallel_unshard(mesh, [logits], [1])
+    torch.testing.assert_close(all_logits, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_plain_model(ranks, world_size: int) -> None:
+    ranks(world_size, model_body)
+
+
+def errors_body() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k, _ = tensors(2, 1, 1)
+    with (
+        pytest.raises(ValueError, match="1 dims for 2 buffers"),
+        context_parallel(mesh, buffers=[q, k], buffer_seq_dims=[2]),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="is no view"),
+        context_parallel(mesh, buffers=[q[:1]], buffer_seq_dims=[2]),
+    ):
+        pass
+    with context_parallel(mesh):
+        with pytest.raises(NotImplementedError, match="no attn_mask and no dropout"):
+            functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        with pytest.raises(ValueError, match="enable_gqa"):
+            functional.scaled_dot_product_attention(q, k, k)
+
+
+def test_errors(ranks) -> None:
+    ranks(2, errors_body)
