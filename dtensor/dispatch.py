@@ -150,7 +150,7 @@ def _follow(
     if plan.is_view:
         return _view(plan, args, local_args, local_kwargs)
     tensors: list[torch.Tensor] = []
-    if plan.writes or plan.moves is not None or plan.dynamic:
+    if plan.writes or plan.moves is not None:
         tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     if plan.writes:
         for hook in before_write:
@@ -168,25 +168,33 @@ def _follow(
     for position in plan.writes:
         _store(tensors[position], moved[position] if moved else None, plan, position)
     if plan.dynamic:
-        return map_tree(result, lambda t: _wrap_dynamic(t, tensors))
+        return _wrap_dynamic_tree(result, args, kwargs)
     if plan.check:
         _check(result, plan)
+        if plan.dynamic:
+            return _wrap_dynamic_tree(result, args, kwargs)
     return _wrap_tree(result, plan.result, tensors)
 
 
 def _check(result: Any, plan: Plan) -> None:
-    """The first time: what meta tensors said of the result holds of the local ones."""
-    pairs = zip(leaves(result), leaves(plan.result), strict=True)
-    for value, layout in pairs:
-        if isinstance(layout, Layout) and (
-            tuple(value.shape) != layout.local_shape or value.dtype != layout.dtype
-        ):
-            raise RuntimeError(
-                f"{plan.title}: gives {value.dtype}{list(value.shape)} on rank {layout.index} of "
-                f"the mesh, where {layout!r} was expected. Redistribute its tensors to Replicate() "
-                f"and call it on their to_local()"
-            )
+    """The first time: does what meta tensors said of the result hold of the local ones?
+
+    Where it does not, on tensors that are whole, the local ones are right.
+    """
     plan.check = False
+    for value, layout in zip(leaves(result), leaves(plan.result), strict=True):
+        if not isinstance(layout, Layout):
+            continue
+        if tuple(value.shape) != layout.local_shape or value.dtype != layout.dtype:
+            if not all(o.is_replicated for o in leaves(plan.result) if isinstance(o, Layout)):
+                raise RuntimeError(
+                    f"{plan.title}: gives {value.dtype}{list(value.shape)} on rank {layout.index} "
+                    f"of the mesh, where {layout!r} was expected. Redistribute its tensors to "
+                    f"Replicate() first"
+                )
+            plan.dynamic = True
+            return
+    plan.simple = isinstance(plan.result, Layout) and not (plan.moves or plan.writes)
 
 
 def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
@@ -210,12 +218,12 @@ def _view(
     def view(local: torch.Tensor) -> Any:
         return plan.local(local, *local_args[1:], **local_kwargs)
 
-    if target is None and not isinstance(source._pending, CopiedView):
+    if target is None and not plan.inverse and not isinstance(source._pending, CopiedView):
         try:
             return _wrap_tree(view(source._local_tensor), plan.result, [])
         except NoViewError:
             target = source._layout
-    return as_copies(map_tree(plan.result, _blank), source, target, view)
+    return as_copies(map_tree(plan.result, _blank), source, target, view, plan.inverse)
 
 
 def _blank(layout: Any) -> Any:
@@ -253,13 +261,18 @@ def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[
             yield move(tensor._local_tensor, tensor._layout, target)
 
 
-def _wrap_dynamic(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
+def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Results whose shapes are known only now, and that every rank has."""
+    mesh = next(t._layout.mesh for t in leaves([args, kwargs]) if isinstance(t, DTensor))
     placements = (Replicate(),) * mesh.ndim
-    layout = layout_of(mesh, placements, tuple(value.shape), value.stride(), value.dtype)
-    return wrap(value, layout)
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = tuple(value.shape)
+        return wrap(value, layout_of(mesh, placements, shape, value.stride(), value.dtype))
+
+    return map_tree(result, wrapped)
 
 
 def _torch_dispatch(

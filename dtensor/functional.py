@@ -293,7 +293,7 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
         _fused_cache.clear()
     result: _Fused = None
     found = _fused_dim(x, w, bias)
-    if found is not None and x.index is not None:
+    if found is not None and x.index is not None and 0 not in (*x.shape, *w.shape):
         last = len(x.shape) - 1
         placements: list[Placement] = []
         for dim, (xp, wp) in enumerate(zip(x.placements, w.placements, strict=True)):
@@ -411,10 +411,7 @@ def attention(
         return NotImplemented
     q, k, v = query._layout, key._layout, value._layout
     if not len(q.shape) == len(k.shape) == len(v.shape) or not q.mesh == k.mesh == v.mesh:
-        raise NotImplementedError(
-            f"scaled_dot_product_attention needs query, key and value with as many dims, on one "
-            f"mesh; got {q}, {k}, {v}: expand them, or redistribute"
-        )
+        return NotImplemented
     if dropout_p > 0:
         return _attention_step_by_step(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -609,6 +606,25 @@ def one_hot(tensor: Any, num_classes: int = -1) -> Any:
     return dispatch(_one_hot_op, (tensor, num_classes))
 
 
+def tensor_split(x: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
+    """`torch.tensor_split`, which reads the indices that it is given as a tensor."""
+    where = named.get("tensor_indices_or_sections", where)
+    if not isinstance(where, torch.Tensor):
+        return NotImplemented
+    whole = where.full_tensor() if isinstance(where, DTensor) else where
+    return torch.tensor_split(x, whole.tolist(), dim)
+
+
+def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.as_strided`: only of what is no view, as it addresses the memory of the base."""
+    if _is_dtensor(x) and x._is_view():
+        raise NotImplementedError(
+            f"as_strided of a view, {x._layout}: a DTensor has no memory that could be read across "
+            f"ranks. Index the base instead, or clone() the view first"
+        )
+    return NotImplemented
+
+
 _aten = torch.ops.aten
 _Handler = Callable[..., Any]
 
@@ -624,6 +640,10 @@ _handlers: dict[Any, _Handler] = {
     functional.scaled_dot_product_attention: attention,
     functional.embedding: embedding,
     functional.one_hot: one_hot,
+    torch.tensor_split: tensor_split,
+    torch.Tensor.tensor_split: tensor_split,
+    torch.as_strided: as_strided,
+    torch.Tensor.as_strided: as_strided,
     functional.layer_norm: layer_norm,
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,

@@ -46,6 +46,7 @@ class Plan:
             returned; a tree of them where there are several.
         writes: positions of the arguments that are written. What was moved is stored back.
         check: compare the result with its layout, the first time.
+        inverse: of a view that is computed, for what is written to it.
         simple: nothing to do but run `local` and wrap its one result.
         writes_first: nothing to do but run `local`, which writes the first argument.
     """
@@ -54,6 +55,7 @@ class Plan:
         "check",
         "decomposed",
         "dynamic",
+        "inverse",
         "is_view",
         "local",
         "moves",
@@ -71,6 +73,7 @@ class Plan:
         self.is_view = False
         self.dynamic = False
         self.check = False
+        self.inverse: Op | None = None
         self.title = ""
         self.writes: tuple[int, ...] = ()
         self.decomposed: Op | None = None
@@ -135,12 +138,13 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else None
     if local is None:
-        local = _QUICKER.get(func, func)
+        local = _LAZY.get(func) or _QUICKER.get(func, func)
     if torch.Tag.nondeterministic_seeded in tags:
         local = with_equal_state(local, mesh)
     plan = Plan(local, moves if any(moves) else None, None)
     plan.writes = tuple(writes)
     plan.dynamic = call.output_tree is _DYNAMIC
+    plan.inverse = _LAZY.get(func)
     plan.is_view = _is_view(call)
     if plan.dynamic:
         return plan
@@ -165,7 +169,9 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return plan
     each = iter(results)
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
-    plan.simple = isinstance(plan.result, Layout) and not (plan.moves or writes or plan.check)
+    plan.simple = isinstance(plan.result, Layout) and not (
+        plan.moves or writes or plan.check or plan.inverse
+    )
     return plan
 
 
@@ -199,6 +205,11 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 
 
 _DYNAMIC = object()
+# Torch only marks tensors with these, and does not look at the mark below __torch_dispatch__.
+_LAZY: dict[Op, Op] = {
+    torch.ops.aten._conj.default: torch.conj_physical,
+    torch.ops.aten._neg_view.default: torch.neg,
+}
 # The same ops by torch's own parsers: 0.6 us less than calling an overload object.
 _QUICKER: dict[Op, Op] = {
     torch.ops.aten.add.Tensor: torch.add,
@@ -376,6 +387,10 @@ def _price(
         if is_shard(wanted) and shard_dim(wanted) >= len(layout.shape):
             return None
         total += transition_bytes(layout, mesh_dim, wanted)
+        if i in writes:  # and back
+            there = list(layout.placements)
+            there[mesh_dim] = wanted
+            total += transition_bytes(layout.with_placements(there), mesh_dim, old)
         changes += 1
     if len(writes) == len(strategy.outputs) and any(
         strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)

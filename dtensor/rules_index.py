@@ -47,7 +47,7 @@ def _partials(call: Call) -> list[Strategy]:
 def cat(call: Call) -> Choices:
     """Shards of the other dims stay."""
     ndim = max(len(layout.shape) for layout in call.inputs)
-    dim = int(call.bound["dim"]) % ndim
+    dim = int(call.bound["dim"]) % max(ndim, 1)
     if any(len(layout.shape) != ndim for layout in call.inputs):
         return Choices(_together(call, set(range(ndim))).strategies)
     choices = _together(call, {dim})
@@ -88,6 +88,8 @@ def along_dim(call: Call) -> Choices:
     if call.name == "gather":
         index = call.inputs[1].shape
         source = call.inputs[0].shape
+        if len(index) != ndim:  # an empty index may have any shape
+            return _together(call, set(range(max(ndim, len(index)))))
         touched |= {d for d in range(len(index)) if index[d] != source[d]}
     return _together(call, touched)
 
@@ -104,7 +106,7 @@ def triangle(call: Call) -> Choices:
 def index_select(call: Call) -> Choices:
     """The index is replicated; shards of the other dims stay."""
     ndim = len(call.inputs[0].shape)
-    dim = int(call.bound["dim"]) % ndim
+    dim = int(call.bound["dim"]) % max(ndim, 1)
     return _first_only(call, {dim})
 
 

@@ -112,9 +112,13 @@ def shift(call: Call) -> Choices:
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         op: Any = call.op
-        if inputs[0].index is None or all(
-            not isinstance(p, Partial) or p.reduce_op == "avg" or i == 0
-            for p, i in zip(inputs[0].placements, inputs[0].coordinate, strict=True)
+        target = inputs[0]
+        of_value = inputs[-1] if isinstance(value, Layout) else target.replicated()
+        if target.index is None or not any(
+            isinstance(p, Partial) and p.reduce_op != "avg" and isinstance(q, Replicate) and i != 0
+            for p, q, i in zip(
+                target.placements, of_value.placements, target.coordinate, strict=True
+            )
         ):
             return op
 

@@ -130,8 +130,13 @@ def along(call: Call) -> Choices:
     if call.outputs and call.outputs[0].shape == call.inputs[0].shape and len(call.outputs) == 1:
         # A slice of everything: the bounds are global, and right on no shard.
         choices = mapped(call, {d: d for d in range(ndim)})
-        return Choices(choices.strategies, lambda call, ins, outs: lambda x, *_, **__: x.view_as(x))
+        listed = isinstance(call.output_tree, (list, tuple))
+        return Choices(choices.strategies, lambda call, ins, outs: _whole(listed))
     return mapped(call, kept)
+
+
+def _whole(listed: bool) -> Any:
+    return lambda x, *_, **__: [x.view_as(x)] if listed else x.view_as(x)
 
 
 @rule("as_strided", "as_strided_copy", "as_strided_scatter")

@@ -156,7 +156,8 @@ def convolution(call: Call) -> Choices:
             def whole(local: torch.Tensor, w: torch.Tensor, b: Any, *_: Any) -> Any:
                 if local.numel() and w.numel():
                     return call.op(local, w, b, *rest)
-                return local.new_zeros(y.local_shape)
+                zero = local.new_zeros(y.local_shape)
+                return zero if b is None else zero + b.view(-1, *[1] * (zero.dim() - 2))
 
             return whole
         windows = _Windows(call, inputs[1])
@@ -339,7 +340,7 @@ def images(call: Call) -> Choices:
     for layout in call.inputs:
         for p in layout.placements:
             batch = len(layout.shape) - _IMAGES[call.name]
-            if is_shard(p) and shard_dim(p) < batch and not call.inputs[0].has_empty_shard:
+            if is_shard(p) and shard_dim(p) < batch and not layout.has_empty_shard:
                 strategies.append(Strategy((p,) * count, (p,) * n_out))
     return Choices(strategies, _with_local_size if "input_size" in call.bound else None)
 

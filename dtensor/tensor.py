@@ -176,6 +176,10 @@ class DTensor(torch.Tensor):
         layout = self._layout
         return _redistribute(self, layout.replicated()).to_local(grad_placements=grad_placements)
 
+    def tolist(self) -> Any:  # type: ignore[override]
+        """The numbers of the whole tensor. Collective."""
+        return self.full_tensor().tolist()
+
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -376,7 +380,7 @@ def _from_local(
             f"{layout!r} gives rank {layout.index} of the mesh {layout.local_shape} (shards "
             f"are those of torch.chunk). Pass shards of that shape, or another shape="
         )
-    value = local_tensor.detach()
+    value = local_tensor.detach().resolve_conj().resolve_neg()
     if run_check and layout.index is not None:
         value = _checked(value, layout)
     wanted = (

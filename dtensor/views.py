@@ -43,6 +43,7 @@ class Copy:
     Args:
         target: how the copy is placed; None where the op saw the base's own local tensor.
         view: from the local tensor of the copy to the list of views.
+        inverse: back from the one view, where it is no alias of the copy (conjugation).
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Copy:
         base: DTensor,
         target: Layout | None,
         view: Callable[[torch.Tensor], list[torch.Tensor]],
+        inverse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.base, self.target, self.view = base, target, view
+        self.base, self.target, self.view, self.inverse = base, target, view, inverse
         self.own: torch.Tensor | None = None
         self.version: int | None = None
         self.read()
@@ -81,6 +83,8 @@ class Copy:
     def store(self) -> None:
         """Bring what was written to the copy into the base."""
         assert self.own is not None
+        if self.inverse is not None:
+            self.local.copy_(self.inverse(self.views[0]))
         if self.local is not self.own:
             back = self.local
             if self.target is not None and self.target is not self.base._layout:
@@ -109,10 +113,14 @@ class CopiedView:
 
 
 def as_copies(
-    tensors: Any, base: DTensor, target: Layout | None, view: Callable[[torch.Tensor], Any]
+    tensors: Any,
+    base: DTensor,
+    target: Layout | None,
+    view: Callable[[torch.Tensor], Any],
+    inverse: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
     """Make the results of a view op, which are wrapped already, views of a copy of `base`."""
-    copy = Copy(base, target, lambda local: list(leaves(view(local))))
+    copy = Copy(base, target, lambda local: list(leaves(view(local))), inverse)
     for index, tensor in enumerate(leaves(tensors)):
         tensor._local = None
         tensor._pending = CopiedView(copy, index)

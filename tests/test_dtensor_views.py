@@ -68,6 +68,22 @@ def test_writes_through_views_are_seen(ranks: Any, mesh: tuple[int, ...]) -> Non
         assert wrong == []
 
 
+def conjugates() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.randn(5, 2, dtype=torch.complex128)
+    for placement in (Replicate(), Shard(0), Partial()):
+        want, x = whole.clone(), distribute_tensor(whole.clone(), mesh, [placement])
+        torch.testing.assert_close((x.conj() * x).full_tensor(), want.conj() * want)
+        for t in (want, x):
+            t.conj()[1].mul_(1j)
+            t.imag[3:].neg_()
+        torch.testing.assert_close(x.full_tensor(), want)
+
+
+def test_conjugates_are_computed_and_written(ranks: Any) -> None:
+    ranks(2, conjugates)
+
+
 def reads_after_writes() -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     whole = torch.arange(12.0).view(6, 2)

@@ -1,0 +1,270 @@
+"""What `torch.distributed.tensor` 2.13 does wrong, does not have, or hangs in: it is right here.
+
+Each line runs an expression of plain tensors on DTensors in every layout, and compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+RANKS = 3
+Line = tuple[str, Callable[..., Any], list[torch.Tensor]]
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape)
+
+
+def losses() -> list[Line]:
+    """Mean-reduced losses, on shards of different sizes: means of means are no mean."""
+    a, b, p = r(7, 2), r(7, 2), torch.rand(7, 2).double()
+    names = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+    lines: list[Line] = [(name, getattr(functional, name), [a, b]) for name in names]
+    return [
+        *lines,
+        ("soft_margin", lambda x: functional.soft_margin_loss(x, (x > 0).to(x.dtype) * 2 - 1), [a]),
+        ("bce", functional.binary_cross_entropy, [p, p.flip(0)]),
+        ("bce logits", functional.binary_cross_entropy_with_logits, [a, p]),
+        ("kl_div", lambda x, y: functional.kl_div(x, y, reduction="batchmean"), [a, p]),
+        ("poisson_nll", functional.poisson_nll_loss, [a, p]),
+        ("gaussian_nll", functional.gaussian_nll_loss, [a, b, p + 0.1]),
+        ("cosine_embedding", functional.cosine_embedding_loss, [a, b, r(7).sign()]),
+        ("margin_ranking", functional.margin_ranking_loss, [r(7), r(7), r(7).sign()]),
+        ("hinge_embedding", functional.hinge_embedding_loss, [a, b.sign()]),
+        ("triplet", functional.triplet_margin_loss, [a, b, r(7, 2)]),
+        ("multi_margin", functional.multi_margin_loss, [a, ints(2, 7)]),
+        (
+            "nll weight",
+            lambda x, t, w: functional.nll_loss(x, t, w.detach()),
+            [a, ints(2, 7), torch.rand(2).double()],
+        ),
+        ("one row", functional.mse_loss, [a[:1], b[:1]]),
+    ]
+
+
+def scalars() -> list[Line]:
+    """What is read as a number is the number of the whole tensor."""
+    x = r(8)
+    return [
+        ("sum().item()", lambda t: torch.tensor(t.sum().item()), [x]),
+        ("float(mean)", lambda t: torch.tensor(float(t.mean())), [x]),
+        ("bool(any)", lambda t: torch.tensor(bool((t > 0).any())), [x]),
+        ("int(count)", lambda t: torch.tensor(int((t > 0).sum())), [x]),
+        ("tolist", lambda t: torch.tensor(t.cumsum(0).tolist()), [x]),
+        ("allclose", lambda t, u: torch.tensor(torch.allclose(t, u)), [x, x + 1e-12]),
+        ("not allclose", lambda t, u: torch.tensor(torch.allclose(t, u)), [x, x.flip(0)]),
+        ("equal", lambda t, u: torch.tensor(torch.equal(t, u)), [x, x.clone()]),
+        ("not equal", lambda t, u: torch.tensor(torch.equal(t, u)), [x, x.roll(1)]),
+        ("nonzero scalar", lambda t: torch.tensor(t.sum().is_nonzero()), [x]),
+    ]
+
+
+def dynamic() -> list[Line]:
+    """Results whose size depends on values."""
+    x, n = r(5, 3), ints(4, 9)
+    return [
+        ("x[mask]", lambda t: t[t > 0], [x]),
+        ("x[mask rows]", lambda t, m: t[m > 0], [x, r(5)]),
+        ("masked_select", lambda t, m: torch.masked_select(t, m), [x, x > 0]),
+        ("nonzero", lambda t: torch.nonzero(t > 0), [x]),
+        ("nonzero tuple", lambda t: torch.nonzero(t > 0, as_tuple=True), [x]),
+        ("argwhere", lambda t: torch.argwhere(t > 0), [x]),
+        ("where", lambda t: torch.where(t > 0), [x]),
+        ("unique", lambda t: torch.unique(t), [n]),
+        (
+            "unique all",
+            lambda t: torch.unique(t, return_inverse=True, return_counts=True),
+            [n],
+        ),
+        ("unique rows", lambda t: torch.unique(t, dim=0), [ints(2, 6, 2)]),
+        ("unique_consecutive", lambda t: torch.unique_consecutive(t), [n]),
+        ("bincount", lambda t: torch.bincount(t), [n]),
+        ("repeat_interleave", lambda t, k: t.repeat_interleave(k, 0), [x, ints(3, 5)]),
+        ("combinations", lambda t: torch.combinations(t), [r(4)]),
+    ]
+
+
+def extrema() -> list[Line]:
+    """Some ranks have nothing to take the maximum of: no rank raises while the others wait."""
+    few = r(2, 3)
+    return [
+        ("max", lambda t: t.max(), [few]),
+        ("amax 0", lambda t: t.amax(0), [few]),
+        ("amin all", lambda t: t.amin(), [few]),
+        ("min 0", lambda t: t.min(0), [few]),
+        ("argmax", lambda t: t.argmax(), [few]),
+        ("argmin 0", lambda t: t.argmin(0), [few]),
+        ("aminmax", lambda t: torch.aminmax(t), [few]),
+        ("median", lambda t: t.median(), [few]),
+        ("mode", lambda t: t.mode(0), [few]),
+        ("quantile", lambda t: t.quantile(0.3, 0), [few]),
+        ("logsumexp", lambda t: t.logsumexp(0), [few]),
+        ("cummax", lambda t: t.cummax(0), [few]),
+        ("kthvalue", lambda t: t.kthvalue(2, 0), [few]),
+        ("var", lambda t: t.var(), [few]),
+        ("prod", lambda t: t.prod(0), [few]),
+    ]
+
+
+def ordered() -> list[Line]:
+    """Ops along the sharded dim."""
+    x = r(7, 3)
+    return [
+        ("sort", lambda t: t.sort(0), [x]),
+        ("argsort", lambda t: t.argsort(0), [x]),
+        ("topk", lambda t: t.topk(3, 0), [x]),
+        ("cumsum", lambda t: t.cumsum(0), [x]),
+        ("cumprod", lambda t: t.cumprod(0), [x]),
+        ("flip", lambda t: t.flip(0), [x]),
+        ("roll", lambda t: t.roll(2, 0), [x]),
+        ("diff", lambda t: t.diff(dim=0), [x]),
+        ("unfold", lambda t: t.unfold(0, 3, 2), [x]),
+        ("searchsorted", torch.searchsorted, [r(5).sort().values, x]),
+        ("isin", torch.isin, [ints(5, 6), ints(5, 3)]),
+        ("histc", lambda t: torch.histc(t, 5, -2, 2), [x]),
+        ("pad reflect", lambda t: functional.pad(t, (1, 1), "reflect"), [x]),
+        ("pad replicate", lambda t: functional.pad(t[None], (2, 0), "replicate"), [x]),
+        ("cdist", torch.cdist, [x, r(4, 3)]),
+        ("bilinear", functional.bilinear, [r(4, 2), r(4, 3), r(5, 2, 3)]),
+        ("renorm", lambda t: t.renorm(2, 0, 1.0), [x]),
+        ("block_diag", torch.block_diag, [r(2, 3), r(1, 2)]),
+        ("complex", lambda a, b: torch.complex(a, b).abs(), [x, r(7, 3)]),
+        ("polar", lambda a, b: torch.view_as_real(torch.polar(a, b)), [x, r(7, 3)]),
+        ("addbmm", torch.addbmm, [r(4, 2), r(3, 4, 5), r(3, 5, 2)]),
+        ("einsum", lambda a, b: torch.einsum("bij,bjk->ki", a, b), [r(3, 4, 5), r(3, 5, 2)]),
+        ("baddbmm", torch.baddbmm, [r(3, 4, 2), r(3, 4, 5), r(3, 5, 2)]),
+        ("inverse", torch.linalg.inv, [r(5, 3, 3)]),
+    ]
+
+
+def indexed() -> list[Line]:
+    """Scatter, gather, put, take: with the index, the source or the target sharded."""
+    x, i = r(6, 4), ints(6, 5)
+    src, grid = r(5, 4), ints(6, 5, 4)
+    once = torch.stack([torch.randperm(6) for _ in range(4)], 1)
+    some, images = torch.tensor([4, 1, 0, 5, 2]), r(3, 2, 6)
+
+    def unpool(t: Any) -> Any:
+        pooled, where = functional.max_pool1d(t, 2, return_indices=True)
+        return functional.max_unpool1d(pooled, where, 2)
+
+    def changed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(t: Any, *rest: Any) -> Any:
+            t = t.clone()
+            function(t, *rest)
+            return t
+
+        return run
+
+    return [
+        ("gather", lambda t, j: t.gather(0, j), [x, grid]),
+        ("take", lambda t, j: t.take(j), [x, ints(24, 3, 2)]),
+        ("take_along_dim", lambda t, j: t.take_along_dim(j, 0), [x, grid]),
+        ("index_select", lambda t, j: t.index_select(0, j), [x, i]),
+        (
+            "scatter",
+            lambda t, j, s: t.scatter(0, j, s),
+            [x, once, r(6, 4)],
+        ),
+        ("scatter_add", lambda t, j, s: t.scatter_add(0, j, s), [x, grid, src]),
+        ("scatter_reduce", lambda t, j, s: t.scatter_reduce(0, j, s, "amax"), [x, grid, src]),
+        ("index_add", lambda t, j, s: t.index_add(0, j, s), [x, i, src]),
+        (
+            "index_copy",
+            lambda t, j, s: t.index_copy(0, j, s),
+            [x, some, src],
+        ),
+        ("index_fill", lambda t, j: t.index_fill(0, j, 2.0), [x, i]),
+        ("index_put", lambda t, j, s: t.index_put((j,), s, accumulate=True), [x, i, src]),
+        ("put_", changed(lambda t, j, s: t.put_(j, s)), [x, torch.tensor([3, 9, 20]), r(3)]),
+        ("x[i] = v", changed(lambda t, v: t.__setitem__(2, v)), [x, r(4)]),
+        ("x[i] = 5.", changed(lambda t: t.__setitem__(0, 5.0)), [x]),
+        ("x[:, i] = v", changed(lambda t, v: t.__setitem__((slice(None), 1), v)), [x, r(6)]),
+        (
+            "x[index] = v",
+            changed(lambda t, j, v: t.__setitem__(j, v)),
+            [x, some[2:4], r(2, 4)],
+        ),
+        ("x[mask] = v", changed(lambda t, v: t.__setitem__(t > 0, 0.5)), [x, r(1)]),
+        ("masked_scatter", lambda t, m, s: t.masked_scatter(m, s), [x, x > 0, r(24)]),
+        ("embedding_bag", lambda j, w: functional.embedding_bag(j, w), [ints(6, 3, 2), x]),
+        (
+            "max_unpool",
+            unpool,
+            [images],
+        ),
+    ]
+
+
+TABLES = {f.__name__: f for f in (losses, scalars, dynamic, extrema, ordered, indexed)}
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, tuple) else []
+
+
+def close(ours: Any, theirs: torch.Tensor) -> bool:
+    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return full.shape == theirs.shape and torch.allclose(
+        full.to(theirs.dtype), theirs, rtol=1e-9, atol=1e-10, equal_nan=True
+    )
+
+
+def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What the function gives, and the gradients of its sum."""
+    got = leaves(function(*args))
+    sums = [t.sum() for t in got if t.requires_grad]
+    wanted = [t for t in args if t.requires_grad]
+    return got, list(torch.autograd.grad(sums, wanted, allow_unused=True)) if sums else []
+
+
+def placements_of(tensor: torch.Tensor) -> list[Any]:
+    every: list[Any] = [Replicate(), *(Shard(d) for d in range(tensor.ndim))]
+    return [*every, Partial()] if tensor.is_floating_point() else every
+
+
+def run(table: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    wrong = []
+    for name, function, args in TABLES[table]():
+        plain = [t.clone().requires_grad_(t.is_floating_point()) for t in args]
+        expected, grads = results(function, plain)
+        every = list(itertools.product(*map(placements_of, args)))
+        for placements in every[:: max(1, len(every) // 7)]:
+            ours = [
+                distribute_tensor(t.detach(), mesh, [p]).requires_grad_(t.requires_grad)
+                for t, p in zip(plain, placements, strict=True)
+            ]
+            label = f"{name} {placements}"
+            try:
+                got, got_grads = results(function, ours)
+            except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+                wrong.append(f"{label}: {error}")
+                continue
+            if len(got) != len(expected) or not all(map(close, got, expected)):
+                wrong.append(label)
+            for mine, theirs in zip(got_grads, grads, strict=True):
+                zero = theirs is None or not theirs.any()
+                if not (zero if mine is None else theirs is not None and close(mine, theirs)):
+                    wrong.append(f"{label}: gradient")
+    return wrong
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_right_where_torch_is_not(ranks: Any, table: str) -> None:
+    for wrong in ranks(RANKS, run, table):
+        assert wrong == []
