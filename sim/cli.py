@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from weft.sim.errors import SimError
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="weft sim",
         description="Run a script on virtual ranks in this process, under many interleavings, and "
-        "check it for races, deadlocks and accesses out of bounds.",
+        "check it for races, deadlocks and accesses out of bounds. What follows `--` is what the "
+        "script finds in sys.argv.",
     )
     parser.add_argument(
         "script",
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     timing.add_argument("--trace", type=Path, help="write a Chrome trace, for ui.perfetto.dev")
     timing.add_argument("--plot", type=Path, help="draw what the cores do, as a PNG")
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:end])
     if args.hardware is None and (args.no_numerics or args.trace or args.plot):
         parser.error("--no-numerics, --trace and --plot are for virtual time: add --hardware")
     if args.hardware and args.schedules is None and args.schedule is None:
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = run(
             args.ranks,
-            _function(args.script),
+            _function(args.script, given[end + 1 :]),
             seed=args.seed,
             schedules=schedules,  # type: ignore[arg-type]
             schedule=args.schedule,
@@ -97,15 +101,24 @@ def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
             print(f"wrote {path}")
 
 
-def _function(script: str) -> Callable[[int], Any]:
+def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
     name, _, function = script.partition(":")
     path = Path(name)
     code = compile(path.read_text(), str(path.resolve()), "exec")
     sys.path.insert(0, str(path.resolve().parent))
+    sys.argv = [name, *arguments]
     if not function:
-        return lambda rank: exec(code, {"__name__": "__main__", "__file__": str(path)})
+        return lambda rank: _run_script(code, path)
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     exec(code, names)
     if function not in names:
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
     return names[function]  # type: ignore[no-any-return]
+
+
+def _run_script(code: CodeType, path: Path) -> None:
+    try:
+        exec(code, {"__name__": "__main__", "__file__": str(path)})
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise RuntimeError(f"{path} exits with {leaving.code!r}") from leaving

@@ -112,6 +112,8 @@ def run(
         raise ValueError(f"schedules must be at least 1, or 'exhaustive', got {schedules}")
     if programs not in ("sequential", "concurrent"):
         raise ValueError(f"programs must be 'sequential' or 'concurrent', got {programs!r}")
+    if isinstance(schedule, str) and schedule.isdecimal():
+        schedule = int(schedule)
     if local.strand is not None:
         raise RuntimeError("sim.run inside of sim.run: call it from outside of the ranks")
     if not numerics and hardware is None:

@@ -42,3 +42,23 @@ def test_commands(command: str) -> None:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 5
+
+
+def test_a_script_finds_its_arguments_and_its_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "x = torch.tensor([int(os.environ['RANK'])])\n"
+        "dist.all_reduce(x)\n"
+        "sys.exit(0 if x.item() == int(sys.argv[1]) else f'got {x.item()}')\n"
+    )
+    command = [sys.executable, "-m", "weft", "sim", str(script), "--ranks", "3", "--schedules", "2"]
+    for argument, status in (("3", 0), ("4", 1)):
+        done = subprocess.run(
+            [*command, "--", argument], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == status, done.stderr
+        assert ("3 ranks, 2 schedules" in done.stdout) == (status == 0)
+        assert ("exits with 'got 3'" in done.stderr) == (status == 1)

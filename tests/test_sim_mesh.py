@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from weft import sim
+import weft
+from weft import collectives, sim
 from weft.dtensor import (
     DTensor,
     Shard,
@@ -23,6 +25,7 @@ from weft.dtensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from weft.sim import distributed_hooks
 
 
 def grid(world_size: int) -> tuple[int, int]:
@@ -103,3 +106,163 @@ def test_a_dtensor_script_is_right_under_any_schedule(world_size: int, schedules
 
 def test_a_dtensor_script_on_64_ranks() -> None:
     check(sim.run(64, lambda rank: train(), timeout=300), 64)
+
+
+def collect(rank: int) -> None:
+    """Every call of torch.distributed, on a group of every second rank and on all."""
+    W = dist.get_world_size()
+    other = dist.new_group(list(range(1, W, 2)))
+    for group, ranks in ((dist.group.WORLD, list(range(W))), (other, list(range(1, W, 2)))):
+        if rank not in ranks:
+            continue
+        me, n = ranks.index(rank), len(ranks)
+        assert (dist.get_rank(group), dist.get_world_size(group)) == (me, n)
+        terms = [torch.arange(4.0) + 10 * r for r in ranks]
+        for op, want in (
+            (dist.ReduceOp.SUM, sum(terms)),
+            (dist.ReduceOp.AVG, sum(terms) / n),
+            (dist.ReduceOp.MAX, terms[-1]),
+            (dist.ReduceOp.PRODUCT, torch.stack(terms).prod(0)),
+        ):
+            x = terms[me].clone()
+            dist.all_reduce(x, op, group=group)
+            torch.testing.assert_close(x, want)
+        x = terms[me].clone()
+        dist.reduce(x, ranks[-1], group=group)
+        torch.testing.assert_close(x, sum(terms) if rank == ranks[-1] else terms[me])
+        x = terms[me].clone()
+        dist.broadcast(x, ranks[0], group=group)
+        torch.testing.assert_close(x, terms[0])
+        parts = [torch.empty(4) for _ in ranks]
+        work = dist.all_gather(parts, terms[me], group=group, async_op=True)
+        work.wait()
+        assert work.is_completed()
+        torch.testing.assert_close(torch.stack(parts), torch.stack(terms))
+        whole = torch.empty(4 * n)
+        dist.all_gather_into_tensor(whole, terms[me], group=group)
+        torch.testing.assert_close(whole, torch.cat(terms))
+        dist.gather(terms[me], parts if me == 0 else None, ranks[0], group=group)
+        x = torch.empty(4)
+        dist.scatter(x, [2 * t for t in terms] if me == 0 else None, ranks[0], group=group)
+        torch.testing.assert_close(x, 2 * terms[me])
+        pieces = [t + me for t in terms]
+        dist.reduce_scatter(x, pieces, group=group)
+        torch.testing.assert_close(x, n * terms[me] + n * (n - 1) / 2)
+        dist.reduce_scatter_tensor(x, torch.cat(pieces), group=group)
+        torch.testing.assert_close(x, n * terms[me] + n * (n - 1) / 2)
+        dist.all_to_all(parts, pieces, group=group)
+        torch.testing.assert_close(
+            torch.stack(parts), torch.stack([terms[me] + i for i in range(n)])
+        )
+        sends = [1 + (me + i) % 2 for i in range(n)]
+        x = torch.empty(sum(sends))
+        dist.all_to_all_single(x, torch.full((sum(sends),), float(me)), sends, sends, group=group)
+        assert x.tolist() == [i for i in range(n) for _ in range(sends[i])]
+        found: list[Any] = [None] * n
+        dist.all_gather_object(found, {"rank": rank}, group=group)
+        assert found == [{"rank": r} for r in ranks]
+        told = [rank if me == 0 else None]
+        dist.broadcast_object_list(told, ranks[0], group=group)
+        assert told == [ranks[0]]
+        y = functional.all_reduce(terms[me], "sum", group)
+        torch.testing.assert_close(y + 0, sum(terms))
+        y = functional.all_gather_tensor(terms[me], 0, group)
+        torch.testing.assert_close(y + 0, torch.cat(terms))
+        # Weft's own calls take the same groups.
+        torch.testing.assert_close(collectives.all_reduce(terms[me], group), sum(terms))
+        with weft.engine("generic"):
+            torch.testing.assert_close(collectives.all_gather(terms[me], group), torch.cat(terms))
+        dist.barrier(group=group)
+    left, right = (rank - 1) % W, (rank + 1) % W
+    got = torch.empty(1)
+    sent = dist.isend(torch.tensor([float(rank)]), right)
+    dist.recv(got, left)
+    sent.wait()
+    assert got == left
+    ops = [dist.P2POp(dist.irecv, got, right), dist.P2POp(dist.isend, torch.ones(1), left)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert got == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has new names for some
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_torch_distributed(world_size: int) -> None:
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        collect(rank)
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+    sim.run(world_size, body, schedules=3)
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def test_what_a_rank_says_of_itself_must_be_true() -> None:
+    with pytest.raises(ValueError, match=r"init_process_group\(rank=0\), but here it is 1"):
+        sim.run(2, lambda rank: dist.init_process_group("gloo", rank=0, world_size=2))
+
+
+def test_groups_without_init_process_group() -> None:
+    def body(rank: int) -> torch.Tensor:
+        with weft.engine("generic"):
+            collectives.all_reduce(torch.ones(2))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert tuple(mesh.get_coordinate() or ()) == (rank // 2, rank % 2)
+        x = torch.full((1, 3), float(rank))
+        y = weft.all_gather_matmul(x, torch.eye(3), mesh["b"])
+        return collectives.all_gather(y, mesh["a"])
+
+    rows = [0.0, 1.0, 2.0, 3.0]
+    for whole in sim.run(4, body, schedules=4):
+        assert whole[:, 0].tolist() == rows
+
+
+def test_calls_that_differ_or_are_left_out() -> None:
+    def other_op(rank: int) -> None:
+        dist.init_process_group("gloo")
+        x = torch.ones(2)
+        dist.all_reduce(x, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+    with pytest.raises(weft.errors.MismatchError, match=r"all_reduce\((SUM|MAX)\) \[2\] float32"):
+        sim.run(2, other_op)
+
+    def left_out(rank: int) -> None:
+        dist.init_process_group("gloo")
+        if rank != 1:
+            dist.barrier()
+
+    with pytest.raises(sim.DeadlockError, match="waits for rank 1 to barrier"):
+        sim.run(3, left_out)
+    with pytest.raises(sim.DeadlockError, match="rank 1 to send it something with tag 0"):
+        sim.run(2, lambda r: (dist.init_process_group(), r or dist.recv(torch.empty(1), 1)))
+
+
+def test_equal_meshes_of_two_ranks_are_two() -> None:
+    meshes: dict[int, Any] = {}
+
+    def body(rank: int) -> None:
+        meshes[rank] = init_device_mesh("cpu", (2,))
+        collectives.barrier()
+
+    sim.run(2, body)
+    first = dict(meshes)
+    sim.run(2, body)
+    assert len({*first.values(), *meshes.values()}) == 4
+
+
+def test_races_in_the_dispatch_of_dtensor_are_seen() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        buffer = collectives.empty((4,))
+        buffer.local.fill_(rank)
+        shared = buffer.get_buffer(0, (4,), torch.float32)
+        DTensor.from_local(shared, mesh, [Shard(0)], run_check=False).add_(1)
+
+    with pytest.raises(sim.RaceError, match="symmetric buffer 1 of rank 0"):
+        sim.run(2, body, schedules=4)
+
+
+def test_torch_has_all_that_is_hooked() -> None:
+    missing = distributed_hooks.requirements()
+    assert not missing, f"adapt sim/distributed_hooks.py to torch {torch.__version__}: {missing}"

@@ -1,0 +1,53 @@
+"""The fixture `sim_run`, in a session of pytest of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = """
+import sys
+
+def test_before():
+    assert "torch" not in sys.modules, "the plugin must not import it for everybody"
+
+def test_values(sim_run):
+    from weft import collectives
+    import torch
+    results = sim_run(3, lambda rank: collectives.all_gather(torch.tensor([rank])), schedules=2)
+    assert [r.tolist() for r in results] == [[0, 1, 2]] * 3
+    print(f"tried {results.schedules}")
+
+def test_race(sim_run):
+    import torch
+    from weft import collectives
+    def body(rank):
+        buffer = collectives.empty((1,))
+        buffer.get_buffer(0, (1,), torch.float32).fill_(rank)
+    sim_run(2, body, schedules=2)
+"""
+
+
+def run(tmp_path: Path, *options: str) -> str:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    installed = any(e.name == "weft_sim" for e in entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "weft.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", *plugin, "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "test_it.py"), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.stdout + done.stderr
+
+
+def test_the_fixture(tmp_path: Path) -> None:
+    out = run(tmp_path)
+    assert "2 passed" in out and "1 failed" in out and "RaceError" in out and "tried 2" in out, out
+    out = run(tmp_path, "--sim-schedules=5", "--sim-seed=7", "-k", "values or race")
+    assert "tried 5" in out and "seed=7, schedule=0" in out, out
