@@ -45,3 +45,15 @@ def test_data_parallel(ranks: Any, world_size: int) -> None:
 def test_fully_sharded(ranks: Any, dp: int, tp: int) -> None:
     held = ranks(dp * tp, fully_sharded, dp, tp)
     assert sum(held) == 2 * 8 * 32  # no weight is anywhere twice
+
+
+def long_context() -> None:
+    losses = example("long_context").train(seq_len=90, steps=3)
+    for ours, one_process in losses:
+        assert abs(ours - one_process) < 1e-4
+    assert losses[-1][0] < losses[0][0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_context(ranks: Any, world_size: int) -> None:
+    ranks(world_size, long_context)
