@@ -188,7 +188,8 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        named: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        c10d: Any = dist.distributed_c10d
+        named: dist.ProcessGroup = c10d._resolve_process_group(group)
         return named
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
         if group.ndim != 1:

@@ -125,7 +125,8 @@ def context_parallel(
 
 def _own_part(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     sizes = zigzag_sizes(whole.shape[dim], group.world_size)
-    return to_zigzag(whole, group.world_size, dim).split(sizes, dim)[group.rank]
+    part: torch.Tensor = to_zigzag(whole, group.world_size, dim).split(sizes, dim)[group.rank]
+    return part
 
 
 def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:

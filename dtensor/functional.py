@@ -473,7 +473,9 @@ def _attention_around(
     ]
     world_size = q.place.sizes[dim]
     y = ring_attention(
-        *parts,
+        parts[0],
+        parts[1],
+        parts[2],
         q.mesh.get_group(dim),
         causal=is_causal,
         scale=scale,
@@ -497,7 +499,8 @@ def _attention_step_by_step(
     """Attention whose weights are a DTensor, so that dropout drops what one device would drop."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(times, -3) for t in (key, value))
+        key = cast(DTensor, key.repeat_interleave(times, -3))
+        value = cast(DTensor, value.repeat_interleave(times, -3))
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     weights: Any = (query * root) @ (key.transpose(-2, -1) * root)
     if is_causal:

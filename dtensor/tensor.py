@@ -176,7 +176,7 @@ class DTensor(torch.Tensor):
         layout = self._layout
         return _redistribute(self, layout.replicated()).to_local(grad_placements=grad_placements)
 
-    def tolist(self) -> Any:  # type: ignore[override]
+    def tolist(self) -> Any:
         """The numbers of the whole tensor. Collective."""
         return self.full_tensor().tolist()
 
@@ -436,7 +436,6 @@ def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placemen
 _kept: dict[str, tuple[Any, ...]] = {}
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
 def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
     mesh = getattr(mesh, "real_obj", mesh)  # while it traces, torch has a stand-in for the mesh
     key = f"{others} on {id(mesh)}"
@@ -444,9 +443,13 @@ def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
     return key
 
 
-@torch.compiler.allow_in_graph
 def _from_local_in_graph(local: torch.Tensor, key: str) -> DTensor:
     return _from_local(local, *_kept[key])
+
+
+_dynamo: Any = torch._dynamo
+_dynamo.assume_constant_result(_kept_for_graph)
+_dynamo.allow_in_graph(_from_local_in_graph)
 
 
 def _even_layout(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
