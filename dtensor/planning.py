@@ -28,6 +28,7 @@ from weft.dtensor.call import (
     rules,
     rules_of_overloads,
 )
+from weft.dtensor.cross_mesh import of_one_mesh
 from weft.dtensor.discovery import discovered
 from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
 from weft.dtensor.random import with_equal_state
@@ -84,12 +85,10 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     plain = [not isinstance(t, DTensor) for t in tensors]
-    for layout in call.inputs:
-        if layout.mesh != mesh and not call.name.startswith("_foreach"):
-            raise NotImplementedError(
-                f"{call}: the tensors lie on different meshes. Bring them to one: "
-                f"x.redistribute(mesh, placements)"
-            )
+    if any(layout.mesh != mesh for layout in call.inputs):
+        plan = Plan(func, None, None)
+        plan.decomposed = of_one_mesh(func, call)
+        return plan
     writes = written(call)
     outside = call.inputs[0].index is None
     if outside and writes:

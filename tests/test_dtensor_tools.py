@@ -196,6 +196,12 @@ def losses_by_class() -> None:
         assert loss.placements == (Replicate(),) and x.grad.placements == (Shard(1),)
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
         assert comm.get_comm_counts()[_counted.all_gather_into_tensor] == 0
+    # Other uses of log_softmax inside the block keep their gradients.
+    x, plain = distribute_tensor(logits, mesh, [Shard(1)]), logits.clone()
+    with loss_parallel():
+        (x.requires_grad_().log_softmax(1) ** 2).sum().backward()
+    (plain.requires_grad_().log_softmax(1) ** 2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
 def counting() -> None:

@@ -196,3 +196,39 @@ def test_transformer_trains_as_on_one_process(
     ranks: Any, mesh: tuple[int, ...], sequence_parallel: bool
 ) -> None:
     ranks(torch.Size(mesh).numel(), train, mesh, sequence_parallel)
+
+
+def over_two_meshes(name: str) -> None:
+    """Parameters on a line and on a square of the same ranks: clipped and updated as one."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    whole = [torch.randn(5, 3), torch.randn(4, 6), torch.randn(7)]
+    places: list[Any] = [(line, [Shard(0)]), (square, [Shard(0), Shard(1)]), (line, [Replicate()])]
+    ours = [
+        nn.Parameter(distribute_tensor(t, *place)) for t, place in zip(whole, places, strict=True)
+    ]
+    theirs = [nn.Parameter(t.clone()) for t in whole]
+    foreach = name != "loop"
+    options = {"fused": True} if name == "fused" else {"foreach": foreach}
+    optimizers = [torch.optim.AdamW(p, lr=0.1, **options) for p in (ours, theirs)]
+    for norm_type in (2.0, float("inf"), 1.0):
+        for p, q, place in zip(ours, theirs, places, strict=True):
+            q.grad = 3 * torch.randn_like(q)
+            p.grad = distribute_tensor(q.grad, *place)
+        norms = [
+            nn.utils.clip_grad_norm_(p, 1.0, norm_type, foreach=foreach) for p in (ours, theirs)
+        ]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+            torch.testing.assert_close(p.full_tensor(), q)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="lie on different meshes"):
+        torch._foreach_add_([ours[0]], [distribute_tensor(whole[0], square)])
+    with pytest.raises(NotImplementedError, match="lie on different meshes"):
+        _ = ours[0] + distribute_tensor(whole[0], square)
+
+
+@pytest.mark.parametrize("name", ["foreach", "loop", "fused"])
+def test_optimizer_and_clipping_over_two_meshes(ranks: Any, name: str) -> None:
+    ranks(4, over_two_meshes, name)
