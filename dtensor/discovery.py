@@ -214,7 +214,10 @@ def _probe(
         )
         if not all(believed):
             return None
-        told = told or all(_varies(t) for t in whole)
+        # A constant tells only by its shape that it is cut (the status of each matrix, say).
+        shaped = [all(isinstance(kind, int) for kind in kinds) for kinds in believed]
+        varies = [_varies(t) for t in whole]
+        told = told or (any(varies) and all(map(max, varies, shaped)))
     if believed is None or not told or not _shapes_fit(call, dims, believed):
         return None
     return tuple(_first(kinds) for kinds in believed)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft import settings
+from weft.dtensor.agreement import agreed
 from weft.dtensor.call import (
     Call,
     Choices,
@@ -138,6 +139,8 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     local = decision.localize(call, targets, results) if decision.localize else None
     if local is None:
         local = _LAZY.get(func) or _QUICKER.get(func, func)
+    if call.name in _INDEXED and mesh.device_type == "cpu" and _differ(targets):
+        local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
     if torch.Tag.nondeterministic_seeded in tags:
         local = with_equal_state(local, mesh)
     plan = Plan(local, moves if any(moves) else None, None)
@@ -204,6 +207,9 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 
 
 _DYNAMIC = object()
+# They raise where an index is out of range, which only the rank sees that holds it. On a GPU the
+# device raises, later, and nothing can be agreed on.
+_INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
 # Torch only marks tensors with these, and does not look at the mark below __torch_dispatch__.
 _LAZY: dict[Op, Op] = {
     torch.ops.aten._conj.default: torch.conj_physical,
@@ -222,6 +228,13 @@ _QUICKER: dict[Op, Op] = {
     torch.ops.aten.detach.default: torch.detach,
     torch.ops.aten.t.default: torch.t,
 }
+
+
+def _differ(layouts: list[Layout]) -> bool:
+    """Whether ranks see different indices."""
+    return any(
+        t.dtype in (torch.int64, torch.int32) and any(map(is_shard, t.placements)) for t in layouts
+    )
 
 
 def _layout_of_argument(a: Any, mesh: Any) -> Any:
@@ -300,10 +313,12 @@ def _learn_outputs(call: Call) -> None:
     args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
     try:
         result = call.op(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
         # Ops without a meta kernel say so in several ways, all of them RuntimeError.
-        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
-            raise
+        unknown = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+        if not isinstance(error, RuntimeError) or not unknown:
+            text = str(error).partition("\nException raised from")[0]
+            raise type(error)(f"{text} [in {call}]") from None
         call.output_tree = _DYNAMIC
         return
     call.output_tree = map_tree(result, _meta_of)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.group import is_traced
+from weft.dtensor.agreement import all_agree
 from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
@@ -307,12 +308,21 @@ class _Loss:
         weight: torch.Tensor | None,
         ignore_index: int,
         like: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(class of each row or 0, its weight or 0), after checking the classes."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(class of each row or 0, its weight or 0, how many classes do not exist)."""
         valid = target != ignore_index
-        classes = torch.where(valid, target, 0)
-        _check_range(classes, self.input.shape[self.class_dim], "target class")
-        return classes, valid.to(like) if weight is None else weight[classes] * valid
+        known = (target >= 0) & (target < self.input.shape[self.class_dim])
+        if target.is_cuda:
+            torch._assert_async((known | ~valid).all())
+        classes = torch.where(valid & known, target, 0)
+        bad = (valid & ~known).sum()
+        return classes, valid.to(like) if weight is None else weight[classes] * valid, bad
+
+    def check(self, bad: Any) -> None:
+        """Raise where a class does not exist: on all ranks, as `bad` is summed over them."""
+        if bad:
+            size = self.input.shape[self.class_dim]
+            raise IndexError(f"target class out of range: must be in [0, {size})")
 
 
 def _local_weight(weight: DTensor | None) -> torch.Tensor | None:
@@ -332,7 +342,7 @@ def nll_loss(call: Call) -> Decomposed:
         local = move(x._local_tensor, x._layout, lay.input)
         rows = move(target._local_tensor, target._layout, lay.target)
         wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-        classes, weights = lay.weights(rows, _local_weight(weight), ignore_index, wide)
+        classes, weights, bad = lay.weights(rows, _local_weight(weight), ignore_index, wide)
         inside, own = _rows_in(classes, lay.run)
         if lay.run[1]:
             dim = lay.class_dim
@@ -343,6 +353,8 @@ def nll_loss(call: Call) -> Decomposed:
         mesh, n = x._layout.mesh, x._layout.mesh.ndim
         scalar = layout_of(mesh, (Replicate(),) * n, (), (), x.dtype)
         if reduction == _NONE:
+            if not local.is_cuda:
+                lay.check(0.0 if all_agree(not bool(bad), lay.input, local.device) else 1.0)
             shape = target._layout.shape
             placements = tuple(
                 Partial("sum") if over else p
@@ -353,15 +365,17 @@ def nll_loss(call: Call) -> Decomposed:
             zero = wrap(torch.zeros((), dtype=x.dtype, device=local.device), scalar)
             return wrap(loss._local_tensor.to(x.dtype), loss._layout.with_dtype(x.dtype)), zero
         counted = weights.sum() if lay.counts_rows else weights.new_zeros(())
-        both = torch.stack([losses.sum(), counted])
+        sums = torch.stack([losses.sum(), counted, bad.to(wide)])
         partial = layout_of(
             mesh,
             tuple(Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements),
-            (2,),
+            (3,),
             (1,),
             wide,
         )
-        total, count = move(both, partial, partial.replicated()).unbind()
+        total, count, bad = move(sums, partial, partial.replicated()).unbind()
+        if not local.is_cuda:
+            lay.check(bad)
         loss_value = total / count if reduction == _MEAN else total
         return wrap(loss_value.to(x.dtype), scalar), wrap(count.to(x.dtype), scalar)
 
@@ -383,7 +397,7 @@ def nll_loss_backward(call: Call) -> Decomposed:
     ) -> DTensor:
         lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
         rows = move(target._local_tensor, target._layout, lay.target)
-        classes, weights = lay.weights(rows, _local_weight(weight), ignore_index, x.dtype)
+        classes, weights, _ = lay.weights(rows, _local_weight(weight), ignore_index, x.dtype)
         layout = grad._layout
         if reduction == _NONE:
             scale = move(grad._local_tensor, layout, layout.with_placements(lay.rows))

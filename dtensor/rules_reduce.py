@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.dtensor.agreement import all_agree
 from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
@@ -269,13 +270,6 @@ def equal(call: Call) -> Decomposed:
         return all_agree(torch.equal(mine, other), solid, mine.device)
 
     return Decomposed(run)
-
-
-def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
-    """Whether every rank of the mesh says True."""
-    one = torch.tensor([verdict], dtype=torch.uint8, device=device)
-    partial = layout_of(layout.mesh, (Partial("min"),) * layout.mesh.ndim, (1,), (1,), torch.uint8)
-    return bool(move(one, partial, partial.replicated()).item())
 
 
 @rule("_local_scalar_dense")
