@@ -230,7 +230,7 @@ def _exchange_kernel(
 
 
 @triton.jit
-def _combined(a, b, OP: tl.constexpr):
+def combined(a, b, OP: tl.constexpr):
     """a op b, NaN where either is."""
     if OP == "max":
         result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -277,7 +277,7 @@ def _reduce_elements(
     total = _term(own_ptr, slots, slot_size, offs, mask, rank, 0, ALIGN).to(wide)
     for r in tl.static_range(1, WORLD_SIZE):
         term = _term(own_ptr, slots, slot_size, offs, mask, rank, r, ALIGN).to(wide)
-        total = _combined(total, term, OP)
+        total = combined(total, term, OP)
     if OP == "avg":
         if wide == tl.float32:
             total = tl.div_rn(total, tl.full(total.shape, WORLD_SIZE, tl.float32))

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft import settings
-from weft.collectives import exchange, ranks_group, spanning_group
+from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.group import Group, is_traced, kept_by_group, resolve
-from weft.dtensor.layout import Layout
+from weft.dtensor.layout import Layout, Shape, contiguous_stride
 from weft.dtensor.library import name_of
-from weft.dtensor.transfers import Piece, Step, collective_plan, plan
+from weft.dtensor.transfers import Piece, Slices, Step, collective_plan, plan
+
+if TYPE_CHECKING:
+    from weft.collectives.pull import Box
 
 Blocks = list[list[torch.Tensor]]
 # Yields once, when the others can have what they need; returns this rank's local tensor.
@@ -146,6 +150,8 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
         return _keep(step, local, pieces)
     if group.backend is None:
         return _all_to_all(step, local, pieces, group, bool(channel))
+    if not channel and _has_kernel(step, local):
+        return _pull_by_kernel(step, local, pieces, group)
     return _pull(step, local, pieces, group, channel)
 
 
@@ -186,6 +192,65 @@ def _pull(
         return _combine(step, local, pieces, blocks)
 
 
+def _has_kernel(step: Step, local: torch.Tensor) -> bool:
+    """Whether a kernel pulls; the same on every rank."""
+    engine = settings.current_engine()
+    if engine != "triton" and not (local.is_cuda and engine == "auto"):
+        return False
+    from weft.collectives import pull, signals
+
+    largest = step.room // local.element_size()
+    if pull.refusal(local.dtype, step.reduce_op, step.scale, largest):
+        return False
+    return local.is_cuda or signals.interpreter_ready()[0]
+
+
+def _pull_by_kernel(
+    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group
+) -> Running:
+    from weft.collectives import pull
+
+    local = local.contiguous()
+    out = local.new_empty(step.target.local_shape)
+    if not pieces:
+        _fill_neutral(step, out)
+    align = pull.alignment(local, out)
+    key = (local.device, align)
+    if (table := step.tables.get(key)) is None:
+        boxes = [_box(step, piece, group) for piece in pieces]
+        table = step.tables[key] = pull.table_of(
+            boxes, group.rank, local.dtype, local.device,
+            op=step.reduce_op, divisor=step.scale, align=align,
+        )  # fmt: skip
+    ws = workspace(group, step.room, channel="pull", device=local.device)
+    ws.check("redistribute")
+    publish = group.ranks[group.rank] in step.senders
+    pull.launch_pull(local, out, ws, table, publish=publish)
+    ws.launched("redistribute")
+    yield
+    return out
+
+
+def _box(step: Step, piece: Piece, group: Group) -> Box:
+    """`piece` as the kernel takes it."""
+    from weft.collectives.pull import Box
+
+    source = contiguous_stride(step.source.shape_at(piece.holders[0]))
+    target = contiguous_stride(step.target.local_shape)
+
+    def start(slices: Slices, strides: Shape) -> int:
+        return sum(cut.start * stride for cut, stride in zip(slices, strides, strict=True))
+
+    return Box(
+        tuple(group.ranks.index(step.source.place.ranks[holder]) for holder in piece.holders),
+        tuple(cut.stop - cut.start for cut in piece.source),
+        start(piece.source, source),
+        source,
+        start(piece.target, target),
+        target,
+    )
+
+
 def _combine(
     step: Step,
     local: torch.Tensor,
@@ -194,9 +259,8 @@ def _combine(
 ) -> torch.Tensor:
     shape = step.target.local_shape
     out = torch.empty(shape, dtype=local.dtype, device=local.device)
-    if not pieces and 0 not in shape:
-        product = any(getattr(p, "reduce_op", "") == "product" for p in step.target.placements)
-        return out.fill_(1 if product else 0)
+    if not pieces:
+        return _fill_neutral(step, out)
     for piece, terms in zip(pieces, blocks, strict=True):
         into = out[piece.target]
         if len(terms) == 1 and step.scale == 1:
@@ -206,6 +270,11 @@ def _combine(
         else:
             _reduced(step, terms, into)
     return out
+
+
+def _fill_neutral(step: Step, out: torch.Tensor) -> torch.Tensor:
+    product = any(getattr(p, "reduce_op", "") == "product" for p in step.target.placements)
+    return out.fill_(1 if product else 0)
 
 
 def _reduced(step: Step, terms: list[torch.Tensor], acc: torch.Tensor) -> torch.Tensor:

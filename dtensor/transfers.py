@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -150,6 +150,11 @@ class Step:
         if self.reduce_op:
             return "all_reduce" if gathers else "reduce_scatter"
         return "all_gather" if gathers else "all_to_all"
+
+    @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """What the pull kernel reads, by device and alignment; see `weft.collectives.pull`."""
+        return {}
 
     @cached_property
     def room(self) -> int:

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.collectives import chunk_sizes, kernel_collectives, signals
+from weft.collectives import chunk_sizes, kernel_collectives, pull, signals
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import KNOWN, Chip
 
@@ -284,6 +284,13 @@ def _collective_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             op.launch_reduce(x, part, ws, sizes, "sum", config)
             config = op.config_for("all_reduce", 1 << 20, _W, gpu)
             op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
+        yield from ((case, launch) for launch in caught)
+    x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
+    for case, holders, reduce_op in (("pull", (1,), None), ("pull of sums", everyone, "sum")):
+        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        with catching(pull) as caught:
+            pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft import collectives
-from weft.collectives import kernel_collectives, movement, resolve, workspace
+from weft.collectives import kernel_collectives, movement, pull, resolve, workspace
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from weft.kernels.chips import INTERPRETER
 from weft.sim.mutants import mutant
@@ -29,6 +29,7 @@ class Modules:
     reduce: Any = gemm_all_reduce
     movement: Any = movement
     collective: Any = kernel_collectives
+    pull: Any = pull
 
 
 OURS = Modules()
@@ -144,12 +145,41 @@ def reduced_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     reduced(rank, ours, True)
 
 
+def pulled(rank: int, ours: Modules = OURS) -> None:
+    """Rows to columns, then columns of a sum: tables of boxes."""
+    W, op = resolve(None).world_size, ours.pull
+    ws = workspace(None, 1 << 12, channel="pulled")
+    rows, width = [1 + r for r in range(W)], 3 * W
+    first, wide = 3 * rank, (width, 1)
+    of_one = [
+        op.Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
+        for r, start in enumerate(movement.offsets(rows))
+    ]
+    of_all = [op.Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
+    device = torch.device("cpu")
+    copies = op.table_of(of_one, rank, torch.float32, device, align=4)
+    sums = op.table_of(of_all, rank, torch.float32, device, op="sum")
+    for call in range(CALLS):
+        whole = matrix(sum(rows), width, call)
+        out = torch.full((sum(rows), 3), -1.0)
+        op.launch_pull(whole.split(rows)[rank].clone(), out, ws, copies, publish=True)
+        torch.testing.assert_close(out, whole[:, first : first + 3])
+        terms = [matrix(2, width, 10 * call + r) for r in range(W)]
+        out = torch.full((2, 3), -1.0)
+        op.launch_pull(terms[rank], out, ws, sums, publish=True)
+        torch.testing.assert_close(out, sum(terms)[:, first : first + 3])
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows": gather_rows,
     "gather of the contraction": gather_contraction,
     "reduce-scatter": reduce_scatter,
     "one-shot all-reduce": one_shot,
     "two-shot all-reduce": two_shot,
+}
+
+COLLECTIVES: dict[str, Callable[..., None]] = {
+    "pulls of boxes": pulled,
     "collectives that exchange": exchanged,
     "collectives that reduce, one shot": reduced_in_one_shot,
     "collectives that reduce, two shots": reduced_in_two_shots,

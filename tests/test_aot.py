@@ -21,7 +21,7 @@ MATRIX = {
     "gfx942": {"v_mfma"},
 }
 
-NO_MATMUL = {"_publish_kernel", "_exchange_kernel", "_reduce_kernel"}
+NO_MATMUL = {"_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel"}
 
 
 @cache

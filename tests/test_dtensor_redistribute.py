@@ -53,6 +53,32 @@ def test_all_pairs(ranks: Any, mesh: Any, shape: Any, reach: bool) -> None:
     ranks(torch.Size(mesh).numel(), all_pairs, mesh, shape, reach)
 
 
+def by_kernel(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """What the kernel pulls is what the host pulls, bit for bit."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rank = torch.distributed.get_rank()
+    sources: list[Any] = [Shard(0), Shard(1), Replicate(), Partial(), Partial("avg")]
+    for source, *rest in itertools.product(sources, [Shard(1), Replicate()]):
+        placements = [source, *rest][: mesh.ndim]
+        x = distribute_tensor(
+            whole, mesh, [Replicate() if p.is_partial() else p for p in placements]
+        )
+        if source.is_partial():
+            x = DTensor.from_local(x.to_local() * (rank + 1), mesh, placements)
+        for target in (Shard(0), Shard(1), Replicate()):
+            onto = [target, *rest][: mesh.ndim]
+            expected = x.redistribute(placements=onto).to_local()
+            with weft.engine("triton"):
+                actual = x.redistribute(placements=onto).to_local()
+            assert torch.equal(actual, expected), (placements, onto)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), [((3,), (7, 4)), ((2, 2), (5, 2))], ids=str)
+def test_kernel_pulls_as_the_host(ranks: Any, mesh: Any, shape: Any) -> None:
+    ranks(torch.Size(mesh).numel(), by_kernel, mesh, shape)
+
+
 def sums_are_equal_on_every_rank() -> list[float]:
     mesh = init_device_mesh("cpu", (4,))
     local = torch.randn(1000, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))

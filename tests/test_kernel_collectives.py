@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives import kernel_collectives, resolve, workspace
+from weft.collectives import kernel_collectives, pull, resolve, workspace
 from weft.collectives.movement import chunk_sizes, offsets
 
 DTYPES = (torch.bfloat16, torch.float64, torch.int64)
@@ -200,3 +200,70 @@ def room_body() -> None:
 
 def test_a_small_workspace_is_refused(ranks: Any) -> None:
     ranks(2, room_body)
+
+
+def box_body(dtype: torch.dtype, op: str | None) -> None:
+    """Rows to columns: of one rank each, or of the sum over all."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    where = resolve(None)
+    rows, columns = (2, 3, 1)[:W], (5, 8, 3)[:W]
+    height = rows[rank] if op is None else sum(rows)
+    xs = [
+        values(r, (rows[r] if op is None else sum(rows)) * sum(columns), dtype, 3).view(
+            -1, sum(columns)
+        )
+        for r in range(W)
+    ]
+    whole = torch.cat(xs) if op is None else reduced(xs, op)
+    first = offsets(columns)[rank]
+    wide, narrow = (sum(columns), 1), (columns[rank], 1)
+    boxes = [
+        pull.Box((r,), (rows[r], columns[rank]), first, wide, start * columns[rank], narrow)
+        for r, start in enumerate(offsets(rows))
+    ]
+    if op is not None:
+        everyone = tuple(range(W))
+        boxes = [pull.Box(everyone, (height, columns[rank]), first, wide, 0, narrow)]
+    table = pull.table_of(boxes, rank, dtype, torch.device("cpu"), op=op, divisor=1)
+    assert table.local == (op is None)
+    ws = workspace(where, xs[rank].numel() * dtype.itemsize + 64, channel="boxes")
+    for _ in range(3):
+        out = torch.full((sum(rows), columns[rank]), 99).to(dtype)
+        pull.launch_pull(xs[rank], out, ws, table, publish=True)
+        ws.launched("pull")
+        assert torch.equal(out, whole[:, first : first + columns[rank]])
+
+
+@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(torch.float32, None), (torch.uint8, None), (torch.bfloat16, "sum"), (torch.int32, "max")],
+    ids=str,
+)
+def test_boxes(ranks: Any, W: int, dtype: torch.dtype, op: str | None) -> None:
+    ranks(W, box_body, dtype, op)
+
+
+def test_boxes_are_copied_in_wide_words_of_few_dims() -> None:
+    def table(*boxes: pull.Box, **kwargs: Any) -> pull.Table:
+        return pull.table_of(boxes, 0, torch.bfloat16, torch.device("cpu"), **kwargs)
+
+    whole = pull.Box((1,), (4, 2, 8), 0, (16, 8, 1), 64, (16, 8, 1))
+    assert table(whole).dims == 1
+    assert table(whole).word == 8
+    assert table(whole).rows.tolist() == [16, 16, 0, 0, 1, 16, 1, 1]
+    assert table(whole, align=4).word == 4
+    columns = pull.Box((1,), (4, 6), 2, (16, 1), 0, (6, 1))
+    assert table(columns).word == 4
+    assert table(columns).dims == 2
+    summed = pull.Box((1, 0), (4, 8), 0, (8, 1), 0, (8, 1))
+    assert (table(summed, op="sum").word, table(summed, op="sum").op) == (2, "sum")
+    assert (table(whole, op="sum").word, table(whole, op="sum").op) == (8, "copy")
+
+
+def test_what_no_kernel_pulls() -> None:
+    assert not pull.refusal(torch.bfloat16, "sum", 4, 100)
+    assert "complex" in pull.refusal(torch.complex64, None, 1, 100)
+    assert "band" in pull.refusal(torch.int32, "band", 1, 100)
+    assert "average" in pull.refusal(torch.int32, "sum", 4, 100)
+    assert "elements" in pull.refusal(torch.float32, None, 1, 2**31)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sim_cases import HOST, KERNELS, triton_training
+from sim_cases import COLLECTIVES, HOST, KERNELS, triton_training
 
 from weft import sim
 from weft.collectives import signals
 
+ALL_KERNELS = KERNELS | COLLECTIVES
 needs_interpreter = pytest.mark.skipif(
     not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
 )
@@ -17,13 +18,13 @@ needs_interpreter = pytest.mark.skipif(
 
 @needs_interpreter
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels(case: Callable[..., None], world_size: int) -> None:
     sim.run(world_size, case, schedules=3)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:
     sim.run(3, case, schedules=3, programs="concurrent")
 
@@ -50,6 +51,6 @@ def test_host_side_long(case: Callable[..., None], world_size: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("programs", ["sequential", "concurrent"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-@pytest.mark.parametrize("case", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_long(case: Callable[..., None], world_size: int, programs: sim.Programs) -> None:
     sim.run(world_size, case, schedules=2000, programs=programs)

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sim_cases import HOST, KERNELS, with_mutants
+from sim_cases import COLLECTIVES, HOST, KERNELS, with_mutants
 
 from weft import sim
-from weft.collectives import movement, signals
+from weft.collectives import kernel_collectives, movement, pull, signals
 from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, tiles
 from weft.sim.mutants import mutant
 
@@ -38,7 +38,12 @@ HOME = {
     "reduce-scatter": ("scatter", gemm_reduce_scatter),
     "one-shot all-reduce": ("reduce", gemm_all_reduce),
     "two-shot all-reduce": ("reduce", gemm_all_reduce),
+    "pulls of boxes": ("pull", pull),
+    "collectives that exchange": ("collective", kernel_collectives),
+    "collectives that reduce, one shot": ("collective", kernel_collectives),
+    "collectives that reduce, two shots": ("collective", kernel_collectives),
 }
+PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:]
 
 
 @dataclass(frozen=True)
@@ -414,6 +419,45 @@ IN_EXCHANGES = [
     ),
 ]
 
+IN_COLLECTIVES = [
+    fault(
+        "pieces land in the other half",
+        kernel_collectives,
+        "signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)\n        slot =",
+        "signals.half_ptr(buffer_ptrs, peer, generation + 1, half_bytes, dtype)\n        slot =",
+        (*EXCHANGES, *SUMS),
+        (RACE, AssertionError),
+    ),
+    fault(
+        "all pieces land in one slot",
+        kernel_collectives,
+        "tl.multiple_of(slots + rank * tl.cast(slot_size, tl.int64), 16)",
+        "tl.multiple_of(slots, 16)",
+        (*EXCHANGES, *SUMS),
+    ),
+    fault(
+        "sums do not wait for their terms",
+        kernel_collectives,
+        "    arrived = signals.wait_for_peers(\n        signal_ptrs, rank, WORLD_SIZE, 0",
+        "    arrived = generation > 0\n    signals.wait_for_peers(\n        signal_ptrs, rank, 1, 0",
+        SUMS,
+    ),
+    fault(
+        "finished sums do not wait",
+        kernel_collectives,
+        "signal_ptrs, rank, WORLD_SIZE, 1, peer, program",
+        "signal_ptrs, rank, WORLD_SIZE, 0, peer, program",
+        SUMS[1:],
+    ),
+    fault(
+        "boxes do not wait",
+        pull,
+        "if box == local_boxes:",
+        "if box < 0:",
+        PULLS,
+    ),
+]
+
 
 def broken(planted: Fault, case: str):
     """The case, on copies of the modules between it and the fault."""
@@ -425,16 +469,18 @@ def broken(planted: Fault, case: str):
     role, home = HOME[case]
     if planted.module is signals:
         return with_mutants(
-            KERNELS[case], {role: mutant(home, signals=mutant(signals, *planted.edits))}
+            (KERNELS | COLLECTIVES)[case],
+            {role: mutant(home, signals=mutant(signals, *planted.edits))},
         )
     if planted.module is tiles:
         return with_mutants(
-            KERNELS[case], {role: mutant(home, tiles=mutant(tiles, *planted.edits))}
+            (KERNELS | COLLECTIVES)[case], {role: mutant(home, tiles=mutant(tiles, *planted.edits))}
         )
-    return with_mutants(KERNELS[case], {role: mutant(home, *planted.edits)})
+    return with_mutants((KERNELS | COLLECTIVES)[case], {role: mutant(home, *planted.edits)})
 
 
-TABLE = [(f, case) for f in (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES) for case in f.cases]
+FAULTS = (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES, *IN_COLLECTIVES)
+TABLE = [(f, case) for f in FAULTS for case in f.cases]
 
 
 @pytest.mark.parametrize("planted, case", TABLE, ids=[f"{f.name}-{case}" for f, case in TABLE])
@@ -452,5 +498,5 @@ def test_planted_faults_are_found(planted: Fault, case: str) -> None:
 def test_the_table_of_the_docs_is_this_one() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "sim.md").read_text()
     listed = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
-    planted = [f.name for f in (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES)]
+    planted = [f.name for f in FAULTS]
     assert listed[listed.index("fault") + 2 :] == planted
