@@ -58,8 +58,8 @@ def by_kernel(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     rank = torch.distributed.get_rank()
-    sources: list[Any] = [Shard(0), Shard(1), Replicate(), Partial(), Partial("avg")]
-    for source, *rest in itertools.product(sources, [Shard(1), Replicate()]):
+    sources: list[Any] = [Shard(0), Shard(1), Partial(), Partial("avg")]
+    for source, *rest in itertools.product(sources, [Shard(1), Replicate()][: mesh.ndim]):
         placements = [source, *rest][: mesh.ndim]
         x = distribute_tensor(
             whole, mesh, [Replicate() if p.is_partial() else p for p in placements]

@@ -73,9 +73,9 @@ def reduce_body(dtype: torch.dtype) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     ops = OPS if dtype.is_floating_point else [op for op in OPS if op != "avg"]
     with weft.engine("triton"):
-        for seed, count in enumerate((0, 7, 131)):
+        for seed, count in enumerate((0, 67)):
             every = [values(r, count, dtype, seed) for r in range(W)]
-            for op in ops if count == 131 else ops[:1]:
+            for op in ops if count else ops[:1]:
                 want = reduced(every, op)
                 x0 = every[rank]
                 x = torch.cat([x0.new_zeros(rank), x0])[rank:]  # alignments differ

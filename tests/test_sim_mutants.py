@@ -438,8 +438,8 @@ IN_COLLECTIVES = [
     fault(
         "sums do not wait for their terms",
         kernel_collectives,
-        "    arrived = signals.wait_for_peers(\n        signal_ptrs, rank, WORLD_SIZE, 0",
-        "    arrived = generation > 0\n    signals.wait_for_peers(\n        signal_ptrs, rank, 1, 0",
+        "arrived = signals.wait_for_peers(\n        signal_ptrs, rank, WORLD_SIZE, 0",
+        "arrived = generation > 0\n    signals.wait_for_peers(\n        signal_ptrs, rank, 1, 0",
         SUMS,
     ),
     fault(
@@ -467,16 +467,15 @@ def broken(planted: Fault, case: str):
         copy = mutant(exchange, *planted.edits)
         return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
     role, home = HOME[case]
+    body = (KERNELS | COLLECTIVES)[case]
     if planted.module is signals:
         return with_mutants(
             (KERNELS | COLLECTIVES)[case],
             {role: mutant(home, signals=mutant(signals, *planted.edits))},
         )
     if planted.module is tiles:
-        return with_mutants(
-            (KERNELS | COLLECTIVES)[case], {role: mutant(home, tiles=mutant(tiles, *planted.edits))}
-        )
-    return with_mutants((KERNELS | COLLECTIVES)[case], {role: mutant(home, *planted.edits)})
+        return with_mutants(body, {role: mutant(home, tiles=mutant(tiles, *planted.edits))})
+    return with_mutants(body, {role: mutant(home, *planted.edits)})
 
 
 FAULTS = (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES, *IN_COLLECTIVES)
