@@ -15,8 +15,16 @@ import torch
 import weft
 from weft import collectives
 from weft.collectives import kernel_collectives, movement, pull, resolve, workspace
-from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from weft.collectives.movement import chunk_sizes
+from weft.kernels import (
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    to_zigzag,
+    zigzag_sizes,
+)
 from weft.kernels.chips import INTERPRETER
+from weft.kernels.sequence_attention import attention_reference
 from weft.sim.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
@@ -284,11 +292,45 @@ def triton_training(rank: int) -> None:
     training(rank, "triton")
 
 
+def attention(rank: int, engine: Any, length: int) -> None:
+    """Forward and backward of causal attention, in both layouts by turns, against one process."""
+    W, D = resolve(None).world_size, 4
+    for call in range(CALLS):
+        layout = ("zigzag", "contiguous")[call % 2]
+        sizes = zigzag_sizes(length, W) if layout == "zigzag" else chunk_sizes(length, W)
+        q, k, v, grad = (matrix(length, D, s + call).view(1, 1, length, D) for s in range(4))
+
+        def mine(x: torch.Tensor, layout: str = layout, sizes: Any = sizes) -> torch.Tensor:
+            whole = to_zigzag(x, W, 2) if layout == "zigzag" else x
+            return whole.split(sizes, 2)[rank].clone()
+
+        ours = [mine(x).requires_grad_() for x in (q, k, v)]
+        with weft.engine(engine):
+            out = weft.ring_attention(*ours, causal=True, layout=layout)
+            out.backward(mine(grad))
+        theirs = [x.clone().requires_grad_() for x in (q, k, v)]
+        want, _ = attention_reference(*theirs, causal=True)
+        want.backward(grad)
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(out, mine(want.detach()), **close)
+        for x, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x.grad, mine(wanted.grad), **close)
+
+
+def host_attention(rank: int) -> None:
+    attention(rank, "host", 14)
+
+
+def triton_attention(rank: int) -> None:
+    attention(rank, "triton", 18 * resolve(None).world_size)  # two tiles a rank
+
+
 HOST: dict[str, Callable[..., None]] = {
     "movement of bytes": moved,
     "direct reads": moved_directly,
     "public collectives": public_collectives,
     "training on the host engine": host_training,
+    "attention on the host engine": host_attention,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sim_cases import COLLECTIVES, HOST, KERNELS, triton_training
+from sim_cases import COLLECTIVES, HOST, KERNELS, triton_attention, triton_training
 
 from weft import sim
 from weft.collectives import signals
@@ -38,6 +38,20 @@ def test_host_side(case: Callable[..., None], world_size: int) -> None:
 @needs_interpreter
 def test_training_on_the_triton_engine() -> None:
     sim.run(2, triton_training, schedules=2)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+def test_attention_on_the_triton_engine(programs: sim.Programs) -> None:
+    sim.run(2, triton_attention, schedules=1, programs=programs)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_attention_on_the_triton_engine_long(world_size: int, programs: sim.Programs) -> None:
+    sim.run(world_size, triton_attention, schedules=2000 // world_size**2, programs=programs)
 
 
 @pytest.mark.sweep
