@@ -94,21 +94,17 @@ def config_for(
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
-    """Rows of queries, rows of keys, warps and stages: the largest that spill on no such chip."""
-    block_d = triton.next_power_of_2(D)
-    amd = chip.name.startswith("gfx")
+    """Rows of queries, rows of keys, warps and stages: the largest tried that spill nowhere."""
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        return (64, 32, 4, 1 if amd else 2) if block_d <= 128 else (32, 32, 4, 1 if amd else 2)
-    if amd:
-        return 128, 64 if block_d <= 128 else 32, 4, 1
-    if not chip.descriptors:
-        return (
-            128,
-            64 if block_d <= 128 else 32,
-            8 if block_d > 64 else 4,
-            3 if block_d <= 64 else 2,
-        )
-    return 128, 128 if block_d <= 128 else 64, 8, 2
+        return (64, 32, 4, 1) if width <= 128 else (32, 16, 4, 1)
+    family = chip.name if chip.name in ("sm_80", "sm_90", "gfx942") else "sm_100"
+    return {
+        "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},
+        "sm_90": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "sm_100": {64: (128, 64, 8, 2), 128: (64, 64, 8, 3), 256: (64, 32, 8, 1)},
+        "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
+    }[family][width]
 
 
 def workspace_for(
@@ -237,7 +233,8 @@ def _attend(
 ):
     """Keys begin .. end - 1 added to the softmax; unless MASKED, whole blocks that all see."""
     BLOCK_M: tl.constexpr = q.shape[0]
-    for start in range(begin, end, BLOCK_N):
+    # A block or two are not worth a pipeline, nor its registers.
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
         k = load_rows(k_ptr, start, end, stride, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
         if MASKED:
@@ -493,12 +490,14 @@ def _ring_attention_kernel(
                         )
             # A query that saw nothing: 0, and -inf from row_top.
             row_total = tl.where(row_total == 0, 1.0, row_total)
-            at = tl.cast(head, tl.int64) * n + q_row
-            out = out_ptr + at * HEAD_DIM
-            tiles.store(out, acc / row_total[:, None], 0, 0, q_length, HEAD_DIM, HEAD_DIM, 1)
+            at = tl.cast(head, tl.int64) * n
+            # From row 0 of the head: offsets that are the same for all tiles would be kept in
+            # registers through them all.
+            out, out_head = acc / row_total[:, None], out_ptr + at * HEAD_DIM
+            tiles.store(out_head, out, q_row, 0, stop, HEAD_DIM, HEAD_DIM, 1)
+            rows = q_row + tl.arange(0, BLOCK_M)
             lse = (row_top + tl.log2(row_total)) * 0.6931471805599453
-            offs_m = tl.arange(0, BLOCK_M)
-            tl.store(lse_ptr + at + offs_m, lse, mask=offs_m < q_length)
+            tl.store(lse_ptr + at + rows, lse, mask=rows < stop)
     if signals.is_last_program(signal_ptrs, rank, programs):
         signals.set_generation(signal_ptrs, rank, generation)
 

@@ -101,11 +101,16 @@ def config_for(
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
         return Config(block, block, block, block, 16, 2, chip.programs, copies, 16)
-    block_d = triton.next_power_of_2(D)
+    amd = chip.name.startswith("gfx")
+    num_warps, num_stages = 8, 1 if amd or chip.name.startswith("sm_10") else 2
     if dtype == torch.float32:
-        short, long, num_warps, num_stages = 16 if block_d > 128 else 32, 32, 4, 1
+        short, long, num_warps, num_stages = 16, 32 if D <= 128 else 16, 4, 1
+    elif D <= 128:
+        short, long = 32, 64
     else:
-        short, long, num_warps, num_stages = 32, 128 if block_d <= 128 else 64, 8, 1
+        short, long = 32 if chip.name.startswith("sm_10") else 16, 32
+    if amd:
+        num_warps = 4
     return Config(
         short,
         long,
@@ -483,9 +488,9 @@ def _ring_attention_backward_kernel(
                             DKV_M,
                             BLOCK_D,
                         )
-                    at = slot + (tl.cast(head, tl.int64) * slot_rows + row) * SLOT_PITCH
-                    tiles.store(at, dk * scale, 0, 0, length, HEAD_DIM, SLOT_PITCH, 1)
-                    tiles.store(at + slot_stride, dv, 0, 0, length, HEAD_DIM, SLOT_PITCH, 1)
+                    at = slot + tl.cast(head, tl.int64) * slot_rows * SLOT_PITCH
+                    tiles.store(at, dk * scale, row, 0, stop, HEAD_DIM, SLOT_PITCH, 1)
+                    tiles.store(at + slot_stride, dv, row, 0, stop, HEAD_DIM, SLOT_PITCH, 1)
             if step > 0:
                 signals.signal(
                     signals.slot_ptr(
@@ -561,8 +566,8 @@ def _ring_attention_backward_kernel(
                             DQ_N,
                             BLOCK_D,
                         )
-            out = dq_ptr + (of_head + q_row) * HEAD_DIM
-            tiles.store(out, dq * scale, 0, 0, q_length, HEAD_DIM, HEAD_DIM, 1)
+            dq_head = dq_ptr + of_head * HEAD_DIM
+            tiles.store(dq_head, dq * scale, q_row, 0, stop, HEAD_DIM, HEAD_DIM, 1)
 
         # Own tiles too were stored by other threads than the ones that read them next.
         tl.debug_barrier()
