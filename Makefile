@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all opinfo lint format bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -21,6 +21,9 @@ test: .venv/.installed  ## the tests, under 15 minutes on two cores
 
 test-all: .venv/.installed  ## the tests and the long sweeps over random shapes
 	$(BIN)/python -m pytest -q -m 'not gpu'
+
+opinfo: .venv/.installed  ## count the ops of torch's database that are right on DTensors
+	$(BIN)/python tests/opinfo.py --out out/opinfo.json
 
 lint: .venv/.installed  ## ruff, ruff format, mypy --strict
 	$(BIN)/ruff check .
