@@ -1,47 +1,38 @@
-"""all_gather_matmul: cat(x over ranks) @ w, the gather hidden behind the arithmetic.
+"""all_gather_matmul: activation(cat(x over ranks) @ w + bias), the gather behind the arithmetic.
 
-Legend: W ranks; rank r holds x_r, a (rows, columns) matrix, and its own w. `offsets[r]` is where
-x_r begins in the gathered matrix (W + 1 numbers, the last one its length); shards may differ in
-size and be empty. bf16, fp16 or fp32 in and out, fp32 accumulation.
+Legend: W ranks; rank r holds x_r (m_r, K), and its own w_i (K, N_i), one or several. `offsets[r]`
+is where x_r begins in the gathered matrix (W + 1 numbers, the last one M); shards may differ in
+size and be empty. bf16, fp16, fp32, or scaled fp8, in; fp32 accumulation; one rounding.
 
-    gather of rows      y_i (M, N_i) = [x_0; x_1; ...] (M, K) @ w_i (K, N_i)   one or several w_i
-    contraction         y = sum over r of x_r @ w[offsets[r]:offsets[r+1]]     columns gathered
-                        y = sum over r of x_r^T @ w[offsets[r]:offsets[r+1]]   rows: d(weight)
+    y_i (M, N_i) = activation([x_0; x_1; ...] @ w_i + bias_i)          or, for two weights,
+    y (M, N)     = silu([x_0; x_1; ...] @ w_0 + bias_0) * ([x_0; x_1; ...] @ w_1 + bias_1)
 
-Data, for W = 3, on rank 1 (capital: symmetric memory, half of this generation g):
+Tiles count rows from the first own one, cyclically, so that a rank begins with what it has, and
+goes on with rank+1's. A tile may straddle two or more shards. For W = 3, on rank 1:
 
-    rank 0           rank 1                                         rank 2
-    x -> X_0         x -> X_1 (peers read it)                       x -> X_2
-      |              gathered [ x_0 | (x_1) | x_2 ]                   |
-      +---- copied once ---------^              ^---- copied once ----+
-                     tiles of y: x_1's first, from x in place; then x_2's, x_0's, from `gathered`
+    tile         0       1       2       3       4      ...
+    rows    | x_1         | x_2           | x_0              |
+    from      x in place    `gathered` (or the peers)
 
-Each remote byte crosses the link once, however many column tiles read it. Own rows of `gathered`
-are written only if the caller wants it.
+Three ways for shards to come in, all by the protocol of `weft.kernels.gathers`:
+  - fetched: the first COPY_PROGRAMS programs copy them to `gathered`; before a tile, outside the
+    loop over K, wait for the chunks that it reads.
+  - by copy engines: the same with no copy programs; see `weft.kernels.copy_engines`.
+  - DIRECT, for small M: no copy. Every program waits for all peers' publish kernels and then reads
+    the rows where their owners show them, a pointer a row. A tile covers many small shards at once,
+    where fetching would cost a further hop. Each column tile reads all rows again over the link.
 
-Protocol
-  1. `_publish_kernel`, all programs: copy x into own half (parity of g). Each takes a ticket; the
-     last one holds everybody's stores (acquire), sets GENERATION = g and signals the word
-     (0, rank, 0) of every peer's pad: release at system scope.
-  2. Consumer kernel, copy programs 0 .. C-1: for the peers rank+1, rank+2, ...: wait for the peer's
-     word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
-     that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
-     scope.
-  3. Consumer kernel, the other programs: tiles of y in the order own rows, rank+1, rank+2, ...;
-     before a tile, outside the loop over K, wait for the words of the chunks that it reads
-     (acquire).
+Small M and N make few tiles: then SPLIT programs in a row share one (`weft.kernels.splits`).
 
-Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait
-for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
-for every peer, so that no call ends before all peers have published (rule 2 of
-`weft.collectives.signals`), and the publish kernel runs after this rank's previous consumer (rule
-1: one stream orders a channel).
+Why it neither races nor deadlocks: as in `gathers`; where nothing is fetched, every program waits
+for every peer before it does anything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -51,14 +42,17 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
-from weft.kernels import tiles
+from weft.kernels import copy_engines, gathers, splits, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import described_weight
+from weft.kernels.epilogues import Activation
+from weft.kernels.operands import described_weights, link_of, matrix, scales_of
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace
 
-_PITCH = 16  # rows of a published shard start at multiples of this many elements
+# What all programs together may read over the link instead of a copy made once: at 450 GB/s about
+# the 3 us that a copy costs in signals.
+_DIRECT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,15 @@ class Config:
     Attributes:
         tiling: tiles of the matmul.
         programs: grid of the consumer kernel, copy programs included.
-        copy_programs: how many of them fetch shards.
-        chunk_rows: rows of a shard that are announced together, where a tile reads some rows only.
+        copy_programs: how many of them fetch shards; 0 if nothing is fetched by this kernel.
+        chunk_rows: rows of a shard that are announced together.
         copy_m, copy_n: block that a copy moves at a time.
-        descriptors: whether a weight that allows it is read by tensor descriptor. Gathered rows
+        descriptors: whether weights that allow it are read by tensor descriptor. Gathered rows
             never are: copies by descriptor are not ordered by the acquire of a signal.
+        direct: whether rows are read where their owners show them.
+        split: programs that share a tile, each a part of K. Only without copy programs.
+        copy_engines: whether shards are fetched by the chip's copy engines, and all programs but
+            one make tiles. The heuristic never chooses it: which is quicker has to be measured.
     """
 
     tiling: Tiling
@@ -82,467 +80,295 @@ class Config:
     copy_m: int
     copy_n: int
     descriptors: bool = False
+    direct: bool = False
+    split: int = 1
+    copy_engines: bool = False
 
 
 def config_for(
-    M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip, *, contract: bool = False
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    *,
+    pair: bool = False,
+    keep: bool = False,
+    keep_sums: bool = False,
 ) -> Config:
-    """The launch for an (M, N) output, of which each rank brings the input of 1/W of the rows.
+    """The launch for an (M, K) @ (K, N), of which each rank brings 1/W of the rows.
 
     Args:
-        contract: each rank brings its part of the contraction instead.
+        pair: N counts the columns of two weights that make one output.
+        keep: the gathered matrix is wanted too.
+        keep_sums: what an activation is applied to is wanted too.
     """
-    pieces = 1 if contract else world_size
-    tiling = tiling_for(chip, -(-M // pieces), N, dtype, pieces)
-    if chip is INTERPRETER:
-        return Config(tiling, chip.programs, 1, 16, 32, 32)
+    tiling = tiling_for(chip, M, N, dtype)
+    if pair:  # two sums at a time
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    elif keep_sums:  # or gelu spills: 24 bytes on sm_90 at 256 columns
+        tiling = replace(tiling, block_n=min(tiling.block_n, 128))
+    count = -(-M // tiling.block_m) * -(-(N // 2 if pair else N) // tiling.block_n)
+    # A group of tiles that run together should not wait for two peers.
+    tiles_a_shard = max(1, M // world_size // tiling.block_m)
+    tiling = replace(tiling, group_m=min(tiling.group_m, tiles_a_shard))
+    interpreted = chip is INTERPRETER
+    column_tiles = count // max(1, -(-M // tiling.block_m))
+    remote_bytes = column_tiles * M * K * dtype.itemsize * (world_size - 1) // world_size
+    direct = not keep and remote_bytes <= (4 << 10 if interpreted else _DIRECT_BYTES)
+    descriptors = chip.descriptors and dtype != torch.float32
     # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB (8 warps)
     # a program in one load, from an eighth of the cores. With one rank nothing is fetched.
-    copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
-    copy_n = 512 * tiling.num_warps // dtype.itemsize
-    descriptors = chip.descriptors and dtype != torch.float32
-    return Config(tiling, chip.programs, copy_programs, 32, 16, copy_n, descriptors)
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
+    copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
+    copy_m = 32 if interpreted else 16
+    chunk_rows = 16 if interpreted else 32
+    if direct:
+        split = splits.programs_a_tile(count, K, tiling, chip)
+        programs = max(1, min(chip.programs, count * split))
+        return Config(
+            tiling, programs, 0, chunk_rows, copy_m, copy_n, descriptors, direct=True, split=split
+        )
+    return Config(tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors)
 
 
-@triton.jit(do_not_specialize=["rank"])
-def _publish_kernel(
-    x_ptr,  # (rows, columns)
-    buffer_ptrs,
-    signal_ptrs,
-    rows,
-    columns,
-    pitch,
-    stride_xm,
-    stride_xn,
-    half_bytes,
-    rank,
-    WORLD_SIZE: tl.constexpr,
-    COPY_M: tl.constexpr,
-    COPY_N: tl.constexpr,
-) -> None:
-    """Copy x into the own half of the next generation and tell every peer. Grid: any.
-
-    Example: rank 1 of 3, generation 6 before: x lies in half 1 (rows `pitch` apart), GENERATION is
-    7, and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
-    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)
-    share = tiles.cdiv(rows, programs)
-    first = tl.minimum(program * share, rows).to(tl.int64)
-    tiles.copy_block(
-        half + first * pitch,
-        x_ptr + first * stride_xm,
-        tl.minimum(share, rows - first),
-        columns,
-        pitch,
-        stride_xm,
-        stride_xn,
-        COPY_M,
-        COPY_N,
+def by_copy_engines(config: Config, M: int, world_size: int, chip: Chip) -> Config:
+    """The same launch with shards fetched by copy engines."""
+    return replace(
+        config,
+        copy_engines=True,
+        direct=False,
+        split=1,
+        copy_programs=0,
+        # One core stays free for the small kernels between the copies.
+        programs=max(1, min(chip.programs, chip.cores - 1)),
+        # Four copies a shard: the first tiles of a peer's rows need not wait for the last ones.
+        chunk_rows=max(1, -(-M // world_size // 4)),
     )
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
-        signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
 
 
 @triton.jit
-def _fetch_shards(
-    gathered_ptr,
-    buffer_ptrs,
-    signal_ptrs,
-    offsets,
-    extent,  # the other dim of the gathered matrix: columns if rows are gathered, else rows
-    pitch,
-    stride_g,
-    half_bytes,
-    max_polls,
-    chunk_rows,
-    rank,
-    generation,
-    GATHERS_ROWS: tl.constexpr,
-    WITH_OWN: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-    COPY_N: tl.constexpr,
+def _wait_for_rows(
+    link, offsets, first, last, chunk_rows, rank, generation, WORLD_SIZE: tl.constexpr
 ):
-    """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each."""
-    program = tl.program_id(0)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
-    before = 0  # chunks of the peers that came before
-    for step in range(1, WORLD_SIZE + WITH_OWN):
-        # WITH_OWN: the own shard comes last, as nobody waits for it.
-        peer = (rank + step) % WORLD_SIZE
-        arrived = True
-        if peer != rank:
-            arrived = signals.wait_for(
-                signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, max_polls
-            )
-        begin = tiles.element(offsets, peer, WORLD_SIZE)
-        length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
-        if GATHERS_ROWS:
-            rows, columns, out_ptr = length, extent, gathered_ptr + begin.to(tl.int64) * stride_g
-        else:
-            rows, columns, out_ptr = extent, length, gathered_ptr + begin
-        shard_ptr = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
-        # Each peer's chunks go to the programs after those that had the last one's: shards of few
-        # chunks are fetched side by side.
-        chunks = tiles.cdiv(rows, chunk_rows)
-        mine = (program + COPY_PROGRAMS - before % COPY_PROGRAMS) % COPY_PROGRAMS
-        before += chunks
-        if arrived & (length > 0):
-            for chunk in range(mine, chunks, COPY_PROGRAMS):
-                first = (chunk * chunk_rows).to(tl.int64)
-                tiles.copy_block(
-                    out_ptr + first * stride_g,
-                    shard_ptr + first * pitch,
-                    tl.minimum(chunk_rows, rows - first),
-                    columns,
-                    stride_g,
-                    pitch,
-                    1,
-                    COPY_M,
-                    COPY_N,
-                )
-                signals.signal_local(
-                    signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk), generation
-                )
-
-
-@triton.jit
-def _wait_for_chunks(
-    signal_ptrs, rank, peer, first, last, generation, max_polls, WORLD_SIZE: tl.constexpr
-):
-    """Wait until chunks first..last of `peer`'s shard lie in `gathered`. False on a time-out."""
+    """Wait until rows first..last, counted from the own first one, have been gathered."""
     arrived = True
-    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    for chunk in range(first, last + 1):
-        slot = signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
-        arrived &= signals.wait_local(slot, generation, signals.patience(own_pad, max_polls))
-    if not arrived:
-        signals.record_timeout(own_pad, rank, peer, generation)
+    begin = 0
+    for step in range(WORLD_SIZE):
+        source = (rank + step) % WORLD_SIZE
+        rows = tiles.element(offsets, source + 1, WORLD_SIZE + 1)
+        rows -= tiles.element(offsets, source, WORLD_SIZE)
+        low, high = tl.maximum(first, begin) - begin, tl.minimum(last + 1, begin + rows) - begin
+        if (step > 0) & (low < high):
+            arrived &= gathers.wait_for_chunks(
+                link, rank, source, low // chunk_rows, (high - 1) // chunk_rows, generation,
+                WORLD_SIZE,
+            )  # fmt: skip
+        begin += rows
     return arrived
 
 
-@triton.jit(do_not_specialize=["rank", "max_polls"])
+@triton.jit
+def _peers_rows(
+    own_rows, own_scales, rows, link, offsets, pitch, scales_at, rank, generation, dtype,
+    SCALED: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the given rows of the gathered matrix, and to their factors, at their owners."""
+    a_rows, a_scales = own_rows, own_scales
+    for source in tl.static_range(WORLD_SIZE):
+        theirs = (rows >= offsets[source]) & (rows < offsets[source + 1]) & (source != rank)
+        inside = tl.where(theirs, rows - offsets[source], 0).to(tl.int64)
+        half = signals.half_ptr(link.buffer_ptrs, source, generation, link.half_bytes, dtype)
+        a_rows = tl.where(theirs, half + inside * pitch, a_rows)
+        if SCALED:
+            factors = gathers.scales_ptr(link, source, generation, scales_at)
+            a_scales = tl.where(theirs, factors + inside, a_scales)
+    return a_rows, a_scales
+
+
+@triton.jit(do_not_specialize=["rank"])
 def _ag_gemm_kernel(
-    out_ptrs,  # one (M, N_i) a weight
-    gathered_ptr,  # (M, K)
-    x_ptr,  # (m_local, K)
-    w_ptrs,  # (K, N_i)
-    w_desc,  # descriptor of the only weight, or None
-    bias_ptrs,  # (N_i,) or None
-    buffer_ptrs,
-    signal_ptrs,
+    outs,  # one (M, N_i) a weight, contiguous; one in all for swiglu
+    sums,  # the same before the activation, one a weight, or None
+    gathered_ptr,  # (M, K), or None if DIRECT
+    gathered_scales_ptr,  # (M,) fp32, or None
+    x,  # Matrix (m_local, K)
+    x_scales,  # of its rows
+    weights,  # Matrix (K, N_i)
+    w_desc,  # descriptors of the first two, or None
+    w2_desc,
+    biases,  # (N_i,) or None
+    weight_scales,  # of the columns of each
+    scratch_ptr,  # (tiles * SPLIT * sums a tile, block) fp32, or None
+    link,
     offsets,
     Ns,
     K,
     pitch,
-    stride_xm,
-    strides_wk,
-    strides_wn,
-    half_bytes,
-    max_polls,
+    scales_at,
     chunk_rows,
     rank,
     WORLD_SIZE: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr,
+    DIRECT: tl.constexpr,
+    SPLIT: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     X_IN_PLACE: tl.constexpr,
     WITH_OWN: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
     COPY_PROGRAMS: tl.constexpr,
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
 ) -> None:
-    """y_i = gathered @ w_i + bias_i for all i. Grid: COPY_PROGRAMS and at least one more.
+    """y_i = activation(gathered @ w_i + bias_i) for all i. Grid: COPY_PROGRAMS and at least one.
 
-    Example: 2 ranks with 48 and 16 rows, BLOCK_M=32, one weight of 2 column tiles, 3 programs of
-    which 1 copies. On rank 1, program 1 makes tiles (rows 48..63, column 0), (0..31, 0),
-    (32..47, 0) and program 2 those of column 1; both wait for rank 0's chunks before the second.
+    Example: 2 ranks with 48 and 16 rows, block_m=32, one weight of 2 column tiles, 3 programs of
+    which 1 copies. On rank 1, program 1 makes tiles (rows 48..63 and 0..15, column 0), (16..47, 0)
+    and program 2 those of column 1; both wait for rank 0's first chunk before the first.
     """
     program = tl.program_id(0)
-    generation = signals.last_generation(signal_ptrs, rank)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
-    if program < COPY_PROGRAMS:
-        _fetch_shards(
-            gathered_ptr,
-            buffer_ptrs,
-            signal_ptrs,
-            offsets,
-            K,
-            pitch,
-            K,
-            half_bytes,
-            max_polls,
-            chunk_rows,
-            rank,
-            generation,
-            True,
-            WITH_OWN,
-            WORLD_SIZE,
-            COPY_PROGRAMS,
-            COPY_M,
+    generation = signals.last_generation(link.signal_ptrs, rank)
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    SCALED: tl.constexpr = x_scales.ptr is not None
+    # swiglu makes one output of two sums.
+    PAIR: tl.constexpr = ACTIVATION == "swiglu"
+    OUTPUTS: tl.constexpr = 1 if PAIR else WEIGHTS
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    if COPY_PROGRAMS > 0 and program < COPY_PROGRAMS:
+        gathers.fetch_shards(
+            gathered_ptr, gathered_scales_ptr, link, offsets, K, pitch, K, scales_at,
+            chunk_rows, rank, generation, True, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M,
             COPY_N,
-        )
-    else:
+        )  # fmt: skip
+    if program >= COPY_PROGRAMS:
         programs = tl.num_programs(0) - COPY_PROGRAMS
-        own = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+        begin = tiles.element(offsets, rank, WORLD_SIZE)
+        own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1) - begin
+        M = offsets[WORLD_SIZE]
+        tiles_m = tiles.cdiv(M, BLOCK_M)
         tiles_n = 0
-        for i in tl.static_range(WEIGHTS):
+        for i in tl.static_range(OUTPUTS):
             tiles_n += tiles.cdiv(Ns[i], BLOCK_N)
-        before = 0  # tiles of the sources that came before
-        for step in range(WORLD_SIZE):
-            source = (rank + step) % WORLD_SIZE
-            begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
-            rows = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
-            tiles_m = tiles.cdiv(rows, BLOCK_M).to(tl.int32)
-            if step > 0:
-                a_ptr, stride_am = gathered_ptr + begin * K, K
-            elif X_IN_PLACE:
-                a_ptr, stride_am = x_ptr, stride_xm
+        peers_came = True
+        if DIRECT:
+            peers_came = signals.wait_for_peers(
+                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.max_polls
+            )
+        own_ptr, own_pitch = x.ptr, x.stride_m
+        if not X_IN_PLACE:
+            half_bytes = link.half_bytes
+            own_ptr = signals.half_ptr(link.buffer_ptrs, rank, generation, half_bytes, dtype)
+            own_pitch = pitch
+        for item in range(program - COPY_PROGRAMS, tiles_m * tiles_n * SPLIT, programs):
+            tile, part = item // SPLIT, item % SPLIT
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+            first = tile_m * BLOCK_M
+            arrived = peers_came
+            if not DIRECT:
+                last = tl.minimum(first + BLOCK_M, M) - 1
+                arrived &= _wait_for_rows(
+                    link, offsets, first, last, chunk_rows, rank, generation, WORLD_SIZE
+                )
+            # Rows counted from the own first one, then as they are in the gathered matrix. Past the
+            # end the last row again, not the first ones: those may not be there yet.
+            inside_m = first + tl.arange(0, BLOCK_M) < M
+            cyclic = tl.minimum(first + tl.arange(0, BLOCK_M), M - 1)
+            own = cyclic < own_rows
+            rows = cyclic + begin
+            rows = tl.where(rows >= M, rows - M, rows)
+            nearby = tl.where(own, cyclic, 0).to(tl.int64)
+            a_rows = own_ptr + nearby * own_pitch
+            a_scales = None
+            if SCALED:
+                a_scales = x_scales.ptr + nearby * x_scales.stride
+            if DIRECT:
+                a_rows, a_scales = _peers_rows(
+                    a_rows, a_scales, rows, link, offsets, pitch, scales_at, rank, generation,
+                    dtype, SCALED, WORLD_SIZE,
+                )  # fmt: skip
             else:
-                a_ptr, stride_am = own, pitch
-            first = (program - COPY_PROGRAMS + programs - before % programs) % programs
-            for tile in range(first, tiles_m * tiles_n, programs):
-                tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                start_m = tile_m * BLOCK_M
-                arrived = True
-                if step > 0:
-                    arrived = _wait_for_chunks(
-                        signal_ptrs,
-                        rank,
-                        source,
-                        start_m // chunk_rows,
-                        (tl.minimum(start_m + BLOCK_M, rows) - 1) // chunk_rows,
-                        generation,
-                        max_polls,
-                        WORLD_SIZE,
-                    )
-                # Past the end the last row again, not the first ones: those may not be there yet.
-                offs_m = tl.minimum(start_m + tl.arange(0, BLOCK_M), rows - 1)
-                # One of these branches runs: the one of the weight whose columns the tile is among.
-                for i in tl.static_range(WEIGHTS):
-                    tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
-                    if arrived & (tile_n >= 0) & (tile_n < tiles_i):
-                        start_n = tile_n * BLOCK_N
-                        acc = tiles.zeros(BLOCK_M, BLOCK_N)
-                        if w_desc is not None:
-                            acc = tiles.accumulate_half_described(
-                                acc,
-                                a_ptr,
-                                w_desc,
-                                offs_m,
-                                0,
-                                start_n,
-                                K,
-                                stride_am,
-                                1,
-                                BLOCK_K,
-                                EVEN_K,
-                                W_TRANSPOSED,
-                            )
+                wide = rows.to(tl.int64)
+                a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
+                if SCALED:
+                    a_scales = tl.where(own, a_scales, gathered_scales_ptr + wide)
+            first_k, last_k = splits.part_of(K, part, TILES.block_k, SPLIT)
+            # One of these branches runs: the one of the output whose columns the tile is among.
+            for i in tl.static_range(OUTPUTS):
+                tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
+                if arrived & (tile_n >= 0) & (tile_n < tiles_i):
+                    start_n = tile_n * BLOCK_N
+                    acc, second = tiles.accumulate(
+                        tiles.zeros(BLOCK_M, BLOCK_N),
+                        tiles.zeros(BLOCK_M, BLOCK_N) if PAIR else None,
+                        a_rows, 1, None, 0,
+                        weights[i], weights[1] if PAIR else None,
+                        w_desc, w2_desc if PAIR else None,
+                        start_n, Ns[i], first_k, 0, last_k,
+                        TILES, EVEN_K, False, W_TRANSPOSED,
+                    )  # fmt: skip
+                    whole = True
+                    if SPLIT > 1:
+                        acc, second, whole = splits.add_up(
+                            acc, second, scratch_ptr, tile, part, program, link, rank, generation,
+                            WORLD_SIZE, SPLIT,
+                        )  # fmt: skip
+                    if whole:
+                        if BLOCK_N > 128:
+                            # By parts: with erf or exp a whole tile does not fit in registers.
+                            left, right = tiles.halves(acc)
+                            for quarter in tl.static_range(4):
+                                even, odd = tiles.halves(left if quarter < 2 else right)
+                                _finish(
+                                    even if quarter % 2 == 0 else odd, second, outs[i], sums,
+                                    a_scales, weight_scales, biases, rows, inside_m,
+                                    start_n + quarter * (BLOCK_N // 4), Ns[i], i, ACTIVATION,
+                                )  # fmt: skip
                         else:
-                            acc = tiles.accumulate(
-                                acc,
-                                a_ptr,
-                                w_ptrs[i],
-                                offs_m,
-                                tiles.wrapped(start_n, Ns[i], BLOCK_N),
-                                K,
-                                stride_am,
-                                1,
-                                strides_wk[i],
-                                strides_wn[i],
-                                BLOCK_K,
-                                EVEN_K,
-                            )
-                        if bias_ptrs[i] is not None:
-                            acc = tiles.with_bias(acc, bias_ptrs[i], start_n, Ns[i])
-                        out_ptr = out_ptrs[i] + begin * Ns[i]
-                        tiles.store(out_ptr, acc, start_m, start_n, rows, Ns[i], Ns[i], 1)
-                    tile_n -= tiles_i
-            before += tiles_m * tiles_n
+                            _finish(
+                                acc, second, outs[i], sums, a_scales, weight_scales, biases,
+                                rows, inside_m, start_n, Ns[i], i, ACTIVATION,
+                            )  # fmt: skip
+                tile_n -= tiles_i
 
 
-@triton.jit(do_not_specialize=["rank", "max_polls"])
-def _ag_gemm_contract_kernel(
-    out_ptr,  # (M, N)
-    gathered_ptr,  # (M, K), or (K, M) if TRANSPOSED
-    x_ptr,  # (M, k_local), or (k_local, M)
-    w_ptr,  # (K, N)
-    w_desc,  # its descriptor, or None
-    bias_ptr,  # (N,) or None
-    buffer_ptrs,
-    signal_ptrs,
-    offsets,
-    M,
-    N,
-    pitch,
-    stride_g,
-    stride_x,
-    stride_wk,
-    stride_wn,
-    stride_om,
-    stride_on,
-    half_bytes,
-    max_polls,
-    chunk_rows,
-    rank,
-    WORLD_SIZE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    X_IN_PLACE: tl.constexpr,
-    WITH_OWN: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-    COPY_N: tl.constexpr,
-) -> None:
-    """y = sum over ranks, in rank order, of x_r (or x_r^T) @ (its rows of w). Grid: as above.
+@triton.jit
+def _finish(
+    acc, second, out_ptr, sums, a_scales, column_scales, biases, rows, inside_m, start_n, N,
+    WEIGHT: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store activation(acc * factors + bias), and before it what the activation is applied to."""
+    acc = tiles.times_rows(acc, a_scales, inside_m)
+    acc = tiles.times_columns(acc, column_scales[WEIGHT], start_n, N)
+    acc = tiles.with_bias(acc, biases[WEIGHT], start_n, N)
+    if sums is not None:
+        tiles.store(sums[WEIGHT], acc, rows, inside_m, start_n, N, N, 1)
+    if second is not None:
+        second = tiles.times_rows(second, a_scales, inside_m)
+        second = tiles.times_columns(second, column_scales[1], start_n, N)
+        second = tiles.with_bias(second, biases[1], start_n, N)
+        if sums is not None:
+            tiles.store(sums[1], second, rows, inside_m, start_n, N, N, 1)
+    acc = tiles.activated(acc, second, ACTIVATION)
+    tiles.store(out_ptr, acc, rows, inside_m, start_n, N, N, 1)
 
-    Example: offsets (0, 3, 5), TRANSPOSED: y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a launch gives.
+
+    Attributes:
+        matrix: the gathered rows (M, K), contiguous; None if they never came together.
+        ys: the outputs, (M, N_i) each.
+        sums: what the activation was applied to, one a weight; empty if not asked for.
     """
-    program = tl.program_id(0)
-    generation = signals.last_generation(signal_ptrs, rank)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
-    if program < COPY_PROGRAMS:
-        _fetch_shards(
-            gathered_ptr,
-            buffer_ptrs,
-            signal_ptrs,
-            offsets,
-            M,
-            pitch,
-            stride_g,
-            half_bytes,
-            max_polls,
-            chunk_rows,
-            rank,
-            generation,
-            TRANSPOSED,
-            WITH_OWN,
-            WORLD_SIZE,
-            COPY_PROGRAMS,
-            COPY_M,
-            COPY_N,
-        )
-    else:
-        programs = tl.num_programs(0) - COPY_PROGRAMS
-        own = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
-        tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
-        first = program - COPY_PROGRAMS
-        arrived = True
-        for tile in range(first, tiles_m * tiles_n, programs):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-            offs_m = tiles.wrapped(start_m, M, BLOCK_M)
-            offs_n = tiles.wrapped(start_n, N, BLOCK_N)
-            acc = tiles.zeros(BLOCK_M, BLOCK_N)
-            # Rank order, not arrival order: replicated inputs give bitwise equal sums on all ranks.
-            for source in range(WORLD_SIZE):
-                begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
-                length = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
-                if source != rank:
-                    a_ptr = gathered_ptr + begin * (stride_g if TRANSPOSED else 1)
-                    stride_a = stride_g
-                elif X_IN_PLACE:
-                    a_ptr, stride_a = x_ptr, stride_x
-                else:
-                    a_ptr, stride_a = own, pitch
-                if (tile == first) & (source != rank) & (length > 0):
-                    rows = length if TRANSPOSED else M
-                    arrived &= _wait_for_chunks(
-                        signal_ptrs,
-                        rank,
-                        source,
-                        0,
-                        (rows - 1) // chunk_rows,
-                        generation,
-                        max_polls,
-                        WORLD_SIZE,
-                    )
-                if w_desc is not None:
-                    acc = tiles.accumulate_half_described(
-                        acc,
-                        a_ptr,
-                        w_desc,
-                        offs_m,
-                        begin,
-                        start_n,
-                        length,
-                        1 if TRANSPOSED else stride_a,
-                        stride_a if TRANSPOSED else 1,
-                        BLOCK_K,
-                        EVEN_K,
-                        W_TRANSPOSED,
-                    )
-                else:
-                    acc = tiles.accumulate(
-                        acc,
-                        a_ptr,
-                        w_ptr + begin * stride_wk,
-                        offs_m,
-                        offs_n,
-                        length,
-                        1 if TRANSPOSED else stride_a,
-                        stride_a if TRANSPOSED else 1,
-                        stride_wk,
-                        stride_wn,
-                        BLOCK_K,
-                        EVEN_K,
-                    )
-            if bias_ptr is not None:
-                acc = tiles.with_bias(acc, bias_ptr, start_n, N)
-            if arrived:
-                tiles.store(out_ptr, acc, start_m, start_n, M, N, stride_om, stride_on)
 
-
-def _pitch(columns: int) -> int:
-    return -(-columns // _PITCH) * _PITCH
-
-
-def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Symmetric memory a rank needs, given the largest shard's rows and columns."""
-    return rows * _pitch(columns) * dtype.itemsize
-
-
-def _in_place(x: torch.Tensor) -> bool:
-    return x.stride(1) == 1 or x.shape[1] == 1
-
-
-def _publish(x: torch.Tensor, ws: Workspace, pitch: int, config: Config) -> None:
-    if (needed := workspace_bytes(x.shape[0], pitch, x.dtype)) > ws.half_bytes:
-        raise ValueError(
-            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
-            f"ask for workspace_bytes(largest rows, largest columns, dtype)"
-        )
-    blocks = -(-max(x.shape[0], 1) // config.copy_m)
-    _publish_kernel[(min(config.programs, blocks),)](
-        x,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
-        x.shape[0],
-        x.shape[1],
-        pitch,
-        x.stride(0),
-        x.stride(1),
-        ws.half_bytes,
-        ws.rank,
-        WORLD_SIZE=ws.world_size,
-        COPY_M=config.copy_m,
-        COPY_N=config.copy_n,
-        num_warps=8,
-    )
+    matrix: torch.Tensor | None
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]
 
 
 def launch_all_gather_matmul(
@@ -552,147 +378,103 @@ def launch_all_gather_matmul(
     sizes: Sequence[int],
     *,
     biases: Sequence[torch.Tensor | None] | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
     with_own: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scales_b: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     config: Config | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Enqueue y_i = cat(x over ranks) @ w_i + bias_i.
+) -> Gathered:
+    """Enqueue y_i = activation(cat(x over ranks) @ w_i + bias_i).
 
     Args:
         x: (m_r, K), this rank's rows, any strides.
         weights: (K, N_i), any strides, dtype of x.
-        ws: room for `workspace_bytes(max(sizes), K, x.dtype)`.
+        ws: room for `gathers.workspace_bytes(max(sizes), K, x.dtype)`; of a channel of its own if
+            `config.copy_engines`.
         sizes: m_r of every rank, the same list on all ranks.
         biases: (N_i,) or None, one a weight.
+        activation: see `weft.kernels.epilogues`; "swiglu" makes one y of two weights.
+        keep_sums: also give what the activation was applied to.
         with_own: also put this rank's rows into the gathered matrix; without it they are undefined.
-        config: the same on all ranks; default `config_for`.
-
-    Returns:
-        the gathered matrix (sum of sizes, K), contiguous, and the list of y_i (sum of sizes, N_i).
+        scale_a, scales_b: of fp8 operands, fp32: one factor, or one a row of x, a column of w_i.
+        out_dtype: default that of x.
+        config: default `config_for`; `copy_engines` must be the same on all ranks.
     """
     K, M, W = x.shape[1], sum(sizes), ws.world_size
-    N = sum(w.shape[1] for w in weights)
-    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
-    tiling, pitch = config.tiling, _pitch(K)
-    gathered = x.new_empty(M, K)
-    outs = [x.new_empty(M, w.shape[1]) for w in weights]
+    pair = activation == "swiglu"
+    config = config or config_for(
+        M, sum(w.shape[1] for w in weights), K, x.dtype, W, chip_of(x.device),
+        pair=pair, keep=with_own, keep_sums=keep_sums,
+    )  # fmt: skip
+    tiling, pitch = config.tiling, gathers.pitch_of(K)
+    Ns = tuple(w.shape[1] for w in weights)
+    out_dtype = out_dtype or x.dtype
+    outs = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
+    gathered = scales = None
+    if not config.direct:
+        gathered = x.new_empty(M, K)
+        scales = None if scale_a is None else torch.empty(M, dtype=torch.float32, device=x.device)
+    if config.copy_engines and not gathers.in_place(x):
+        x = x.contiguous()
     # Triton's launcher takes no descriptors in a tuple.
-    wanted = config.descriptors and len(weights) == 1
-    w_desc, w_transposed = described_weight(weights[0], tiling, wanted)
-    _publish(x, ws, pitch, config)
-    _ag_gemm_kernel[(config.programs,)](
-        tuple(outs),
-        gathered,
-        x,
-        tuple(weights),
-        w_desc,
-        tuple(biases) if biases else (None,) * len(outs),
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
-        (0, *accumulate(sizes)),
-        tuple(w.shape[1] for w in weights),
-        K,
-        pitch,
-        x.stride(0),
-        tuple(w.stride(0) for w in weights),
-        tuple(w.stride(1) for w in weights),
-        ws.half_bytes,
-        ws.timeout_polls,
-        # Every chunk of a shard has a word of the pad.
-        max(config.chunk_rows, -(-max(sizes) // MAX_PROGRAMS)),
-        ws.rank,
-        WORLD_SIZE=W,
-        WEIGHTS=len(outs),
-        W_TRANSPOSED=w_transposed,
-        X_IN_PLACE=_in_place(x),
-        WITH_OWN=with_own,
-        EVEN_K=K % tiling.block_k == 0,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
-        COPY_PROGRAMS=config.copy_programs,
-        COPY_M=config.copy_m,
-        COPY_N=config.copy_n,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+    (w_desc, w2_desc), w_transposed = described_weights(
+        weights, tiling, config.descriptors and (pair or len(weights) == 1)
     )
-    return gathered, outs
-
-
-def launch_all_gather_contract(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    ws: Workspace,
-    sizes: Sequence[int],
-    *,
-    transposed: bool = False,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    with_own: bool = False,
-    config: Config | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Enqueue y = cat(x over ranks, dim=1) @ w + bias, or cat(x over ranks, dim=0)^T @ w.
-
-    Args:
-        x: (M, k_r), or (k_r, M) if `transposed`; any strides.
-        w: (sum of sizes, N), any strides, dtype of x.
-        ws: room for `workspace_bytes` of the largest x.
-        sizes: k_r of every rank, the same list on all ranks.
-        out: (M, N), any strides, to be written; default new and contiguous.
-        with_own, config: as in `launch_all_gather_matmul`.
-
-    Returns:
-        the gathered matrix, contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
-        transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
-    """
-    K, W, N = sum(sizes), ws.world_size, w.shape[1]
-    M = x.shape[1] if transposed else x.shape[0]
-    config = config or config_for(M, N, x.dtype, W, chip_of(x.device), contract=True)
-    tiling, pitch = config.tiling, _pitch(M if transposed else max(sizes))
-    gathered = x.new_empty((K, M) if transposed else (M, K))
-    out = x.new_empty(M, N) if out is None else out
-    even_k = all(size % tiling.block_k == 0 for size in sizes)
-    # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
-    w_desc, w_transposed = described_weight(w, tiling, config.descriptors and even_k)
-    _publish(x, ws, pitch, config)
-    _ag_gemm_contract_kernel[(config.programs,)](
-        out,
-        gathered,
-        x,
-        w,
-        w_desc,
-        bias,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
-        (0, *accumulate(sizes)),
-        M,
-        N,
-        pitch,
-        gathered.stride(0),
-        x.stride(0),
-        w.stride(0),
-        w.stride(1),
-        out.stride(0),
-        out.stride(1),
-        ws.half_bytes,
-        ws.timeout_polls,
-        # A tile reads whole shards: large chunks, one a copy program.
-        max(1, -(-(max(sizes) if transposed else M) // config.copy_programs)),
-        ws.rank,
-        WORLD_SIZE=W,
-        TRANSPOSED=transposed,
-        W_TRANSPOSED=w_transposed,
-        X_IN_PLACE=_in_place(x),
-        WITH_OWN=with_own,
-        EVEN_K=even_k,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
-        COPY_PROGRAMS=config.copy_programs,
-        COPY_M=config.copy_m,
-        COPY_N=config.copy_n,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
-    return gathered, out
+    count = -(-M // tiling.block_m) * sum(-(-out.shape[1] // tiling.block_n) for out in outs)
+    # Every chunk of a shard has a word of the pad.
+    chunk_rows = max(config.chunk_rows, -(-max(sizes) // MAX_PROGRAMS))
+    scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
+    with ExitStack() as stack:
+        if config.copy_engines:
+            assert gathered is not None
+            stack.enter_context(
+                copy_engines.fetching(
+                    x, scale_a, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+                )
+            )
+        else:
+            gathers.publish(
+                x, ws, pitch, config.programs, config.copy_m, config.copy_n, scales_of(scale_a),
+                scales_at,
+            )  # fmt: skip
+        _ag_gemm_kernel[(config.programs,)](
+            tuple(outs),
+            tuple(sums) if keep_sums else None,
+            gathered,
+            scales,
+            matrix(x),
+            scales_of(scale_a),
+            tuple(matrix(w) for w in weights),
+            w_desc,
+            w2_desc,
+            tuple(biases) if biases else (None,) * len(weights),
+            tuple(scales_of(scale) for scale in scales_b or (None,) * len(weights)),
+            splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
+            link_of(ws),
+            (0, *accumulate(sizes)),
+            Ns,
+            K,
+            pitch,
+            scales_at,
+            chunk_rows,
+            ws.rank,
+            WORLD_SIZE=W,
+            WEIGHTS=len(weights),
+            ACTIVATION=activation,
+            TILES=tiling,
+            DIRECT=config.direct,
+            SPLIT=config.split,
+            W_TRANSPOSED=w_transposed,
+            X_IN_PLACE=gathers.in_place(x),
+            WITH_OWN=with_own,
+            EVEN_K=K % tiling.block_k == 0,
+            COPY_PROGRAMS=config.copy_programs,
+            COPY_M=config.copy_m,
+            COPY_N=config.copy_n,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+    return Gathered(gathered, outs, sums)

@@ -30,7 +30,14 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.collectives import chunk_sizes, kernel_collectives, pull, signals
-from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    gathers,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+)
 from weft.kernels.chips import KNOWN, Chip
 
 _TYPES = {
@@ -40,6 +47,7 @@ _TYPES = {
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
 }
 _TARGETS = {
@@ -99,20 +107,21 @@ class _Catcher:
 
 
 @contextmanager
-def catching(module: ModuleType) -> Iterator[list[Launch]]:
-    """Collect the launches of the kernels of `module` instead of making them."""
-    kernels = {
-        name: value
+def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
+    """Collect the launches of the kernels of `modules` instead of making them."""
+    kernels = [
+        (module, name, value)
+        for module in modules
         for name, value in vars(module).items()
         if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
-    }
+    ]
     caught: list[Launch] = []
     try:
-        for name, kernel in kernels.items():
+        for module, name, kernel in kernels:
             setattr(module, name, _Catcher(kernel, caught))
         yield caught
     finally:
-        for name, kernel in kernels.items():
+        for module, name, kernel in kernels:
             setattr(module, name, kernel)
 
 
@@ -123,17 +132,18 @@ def source(launch: Launch) -> ASTSource:
 
     def describe(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
         if isinstance(value, tuple):
-            return tuple(describe(v, (*path, i), specialize) for i, v in enumerate(value))
+            fields = [describe(v, (*path, i), specialize) for i, v in enumerate(value)]
+            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
         if isinstance(value, TensorDescriptor):
             return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return _TYPES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
         if value is None or (specialize and value == 1):
             constants[path] = value
             return "constexpr"
-        if isinstance(value, float):
-            return "fp32"
         if specialize and value % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]
         return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -213,33 +223,53 @@ def _all_gather_launches(
     chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
 ) -> Iterator[tuple[str, Launch]]:
     op = all_gather_gemm
-    for case, tokens, widths in (
-        ("up", 8192, (_FFN,)),
-        ("qkv", 8192, _QKV),
-        ("up, 128 tokens", 128, (_FFN,)),
+    scaled = dtype.itemsize == 1
+    for case, tokens, widths, activation, keep in (
+        ("up", 8192, (_FFN,), None, False),
+        ("up, gelu", 8192, (_FFN,), "gelu", False),
+        ("up, gelu, kept", 8192, (_FFN,), "gelu", not scaled),
+        ("gate and up", 8192, (_FFN, _FFN), "swiglu", False),
+        ("qkv", 8192, _QKV, None, False),
+        ("up, 128 tokens", 128, (_FFN,), "silu", False),
+        ("up, 8 tokens", 8, (_FFN,), None, False),
+        ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
     ):
         # nn.Linear holds (N, K): its transpose is contiguous along K.
         weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
-        config = op.config_for(tokens, sum(widths), dtype, _W, chip)
-        with catching(op) as caught:
+        config = op.config_for(
+            tokens, sum(widths), _HIDDEN, dtype, _W, chip,
+            pair=activation == "swiglu", keep_sums=keep,
+        )  # fmt: skip
+        with catching(op, gathers) as caught:
             op.launch_all_gather_matmul(
-                empty(share, _HIDDEN), weights, _workspace(), [share] * _W, config=config
+                empty(share, _HIDDEN),
+                weights,
+                _workspace(),
+                [share] * _W,
+                activation=activation,
+                keep_sums=keep,
+                scale_a=_factors(share, 1) if scaled else None,
+                scales_b=[_factors(1, n) for n in widths] if scaled else None,
+                out_dtype=torch.bfloat16 if scaled else None,
+                config=config,
             )
         # One publish kernel serves all.
         yield from ((case, launch) for launch in caught[0 if case == "up" else 1 :])
+    if scaled:
+        return  # weights have no gradients
     for case, x, transposed in (
         ("columns", empty(8192, _HIDDEN // _W), False),
         ("weight gradient", empty(8192 // _W, _HIDDEN), True),
     ):
-        config = op.config_for(8192, _FFN, dtype, _W, chip, contract=True)
-        with catching(op) as caught:
-            op.launch_all_gather_contract(
+        contract = all_gather_contract.config_for(8192, _FFN, dtype, _W, chip)
+        with catching(all_gather_contract, gathers) as caught:
+            all_gather_contract.launch_all_gather_contract(
                 x,
                 empty(8192, _FFN),
                 _workspace(),
                 [1024] * _W,
                 transposed=transposed,
-                config=config,
+                config=contract,
             )
         yield case, caught[-1]
 
@@ -247,24 +277,49 @@ def _all_gather_launches(
 def _reduce_launches(
     chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
 ) -> Iterator[tuple[str, Launch]]:
+    scaled = dtype.itemsize == 1
+    scale_b = _factors(1, _HIDDEN) if scaled else None
+    out_dtype = torch.bfloat16 if scaled else dtype
     for case, tokens, depths in (
         ("down", 8192, (_FFN,)),
         ("d(qkv)", 8192, _QKV),
         ("down, 128 tokens", 128, (_FFN,)),
+        ("down, 8 tokens", 8, (_FFN,)),
     ):
+        if scaled and len(depths) > 1:
+            continue
         sizes = [tokens // _W] * _W
-        scatter = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
+        config = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
         xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
-        with catching(gemm_reduce_scatter) as caught:
+        residual = torch.empty(sizes[0], _HIDDEN, dtype=out_dtype, device="meta")
+        with catching(gemm_reduce_scatter, gemm_one_shot) as caught:
             gemm_reduce_scatter.launch_matmul_reduce_scatter(
-                xs, weights, _workspace(), sizes, config=scatter
+                xs,
+                weights,
+                _workspace(),
+                sizes,
+                residual=residual,
+                scale_a=_factors(tokens, 1) if scaled else None,
+                scale_b=scale_b,
+                out_dtype=out_dtype,
+                config=config,
             )
         yield case, caught[0]
-    for case, tokens in (("two shots", 8192), ("one shot", 16)):
-        reduce = gemm_all_reduce.config_for(tokens, _HIDDEN, dtype, _W, chip)
-        with catching(gemm_all_reduce) as caught:
+    for case, tokens, columns in (
+        ("two shots", 8192, _HIDDEN),
+        ("one shot", 16, _HIDDEN),
+        ("one shot, narrow", 16, 1024),
+    ):
+        reduce = gemm_all_reduce.config_for(tokens, columns, dtype, _W, chip)
+        with catching(gemm_all_reduce, gemm_one_shot) as caught:
             gemm_all_reduce.launch_matmul_all_reduce(
-                empty(tokens, _FFN), empty(_HIDDEN, _FFN).T, _workspace(), config=reduce
+                empty(tokens, _FFN),
+                empty(columns, _FFN).T,
+                _workspace(),
+                scale_a=_factors(tokens, 1) if scaled else None,
+                scale_b=_factors(1, columns) if scaled else None,
+                out_dtype=out_dtype,
+                config=reduce,
             )
         yield case, caught[0]
 
@@ -292,6 +347,10 @@ def _collective_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
+
+
+def _factors(rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=torch.float32, device="meta")
 
 
 def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -323,6 +382,7 @@ def compile_all(
         compile_launch(case, launch, chips[arch], dtype)
         for arch in archs
         for dtype in dtypes
+        if dtype != torch.float8_e4m3fn or chips[arch].fp8
         for case, launch in launches(chips[arch], dtype)
     ]
 
@@ -330,11 +390,11 @@ def compile_all(
 def table(reports: Sequence[Report]) -> str:
     """The reports as text, one line each."""
     head = (
-        f"{'arch':8} {'dtype':9} {'kernel':28} {'case':16} {'regs':>4} {'spills':>6} "
+        f"{'arch':8} {'dtype':9} {'kernel':28} {'case':22} {'regs':>4} {'spills':>6} "
         f"{'shared':>7}  {'matrix':8} copies"
     )
     lines = [
-        f"{r.arch:8} {r.dtype:9} {r.kernel:28} {r.case:16} {r.registers:4d} {r.spills:6d} "
+        f"{r.arch:8} {r.dtype:9} {r.kernel:28} {r.case:22} {r.registers:4d} {r.spills:6d} "
         f"{r.shared_bytes:7d}  {r.matrix_instruction:8} {r.copy_instruction}"
         for r in reports
     ]
@@ -348,7 +408,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arch", nargs="+", default=list(_TARGETS), metavar="ARCH")
     parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"]
+        "--dtype",
+        nargs="+",
+        default=["bfloat16"],
+        choices=["bfloat16", "float16", "float32", "float8_e4m3fn"],
     )
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)

@@ -22,12 +22,14 @@ class Chip:
     cores: programs that run at once at one a core (SMs, CUs).
     shared_bytes: shared memory (LDS) that one program may use.
     descriptors: whether tensor descriptors are copied by hardware (TMA).
+    fp8: whether its matrix units multiply float8_e4m3fn.
     """
 
     name: str
     cores: int
     shared_bytes: int
     descriptors: bool = False
+    fp8: bool = False
 
     @property
     def programs(self) -> int:
@@ -36,11 +38,11 @@ class Chip:
 
 
 # The interpreter runs programs one after another: few of them, but enough to be several.
-INTERPRETER = Chip("interpreter", 3, 1 << 30)
+INTERPRETER = Chip("interpreter", 3, 1 << 30, fp8=True)
 KNOWN = (
     Chip("sm_80", 108, 163 << 10),
-    Chip("sm_90", 132, 227 << 10, descriptors=True),
-    Chip("sm_100", 148, 227 << 10, descriptors=True),
+    Chip("sm_90", 132, 227 << 10, descriptors=True, fp8=True),
+    Chip("sm_100", 148, 227 << 10, descriptors=True, fp8=True),
     Chip("gfx942", 304, 64 << 10),
 )
 
@@ -70,6 +72,7 @@ def _chip_behind(device: torch.device) -> Chip:
         # Not in torch's type stubs.
         int(getattr(properties, "shared_memory_per_block_optin", 48 << 10)),
         descriptors=properties.major >= 9,
+        fp8=(properties.major, properties.minor) >= (8, 9),
     )
 
 

@@ -22,7 +22,7 @@ _ONEDNN_FLOPS = 4e6
 
 def wire_dtype(x: torch.Tensor) -> torch.dtype:
     """Dtype in which the host engine writes partial sums of `x @ w` for its peers."""
-    return torch.float32 if _is_slow(x) else x.dtype
+    return torch.float32 if _is_slow(x) or x.dtype.itemsize == 1 else x.dtype
 
 
 def _is_slow(x: torch.Tensor) -> bool:
@@ -84,6 +84,25 @@ def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
     return y if bias is None else y + bias
 
 
+def finished(
+    total: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """total + bias + residual in the dtype of `total`, then rounded to `dtype`. Differentiable."""
+    if bias is not None:
+        total = total + bias
+    if residual is not None:
+        total = total + residual
+    return total.to(dtype)
+
+
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype in which to add to a sum of values of x, before it is rounded once."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class WeightGrad:
     """dw = sum over row chunks of x_chunk^T @ dy_chunk, in the memory layout of `w`.
 
@@ -114,9 +133,13 @@ class WeightGrad:
 
 
 def check_operands(
-    x: torch.Tensor, K: int, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    K: int,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    out_dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError unless x (.., K) @ each weight (+ its bias) is a matmul."""
+    """Raise ValueError unless x (.., K) @ each weight (+ its bias of `out_dtype`) is a matmul."""
     if not weights:
         raise ValueError("w must be a weight or a list of at least one")
     if len(biases) != len(weights):
@@ -127,16 +150,29 @@ def check_operands(
                 f"w must be (K, N) with K = {K}, got {tuple(weight.shape)} for x "
                 f"{tuple(x.shape)}; pass an nn.Linear's weight as weight.t()"
             )
-        for name, other in (("w", weight), ("bias", bias)):
-            if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
+        for name, other, dtype in (("w", weight, x.dtype), ("bias", bias, out_dtype)):
+            if other is not None and (other.dtype, other.device) != (dtype, x.device):
                 raise ValueError(
-                    f"{name} must have x's dtype and device, {x.dtype} on {x.device}, got "
-                    f"{other.dtype} on {other.device}"
+                    f"{name} must be {dtype} on {x.device}, as x is, got {other.dtype} on "
+                    f"{other.device}"
                 )
         if bias is not None and bias.shape != weight.shape[1:]:
             raise ValueError(
                 f"bias must be (N,) with N = {weight.shape[1]}, got {tuple(bias.shape)}"
             )
+
+
+def check_residual(
+    residual: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError unless `residual` can be added to a result of that shape and dtype."""
+    if residual is not None and (
+        (tuple(residual.shape), residual.dtype, residual.device) != (tuple(shape), dtype, device)
+    ):
+        raise ValueError(
+            f"residual must be as the result, {tuple(shape)} {dtype} on {device}, got "
+            f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
+        )
 
 
 def check_sum(reduce_op: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.group import kept_by_group
+from weft.kernels.chips import chip_of
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -57,8 +58,10 @@ def is_supported(
     if engine == "host" and problem.host_refusal:
         return False, problem.host_refusal
     if engine == "triton":
-        if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return False, f"the kernels take float32, bfloat16 and float16, not {problem.dtype}"
+        if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+            return False, f"the kernels know no {problem.dtype}"
+        if problem.dtype == torch.float8_e4m3fn and not (chip := chip_of(device)).fp8:
+            return False, f"{chip.name} has no float8_e4m3fn"
         if device.type == "cpu":
             from weft.collectives import signals
 

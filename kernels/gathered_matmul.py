@@ -1,4 +1,4 @@
-"""all_gather_matmul: cat(x over ranks) @ w, differentiable, on three engines.
+"""all_gather_matmul: activation(cat(x over ranks) @ w), differentiable, on three engines.
 
 W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r columns of w:
 
@@ -13,7 +13,10 @@ are gathered after all, as a small matmul wastes more than the copy costs.
 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
 the partial sums next, so that peers' shards arrive under the first product, and peers' partial sums
-under the second. Two workspaces, as two calls are under way at once.
+under the second. Two workspaces, as two calls are under way at once. Behind an activation, dy is
+first made the gradient of what the activation was applied to, which the forward has kept.
+
+Scaled fp8 operands: the factors of x's rows travel with the rows. Forward only.
 
 The triton engine is in `all_gather_gemm`; its backward is also `gemm_reduce_scatter`'s kernel.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +43,16 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
+from weft.kernels.chips import chip_of
 from weft.kernels.dense import WeightGrad, check_operands, matmul, mm, wire_dtype
 from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
+from weft.kernels.epilogues import (
+    Activation,
+    activate,
+    check_activation,
+    gradients,
+    keeps_sums,
+)
 from weft.kernels.host import (
     gather_bytes,
     gather_shards,
@@ -52,6 +64,7 @@ from weft.kernels.host import (
     shards,
     sums_in_place,
 )
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 
 def all_gather_matmul(
@@ -60,11 +73,15 @@ def all_gather_matmul(
     group: GroupLike = None,
     *,
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    activation: Activation | None = None,
     gather_dim: int = 0,
     return_gathered: bool = False,
     sizes: Sequence[int] | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """torch.matmul(gathered, w) (+ bias), where gathered = cat(x over ranks, gather_dim).
+    """activation(torch.matmul(gathered, w) + bias), where gathered = cat(x over ranks, gather_dim).
 
     Args:
         x: (*batch, K), this rank's shard along `gather_dim`; shards may differ in length there and
@@ -73,24 +90,34 @@ def all_gather_matmul(
             gate and up), each with its own N.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: (N,), or a list with one or None a weight.
+        activation: "relu", "gelu", "gelu_tanh" or "silu", applied before anything is rounded.
+            "swiglu": w is the pair (gate, up) of (K, N) each, and the one output
+            silu(gathered @ gate) * (gathered @ up); on the triton engine neither product is
+            written to memory unless a gradient needs it.
         gather_dim: dim along which the shards lie, any dim of x. The last one is the contraction:
             then w holds the rows for all of K.
         return_gathered: also return the gathered x.
         sizes: length of every rank's shard along `gather_dim`, where known; None: the ranks tell
             each other, which costs a few us.
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
+            them. scale_a: fp32, () or (1,), or (*batch of x, 1), one factor a row; scale_b: fp32,
+            () or (1,), or (1, N), one a column; a list if w is one. y = (gathered * scale_a) @
+            (w * scale_b) in `out_dtype`, torch.bfloat16 by default.
 
     Returns:
-        y (*gathered batch, N), or a list of them if `w` is one; with `return_gathered` the pair
-        (gathered, y). New tensors; with `gather_dim` > 0 they may be non-contiguous.
+        y (*gathered batch, N), or a list of them if `w` is one (but for "swiglu"); with
+        `return_gathered` the pair (gathered, y). New tensors; with `gather_dim` > 0 they may be
+        non-contiguous.
 
         Gradients: of x, summed over ranks and scattered back to the shards; of w and bias, this
-        rank's own. Fused like the forward.
+        rank's own. Fused like the forward. With an activation other than relu, the forward keeps
+        what it was applied to.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
         MismatchError: on every rank, if the ranks' shards do not fit together.
         PeerTimeout: a rank did not come.
-        NotImplementedError: an engine was forced that cannot run the call.
+        NotImplementedError: an engine was forced that cannot run the call; a gradient of fp8.
 
     Example:
         x = [[1.], [2.]][rank] on 2 ranks, w = [[10.]] gives [[10.], [20.]] on both.
@@ -100,11 +127,15 @@ def all_gather_matmul(
     biases: list[torch.Tensor | None] = (
         [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     )
+    check_activation(activation, weights)
+    scaling = checked("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
     if is_traced(x):  # see `library`
+        refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(
             x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered
         )
-        y = traced[0] if single else traced[: len(weights)]
+        ys = activate(traced[: len(weights)], activation)
+        y = ys[0] if single or activation == "swiglu" else ys
         return (traced[-1], y) if return_gathered else y
     where = resolve(group)
     if x.ndim < 2 or not -x.ndim <= gather_dim < x.ndim:
@@ -113,25 +144,47 @@ def all_gather_matmul(
             f"{tuple(x.shape)}, {gather_dim=}"
         )
     gather_dim %= x.ndim
+    contracted = gather_dim == x.ndim - 1
+    if scaling and contracted:
+        raise NotImplementedError(
+            "shards along the contraction have factors of their own: of fp8 operands gather_dim "
+            "must be another dim"
+        )
     lengths = known_sizes(x, where, gather_dim, sizes, "all_gather_matmul")
-    K = sum(lengths) if gather_dim == x.ndim - 1 else x.shape[-1]
-    check_operands(x, K, weights, biases)
+    K = sum(lengths) if contracted else x.shape[-1]
+    check_operands(x, K, weights, biases, scaling.out_dtype if scaling else x.dtype)
 
     front = x.movedim(gather_dim, 0)
     batch = front.shape[1:-1]
     engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
+    pairs = list(zip(weights, biases, strict=True))
     if engine == "generic":
         gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
-        ys = [matmul(gathered, *pair) for pair in zip(weights, biases, strict=True)]
+        if scaling:
+            factors = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
+            zs = [
+                scaled_mm(gathered, w, factors, scale, b, scaling.out_dtype)
+                for (w, b), scale in zip(pairs, scaling.columns, strict=True)
+            ]
+        else:
+            zs = [matmul(gathered, *pair) for pair in pairs]
+        ys = activate(zs, activation)
     else:
         rows = [length * batch.numel() for length in lengths]
-        results = _AllGatherMatmul.apply(
-            front.reshape(-1, K), where, rows, engine, return_gathered, len(weights),
-            *weights, *biases,
-        )  # fmt: skip
+        flat = front.reshape(-1, K)
+        if scaling:
+            scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).reshape(-1, 1))
+            run = _host_forward if engine == "host" else _triton_forward
+            made = run(flat, weights, biases, where, rows, return_gathered, activation, scaling)
+            results = (*made.ys, made.gathered) if return_gathered else tuple(made.ys)
+        else:
+            results = _AllGatherMatmul.apply(
+                flat, where, rows, engine, return_gathered, activation, len(weights),
+                *weights, *biases,
+            )  # fmt: skip
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
-        ys, gathered = whole[: len(weights)], whole[-1]
-    y = ys[0] if single else ys
+        ys, gathered = whole[: len(whole) - return_gathered], whole[-1]
+    y = ys[0] if single or activation == "swiglu" else ys
     return (gathered, y) if return_gathered else y
 
 
@@ -164,6 +217,16 @@ def gather_problem(
     )
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What an engine's forward gives: outputs; the gathered x if asked for; what the gradient of
+    the activation needs, if it needs anything."""
+
+    ys: list[torch.Tensor]
+    gathered: torch.Tensor | None
+    kept: list[torch.Tensor]
+
+
 class _AllGatherMatmul(torch.autograd.Function):
     """x (m_r, K), weights (K, N_i) -> every y_i (M, N_i), then the gathered x if asked for."""
 
@@ -175,33 +238,38 @@ class _AllGatherMatmul(torch.autograd.Function):
         rows: list[int],
         engine: RunnableEngine,
         keep: bool,
+        activation: Activation | None,
         count: int,
         *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights = [each for each in operands[:count] if each is not None]
         biases = list(operands[count:])
-        ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.rows, ctx.engine, ctx.keep, ctx.count = group, rows, engine, keep, count
         run = _host_forward if engine == "host" else _triton_forward
-        ys, gathered = run(x, weights, biases, group, rows, keep)
-        return (*ys, gathered) if gathered is not None and keep else tuple(ys)
+        differentiated = any(ctx.needs_input_grad)
+        made = run(x, weights, biases, group, rows, keep, activation, None, differentiated)
+        ctx.save_for_backward(x, *weights, *made.kept)
+        ctx.group, ctx.rows, ctx.engine, ctx.keep, ctx.count = group, rows, engine, keep, count
+        ctx.activation = activation
+        return (*made.ys, made.gathered) if made.gathered is not None and keep else tuple(made.ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
         needs = ctx.needs_input_grad
-        needs_w = needs[6 : 6 + ctx.count]
-        dys = [grad.contiguous() for grad in grads[: ctx.count]]
+        needs_w, needs_b = needs[_OPERANDS : _OPERANDS + ctx.count], needs[_OPERANDS + ctx.count :]
         moved = [needs[0] and "reduce_scatter", any(needs_w) and "all_gather"]
         record_backward("all_gather_matmul", ctx.engine, *filter(None, moved))
-        run = _host_backward if ctx.engine == "host" else _triton_backward
         dgathered = grads[-1] if ctx.keep else None
+        dys = gradients(grads[: len(grads) - ctx.keep], kept, ctx.activation)
+        dys = [dy.contiguous() for dy in dys]
+        run = _host_backward if ctx.engine == "host" else _triton_backward
         dx, dws = run(x, weights, dys, dgathered, ctx.group, ctx.rows, needs[0], needs_w)
-        dbs = [
-            dy.sum(0) if need else None
-            for dy, need in zip(dys, needs[6 + ctx.count :], strict=True)
-        ]
-        return (dx, None, None, None, None, None, *dws, *dbs)
+        dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs_b, strict=True)]
+        return (dx, *(None,) * (_OPERANDS - 1), *dws, *dbs)
+
+
+_OPERANDS = 7  # where the weights begin among the arguments of forward
 
 
 def _host_forward(
@@ -211,20 +279,44 @@ def _host_forward(
     group: Group,
     rows: list[int],
     keep: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    activation: Activation | None,
+    scaling: Scaling | None,
+    differentiated: bool = False,
+) -> _Made:
     pairs = list(zip(weights, biases, strict=True))
-    nbytes = gather_bytes(x, rows)
-    with exchange(group, nbytes, "all_gather_matmul", x.device, channel="host gather") as ex:
+    op, nbytes = "all_gather_matmul", gather_bytes(x, rows)
+    factors = None if scaling is None else all_gather(scaling.rows, group, sizes=rows)
+    gathered = None
+    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
         publish(ex, x, rows)
-        if keep or not rows_in_place(x, weights, rows):
+        if keep or scaling is not None or not rows_in_place(x, weights, rows):
             gathered = gather_shards(ex, x, rows)
-            ys = [mm(gathered, w, bias) for w, bias in pairs]
-            return ys, gathered.clone() if keep else None
-        ys = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
-        for start, chunk in shards(ex, x, rows):
-            for y, (w, bias) in zip(ys, pairs, strict=True):
-                mm(chunk, w, bias, out=y[start : start + len(chunk)])
-    return ys, None
+            if scaling is None or factors is None:
+                zs = [mm(gathered, w, bias) for w, bias in pairs]
+            else:
+                zs = [
+                    scaled_mm(gathered, w, factors, scale, bias, scaling.out_dtype)
+                    for (w, bias), scale in zip(pairs, scaling.columns, strict=True)
+                ]
+            gathered = gathered.clone() if keep else None
+        else:
+            zs = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
+            for start, chunk in shards(ex, x, rows):
+                for z, (w, bias) in zip(zs, pairs, strict=True):
+                    mm(chunk, w, bias, out=z[start : start + len(chunk)])
+    ys = activate(zs, activation)
+    return _Made(ys, gathered, _kept(ys, zs, activation, differentiated))
+
+
+def _kept(
+    ys: list[torch.Tensor],
+    zs: list[torch.Tensor],
+    activation: Activation | None,
+    differentiated: bool,
+) -> list[torch.Tensor]:
+    if not differentiated or activation is None:
+        return []
+    return zs if keeps_sums(activation) else ys
 
 
 def _host_backward(
@@ -279,23 +371,47 @@ def _triton_forward(
     group: Group,
     rows: list[int],
     keep: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    activation: Activation | None,
+    scaling: Scaling | None,
+    differentiated: bool = False,
+) -> _Made:
     from weft.kernels import all_gather_gemm as kernel
 
-    ws = gather_workspace(x, group, rows, "all_gather_matmul")
-    gathered, ys = kernel.launch_all_gather_matmul(
-        x, weights, ws, rows, biases=biases, with_own=keep
+    op, N = "all_gather_matmul", sum(w.shape[1] for w in weights)
+    keep_sums = differentiated and keeps_sums(activation)
+    config = kernel.config_for(
+        sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
+        pair=activation == "swiglu", keep=keep, keep_sums=keep_sums,
+    )  # fmt: skip
+    ws = gather_workspace(x, group, rows, op, config.copy_engines)
+    made = kernel.launch_all_gather_matmul(
+        x,
+        weights,
+        ws,
+        rows,
+        biases=biases,
+        activation=activation,
+        keep_sums=keep_sums,
+        with_own=keep,
+        scale_a=scaling.rows if scaling else None,
+        scales_b=scaling.columns if scaling else None,
+        out_dtype=scaling.out_dtype if scaling else None,
+        config=config,
     )
-    ws.launched("all_gather_matmul")
-    return ys, gathered
+    ws.launched(op)
+    kept = _kept(made.ys, made.sums, activation, differentiated)
+    return _Made(made.ys, made.matrix if keep else None, kept)
 
 
-def gather_workspace(x: torch.Tensor, group: Group, rows: list[int], op: str) -> Workspace:
-    """The workspace through which the kernels of `all_gather_gemm` gather x (rows[rank], K)."""
-    from weft.kernels import all_gather_gemm as kernel
+def gather_workspace(
+    x: torch.Tensor, group: Group, rows: list[int], op: str, copy_engines: bool = False
+) -> Workspace:
+    """The workspace through which kernels, or copy engines, gather x (rows[rank], K)."""
+    from weft.kernels import gathers
 
-    nbytes = kernel.workspace_bytes(max(rows), x.shape[1], x.dtype)
-    ws = workspace(group, nbytes, channel="gather", device=x.device)
+    nbytes = gathers.workspace_bytes(max(rows), x.shape[1], x.dtype)
+    channel = "gather by copy engines" if copy_engines else "gather"
+    ws = workspace(group, nbytes, channel=channel, device=x.device)
     ws.check(op)
     return ws
 
@@ -310,7 +426,7 @@ def _triton_backward(
     needs_x: bool,
     needs_w: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    from weft.kernels import all_gather_gemm, gemm_reduce_scatter
+    from weft.kernels import all_gather_contract, gemm_reduce_scatter
 
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
@@ -330,7 +446,7 @@ def _triton_backward(
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
             ws = gather_workspace(x, group, rows, op)
-            gathered, _ = all_gather_gemm.launch_all_gather_contract(
+            gathered, _ = all_gather_contract.launch_all_gather_contract(
                 x, dy, ws, rows, transposed=True, out=dw, with_own=sum(needs_w) > 1
             )
             ws.launched(op)

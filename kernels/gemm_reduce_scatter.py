@@ -2,10 +2,13 @@
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its
 own affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size
-and be empty. bf16, fp16 or fp32 in and out; partial sums, their transport and their sum are fp32,
-one rounding.
+and be empty. bf16, fp16, fp32, or scaled fp8, in; partial sums, their transport and their sum are
+fp32, one rounding.
 
-    y_d (rows of chunk d, N) = scale * sum over r = 0, 1, ..., W-1 of x_r[chunk d] @ w_r + bias
+    y_d (rows of chunk d, N) = scale * sum over r of x_r[chunk d] @ w_r + bias + residual_d
+
+Chunks of fewer rows than a tile has go by `weft.kernels.gemm_one_shot` instead: there tiles
+straddle chunks, here they would be mostly empty.
 
 Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each
 holding this rank's chunk as tiles of (BLOCK_M, BLOCK_N) fp32, one after another:
@@ -49,9 +52,10 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.kernels import tiles
+from weft.kernels import gemm_one_shot, partial_sums, tiles
 from weft.kernels.chips import Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import described
+from weft.kernels.operands import described, link_of
+from weft.kernels.partial_sums import factors_of, finish_of
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,13 @@ class Config:
     descriptors: bool
 
 
-def config_for(chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
+def config_for(
+    chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config | gemm_one_shot.Config:
     """The launch for chunks of at most (chunk, N). K plays no part, as ranks may differ in it."""
     tiling = tiling_for(chip, chunk, N, dtype, world_size)
+    if world_size > 1 and chunk < tiling.block_m:
+        return gemm_one_shot.config_for(world_size * chunk, N, dtype, chip)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(
         tiling,
@@ -83,8 +91,12 @@ def config_for(chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Ch
     )
 
 
-def workspace_bytes(chunk: int, N: int, world_size: int, config: Config) -> int:
+def workspace_bytes(
+    chunk: int, N: int, world_size: int, config: Config | gemm_one_shot.Config
+) -> int:
     """Symmetric memory that the call needs on each rank."""
+    if isinstance(config, gemm_one_shot.Config):
+        return gemm_one_shot.workspace_bytes(world_size * chunk, N, world_size, config)
     tiling = config.tiling
     count = -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return world_size * count * tiling.block_m * tiling.block_n * 4
@@ -99,119 +111,88 @@ def workspace_for(
     return workspace(group, workspace_bytes(chunk, N, W, config), channel="scatter", device=device)
 
 
-@triton.jit(do_not_specialize=["rank", "max_polls"])
+@triton.jit(do_not_specialize=["rank"])
 def _gemm_rs_kernel(
     out_ptr,  # (rows of the own chunk, N)
-    xs,  # (M, K_i) a term; if DESCRIBED, the one term's descriptor
-    ws,  # (K_i, N), likewise
-    bias_ptr,  # (N,) or None
-    buffer_ptrs,
-    signal_ptrs,
+    factors,  # Factors of (M, N)
+    x_desc,  # of the only term, or None
+    w_desc,
+    finish,  # Finish
+    link,
     offsets,
     N,
-    Ks,
     chunk,
-    strides_xm,
-    strides_xk,
-    strides_wk,
-    strides_wn,
-    scale,
-    half_bytes,
-    max_polls,
     rank,
     WORLD_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
     TERMS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
     X_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr,
 ) -> None:
-    """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias.
+    """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias + residual.
 
     Grid: the same on all ranks.
 
-    Example: 2 ranks, offsets (0, 3, 5), one column tile, BLOCK_M=2: 2 tiles a chunk, numbers 0 1 |
+    Example: 2 ranks, offsets (0, 3, 5), one column tile, block_m=2: 2 tiles a chunk, numbers 0 1 |
     2 3. Of 3 programs, program 0 makes tile 0 (rows 0, 1) and tile 3 (rows 5.., nothing), on both
     ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
-    tiles_n = tiles.cdiv(N, BLOCK_N)
-    tiles_m = tiles.cdiv(chunk, BLOCK_M)
-    count = tiles_m * tiles_n
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    tiles_m, tiles_n = tiles.cdiv(chunk, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+    count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
         begin = tiles.element(offsets, owner, WORLD_SIZE)
         rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
-        slot = signals.half_ptr(buffer_ptrs, owner, generation, half_bytes, tl.float32)
+        half_bytes = link.half_bytes
+        slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
         first = (program + programs - owner * count % programs) % programs
         for tile in range(first, count, programs):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             if start_m < rows:
-                acc = tiles.zeros(BLOCK_M, BLOCK_N)
-                if DESCRIBED:
-                    acc = tiles.accumulate_described(
-                        acc,
-                        xs,
-                        ws,
-                        begin + start_m,
-                        start_n,
-                        Ks[0],
-                        BLOCK_K,
-                        X_TRANSPOSED,
-                        W_TRANSPOSED,
-                    )
-                else:
-                    for i in tl.static_range(TERMS):
-                        acc = tiles.accumulate(
-                            acc,
-                            xs[i],
-                            ws[i],
-                            begin + tiles.wrapped(start_m, rows, BLOCK_M),
-                            tiles.wrapped(start_n, N, BLOCK_N),
-                            Ks[i],
-                            strides_xm[i],
-                            strides_xk[i],
-                            strides_wk[i],
-                            strides_wn[i],
-                            BLOCK_K,
-                            EVEN_K,
-                        )
+                acc = partial_sums.product(
+                    factors, x_desc, w_desc, begin + tiles.wrapped(start_m, rows, BLOCK_M),
+                    begin + start_m, start_n, N, 0,
+                    TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
+                )  # fmt: skip
                 tiles.store_block(slot + tl.cast(tile, tl.int64) * BLOCK, acc)
         if owner != rank:
             signals.signal(
-                signals.slot_ptr(signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
+                signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
             )
     # Own tiles too were stored by other threads than the ones that read them next.
     tl.debug_barrier()
-    if signals.wait_for_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls):
+    if signals.wait_for_peers(
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+    ):
         rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
         rows -= tiles.element(offsets, rank, WORLD_SIZE)
-        slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, tl.float32)
+        slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
         first = (program + programs - rank * count % programs) % programs
         for tile in range(first, count, programs):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            start_n = tile_n * BLOCK_N
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             for part in range(0, BLOCK_M, REDUCE_M):
                 start_m = tile_m * BLOCK_M + part
                 if start_m < rows:
+                    offs_m = start_m + tl.arange(0, REDUCE_M)
+                    inside_m = offs_m < rows
                     offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
-                    offs = offs + tiles.block_offsets(REDUCE_M, BLOCK_N)
-                    total = tiles.sum_of_slots(slots, slot_stride, offs, WORLD_SIZE) * scale
-                    if bias_ptr is not None:
-                        total = tiles.with_bias(total, bias_ptr, start_n, N)
-                    tiles.store(out_ptr, total, start_m, start_n, rows, N, N, 1)
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
+                    total = partial_sums.finished(
+                        slots, slot_stride, offs + tiles.block_offsets(REDUCE_M, BLOCK_N), finish,
+                        offs_m, inside_m, tile_n * BLOCK_N, N, WORLD_SIZE,
+                    )  # fmt: skip
+                    tiles.store(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def launch_matmul_reduce_scatter(
@@ -221,10 +202,14 @@ def launch_matmul_reduce_scatter(
     sizes: Sequence[int],
     *,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     scale: float = 1.0,
-    config: Config | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: Config | gemm_one_shot.Config | None = None,
 ) -> torch.Tensor:
-    """Enqueue this rank's chunk of scale * sum over ranks of (sum_i x_i @ w_i), + bias.
+    """Enqueue this rank's chunk of scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
 
     Args:
         xs: (M, K_i), any strides, one dtype.
@@ -232,54 +217,49 @@ def launch_matmul_reduce_scatter(
         ws: room for `workspace_bytes(max(sizes), N, W, config)`.
         sizes: rows of every rank's chunk, the same list on all ranks.
         bias: (N,), added once, after the scale.
+        residual: (sizes[rank], N), likewise.
         scale: 1 / W makes an average.
+        scale_a, scale_b: of fp8 operands (one term), fp32: one factor, or one a row, a column.
+        out_dtype: default that of x.
         config: the same on all ranks; default `config_for`.
 
     Returns:
-        (sizes[rank], N), contiguous, dtype of x.
+        (sizes[rank], N), contiguous.
     """
     x, W = xs[0], ws.world_size
     chunk, N = max(sizes), weights[0].shape[1]
     config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
-    tiling = config.tiling
     if (needed := workspace_bytes(chunk, N, W, config)) > ws.half_bytes:
-        raise ValueError(
-            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
-            f"ask for workspace_bytes(max(sizes), N, world_size, config)"
+        raise partial_sums.too_small(
+            needed, ws, "workspace_bytes(max(sizes), N, world_size, config)"
         )
-    out = x.new_empty(sizes[ws.rank], N)
+    out = x.new_empty(sizes[ws.rank], N, dtype=out_dtype or x.dtype)
+    offsets = (0, *accumulate(sizes))
+    factors = factors_of(xs, weights, scale_a, scale_b)
+    finish = finish_of(scale, bias, residual)
+    if isinstance(config, gemm_one_shot.Config):
+        gemm_one_shot.launch(out, xs, weights, factors, finish, ws, offsets, config)
+        return out
+    tiling = config.tiling
     # Triton's launcher takes no descriptors in a tuple, and the number of terms varies.
-    wanted, offsets = config.descriptors and len(xs) == 1, (0, *accumulate(sizes))
-    operands = described(x, weights[0], tiling, wanted, offsets)
+    operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1, offsets)
     _gemm_rs_kernel[(config.programs,)](
         out,
-        operands.x if operands.described else tuple(xs),
-        operands.w if operands.described else tuple(weights),
-        bias,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
+        factors,
+        operands.x,
+        operands.w,
+        finish,
+        link_of(ws),
         offsets,
         N,
-        tuple(x.shape[1] for x in xs),
         chunk,
-        tuple(x.stride(0) for x in xs),
-        tuple(x.stride(1) for x in xs),
-        tuple(w.stride(0) for w in weights),
-        tuple(w.stride(1) for w in weights),
-        scale,
-        ws.half_bytes,
-        ws.timeout_polls,
         ws.rank,
         WORLD_SIZE=W,
+        TILES=tiling,
         TERMS=len(xs),
-        DESCRIBED=operands.described,
         X_TRANSPOSED=operands.x_transposed,
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
         REDUCE_M=config.reduce_m,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -18,7 +18,8 @@ import torch
 
 from weft.collectives import Exchange
 from weft.collectives.movement import offsets
-from weft.kernels.dense import allocates, mm
+from weft.kernels.dense import allocates, finished, mm
+from weft.kernels.scaled import Scaling, scaled_mm
 
 # Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
 # the copy takes: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
@@ -58,7 +59,7 @@ def _fetch(
     ex: Exchange, x: torch.Tensor, rows: list[int]
 ) -> dict[int, tuple[torch.Tensor, torch.cuda.Event]]:
     """Have the copy engines bring all peers' shards, in a stream beside the one that multiplies."""
-    main, side = torch.cuda.current_stream(x.device), _copy_stream(x.device)
+    main, side = torch.cuda.current_stream(x.device), copy_stream(x.device)
     side.wait_stream(main)
     fetched = {}
     with torch.cuda.stream(side):
@@ -73,7 +74,8 @@ def _fetch(
 
 
 @lru_cache(maxsize=16)
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream in which copy engines bring shards."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -137,6 +139,17 @@ def publish_product(
     return product[start:stop]
 
 
+def publish_scaled(
+    ex: Exchange, x: torch.Tensor, w: torch.Tensor, rows: list[int], scaling: Scaling
+) -> torch.Tensor:
+    """`publish_product` of scaled fp8, in fp32."""
+    shown = ex.local((x.shape[0], w.shape[1]), torch.float32)
+    shown.copy_(scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32))
+    ex.signal_all()
+    start = offsets(rows)[ex.rank]
+    return shown[start : start + rows[ex.rank]]
+
+
 def reduce_rows(
     ex: Exchange,
     own: torch.Tensor,
@@ -145,9 +158,10 @@ def reduce_rows(
     *,
     average: bool = False,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum (or average) of every rank's rows start.. (+ bias), as `dtype`; `own` are this
-    rank's.
+    """The sum (or average) of every rank's rows start.. (+ bias + residual), as `dtype`; `own` are
+    this rank's.
 
     Added in fp32 in rank order, with one rounding.
     """
@@ -162,6 +176,4 @@ def reduce_rows(
         total.add_(term)
     if average:
         total.div_(ex.world_size)
-    if bias is not None:
-        total.add_(bias)
-    return total.to(dtype)
+    return finished(total, bias, residual, dtype)

@@ -1,24 +1,77 @@
-"""Operands of a matmul as a kernel takes them: pointers with strides, or tensor descriptors."""
+"""Arguments of the kernels: matrices with their strides, tensor descriptors, the way to the peers.
+
+Triton passes named tuples through to a kernel field by field, so that a kernel's argument list says
+what belongs together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.chips import Tiling
 
+if TYPE_CHECKING:
+    from weft.collectives.workspace import Workspace
+
+
+class Link(NamedTuple):
+    """How a kernel reaches its peers: see `weft.collectives.signals`."""
+
+    buffer_ptrs: Any
+    signal_ptrs: Any
+    half_bytes: Any
+    max_polls: Any
+
+
+class Matrix(NamedTuple):
+    """A matrix in memory: pointer to its first element, elements from row to row and column to
+    column."""
+
+    ptr: Any
+    stride_m: Any
+    stride_n: Any
+
+
+class Scales(NamedTuple):
+    """fp32 factors, one a row of x (or a column of w): `stride` apart, 0 if one serves all.
+    `ptr` is None where there are none."""
+
+    ptr: Any
+    stride: Any
+
+
+NO_SCALES = Scales(None, 0)
+
+
+def link_of(ws: Workspace) -> Link:
+    """The kernels' way to the peers of `ws`."""
+    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
+
+
+def matrix(tensor: torch.Tensor) -> Matrix:
+    """A 2-D tensor as a kernel takes it."""
+    return Matrix(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def scales_of(scale: torch.Tensor | None) -> Scales:
+    """A scalar, or one factor a row or column, as a kernel takes it."""
+    if scale is None:
+        return NO_SCALES
+    flat = scale.reshape(-1)
+    return Scales(flat, 0 if flat.numel() == 1 else flat.stride(0))
+
 
 @dataclass(frozen=True)
-class Operands:
-    """x and w as a kernel takes them. If `described`: descriptors, of the transpose where said."""
+class Described:
+    """Descriptors of x and w, of the transpose where said; all or none."""
 
-    x: Any
-    w: Any
-    described: bool = False
+    x: Any = None
+    w: Any = None
     x_transposed: bool = False
     w_transposed: bool = False
 
@@ -39,7 +92,7 @@ def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:
 
 def described(
     x: torch.Tensor, w: torch.Tensor, tiling: Tiling, wanted: bool, row_starts: Sequence[int] = ()
-) -> Operands:
+) -> Described:
     """Descriptors of x (M, K) and w (K, N) if they are `wanted` and both allow it.
 
     Only for operands that nobody writes while the kernel runs: copies by descriptor are not
@@ -49,16 +102,21 @@ def described(
         row_starts: rows of x from which tiles are counted, if not from row 0 alone.
     """
     if not wanted or not (_describable(x) and _describable(w)):
-        return Operands(x, w)
+        return Described()
     if x.stride(1) != 1 and any(start * x.element_size() % 16 for start in row_starts):
-        return Operands(x, w)  # along the contiguous dim, blocks start at multiples of 16 bytes
+        return Described()  # along the contiguous dim, blocks start at multiples of 16 bytes
     x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
     w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
-    return Operands(x_descriptor, w_descriptor, True, x_transposed, w_transposed)
+    return Described(x_descriptor, w_descriptor, x_transposed, w_transposed)
 
 
-def described_weight(w: torch.Tensor, tiling: Tiling, wanted: bool) -> tuple[Any, bool]:
-    """Descriptor of w (K, N), or None, and whether it is of the transpose."""
-    if not wanted or not _describable(w):
-        return None, False
-    return _describe(w, (tiling.block_k, tiling.block_n))
+def described_weights(
+    weights: Sequence[torch.Tensor], tiling: Tiling, wanted: bool
+) -> tuple[list[Any], bool]:
+    """Descriptors of one or two weights (K, N), or None for each, and whether of the transpose."""
+    count = len(weights)
+    alike = count in (1, 2) and len({w.stride(1) == 1 for w in weights}) == 1
+    if not wanted or not alike or not all(_describable(w) for w in weights):
+        return [None, None], False
+    made = [_describe(w, (tiling.block_k, tiling.block_n)) for w in weights]
+    return [desc for desc, _ in made] + [None] * (2 - count), made[0][1]

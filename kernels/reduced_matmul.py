@@ -17,6 +17,7 @@ The triton engine is in `gemm_all_reduce`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +30,17 @@ from weft.kernels.dense import (
     SumOp,
     WeightGrad,
     check_operands,
+    check_residual,
     check_sum,
+    finished,
     matmul,
     mm,
+    sum_dtype,
     wire_dtype,
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import reduce_rows
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 _ONE_SHOT_BYTES = 64 << 10
 
@@ -46,7 +51,11 @@ def matmul_all_reduce(
     group: GroupLike = None,
     *,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     reduce_op: SumOp = "sum",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of torch.matmul(x, w) (+ bias), bitwise the same on every rank.
 
@@ -55,7 +64,13 @@ def matmul_all_reduce(
         w: (K_r, N): the rows of the weight that go with them.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: (N,), added once; the same on every rank.
-        reduce_op: "sum", or "avg" to divide by the number of ranks (before the bias is added).
+        residual: (*batch, N), dtype of the result, added once; the same on every rank.
+        reduce_op: "sum", or "avg" to divide by the number of ranks (before bias and
+            residual are added).
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
+            them. scale_a: fp32, () or (1,), or (*batch, 1), one factor a row; scale_b: fp32, () or
+            (1,), or (1, N), one a column; each rank its own. The result is of `out_dtype`,
+            torch.bfloat16 by default.
 
     Returns:
         A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on
@@ -64,16 +79,19 @@ def matmul_all_reduce(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
         PeerTimeout: a rank did not come.
-        NotImplementedError: an engine was forced that cannot run the call.
+        NotImplementedError: an engine was forced that cannot run the call; a gradient of fp8.
 
     Example:
         x = [[1.]], w = [[10.]] on rank 0 and [[2.]], [[10.]] on rank 1 give [[30.]] on both.
     """
+    scaling = checked("matmul_all_reduce", x, [w], [bias, residual], scale_a, scale_b, out_dtype)
+    dtype = scaling.out_dtype if scaling else x.dtype
     if is_traced(x):  # see `library`
+        refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_all_reduce(
             x, w, bias, group_name(group), reduce_op
         )
-        return traced
+        return traced if residual is None else traced + residual
     where = resolve(group)
     check_call(
         where,
@@ -81,20 +99,31 @@ def matmul_all_reduce(
     )
     if x.ndim == 0:
         raise ValueError("x must have at least one dim")
-    check_operands(x, x.shape[-1], [w], [bias])
+    check_operands(x, x.shape[-1], [w], [bias], dtype)
     check_sum(reduce_op)
     K, N = w.shape
     batch = x.shape[:-1]
     M = batch.numel()
     moved = M * N * (where.world_size - 1) * wire_dtype(x).itemsize
+    check_residual(residual, (*batch, N), dtype, x.device)
     engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), where, x.device)
     if engine == "generic":
-        y: torch.Tensor = _ToReplicated.apply(matmul(x, w), where, reduce_op)
-        return y if bias is None else y + bias
-    flat: torch.Tensor = _MatmulAllReduce.apply(
-        x.reshape(M, K), w, bias, where, engine, reduce_op == "avg"
-    )
-    return flat.view(*batch, N)
+        if scaling:
+            partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
+        else:
+            partial = matmul(x, w)
+        if bias is not None or residual is not None:
+            partial = partial.to(sum_dtype(partial))
+        return finished(_ToReplicated.apply(partial, where, reduce_op), bias, residual, dtype)
+    flat, average = x.reshape(M, K), reduce_op == "avg"
+    residual = None if residual is None else residual.reshape(M, N)
+    if scaling:
+        scaling = replace(scaling, rows=scaling.rows.reshape(M, 1))
+        run = _host_forward if engine == "host" else _triton_forward
+        made = run(flat, w, bias, residual, where, average, scaling)
+    else:
+        made = _MatmulAllReduce.apply(flat, w, bias, residual, where, engine, average)
+    return made.view(*batch, N)
 
 
 class _ToReplicated(torch.autograd.Function):
@@ -111,7 +140,7 @@ class _ToReplicated(torch.autograd.Function):
 
 
 class _MatmulAllReduce(torch.autograd.Function):
-    """x (M, K_r), w (K_r, N), bias (N,) -> y (M, N)."""
+    """x (M, K_r), w (K_r, N), bias (N,), residual (M, N) -> y (M, N)."""
 
     @staticmethod
     def forward(
@@ -119,6 +148,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
         group: Group,
         engine: RunnableEngine,
         average: bool,
@@ -126,7 +156,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.scale = 1 / group.world_size if average else None
         run = _host_forward if engine == "host" else _triton_forward
-        return run(x, w, bias, group, average)
+        return run(x, w, bias, residual, group, average, None)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -140,46 +170,76 @@ class _MatmulAllReduce(torch.autograd.Function):
             grad = WeightGrad(w)
             grad.add(x, scaled)
             dw = grad.result()
-        return dx, dw, dy.sum(0) if needs_b else None, None, None, None
+        db = dy.sum(0) if needs_b else None
+        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def _host_forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: Group, average: bool
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    group: Group,
+    average: bool,
+    scaling: Scaling | None,
 ) -> torch.Tensor:
-    M, N, wire = x.shape[0], w.shape[1], wire_dtype(x)
+    M, N = x.shape[0], w.shape[1]
+    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (wire_dtype(x), x.dtype)
     op, nbytes = "matmul_all_reduce", M * N * wire.itemsize
     rows = chunk_sizes(M, group.world_size)
     starts = offsets(rows)
-    own = starts[group.rank]
+    own = slice(starts[group.rank], starts[group.rank] + rows[group.rank])
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        shown = mm(x, w, out=ex.local((M, N), wire))
+        shown = ex.local((M, N), wire)
+        if scaling:
+            shown.copy_(scaled_mm(x, w, scaling.rows, scaling.columns[0], None, wire))
+        else:
+            mm(x, w, out=shown)
         ex.signal_all()
         if one_shot:
-            return reduce_rows(ex, shown, 0, x.dtype, average=average, bias=bias)
-        part = shown[own : own + rows[group.rank]]
-        part = reduce_rows(ex, part, own, x.dtype, average=average, bias=bias)
-    y = x.new_empty(M, N)
+            return reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)
+        part = reduce_rows(
+            ex, shown[own], own.start, dtype, average=average, bias=bias,
+            residual=None if residual is None else residual[own],
+        )  # fmt: skip
+    y = torch.empty(M, N, dtype=dtype, device=x.device)
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        ex.local(tuple(part.shape), x.dtype).copy_(part)
+        ex.local(tuple(part.shape), dtype).copy_(part)
         ex.signal_all()
-        y[own : own + len(part)] = part
+        y[own] = part
         for peer in ex.peers():
             ex.wait(peer)
             into = y[starts[peer] : starts[peer] + rows[peer]]
-            into.copy_(ex.peer(peer, tuple(into.shape), x.dtype))
+            into.copy_(ex.peer(peer, tuple(into.shape), dtype))
     return y
 
 
 def _triton_forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: Group, average: bool
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    group: Group,
+    average: bool,
+    scaling: Scaling | None,
 ) -> torch.Tensor:
     from weft.kernels import gemm_all_reduce as kernel
 
-    ws = kernel.workspace_for(x, w, group)
+    dtype = scaling.out_dtype if scaling else x.dtype
+    ws = kernel.workspace_for(x, w, group, dtype)
     ws.check("matmul_all_reduce")
-    scale = 1 / group.world_size if average else 1.0
-    y = kernel.launch_matmul_all_reduce(x, w, ws, bias=bias, scale=scale)
+    y = kernel.launch_matmul_all_reduce(
+        x,
+        w,
+        ws,
+        bias=bias,
+        residual=residual,
+        scale=1 / group.world_size if average else 1.0,
+        scale_a=scaling.rows if scaling else None,
+        scale_b=scaling.columns[0] if scaling else None,
+        out_dtype=dtype,
+    )
     ws.launched("matmul_all_reduce")
     return y
 

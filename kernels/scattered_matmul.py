@@ -19,6 +19,7 @@ The triton engine is in `gemm_reduce_scatter`; its backward is `all_gather_gemm`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,13 +28,17 @@ from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolv
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
     SumOp,
     WeightGrad,
     check_operands,
+    check_residual,
     check_sum,
+    finished,
     matmul,
     mm,
+    sum_dtype,
     wire_dtype,
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
@@ -42,11 +47,13 @@ from weft.kernels.host import (
     gather_bytes,
     publish,
     publish_product,
+    publish_scaled,
     reduce_rows,
     row_chunks,
     rows_in_place,
     sums_in_place,
 )
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 
 def matmul_reduce_scatter(
@@ -55,8 +62,12 @@ def matmul_reduce_scatter(
     group: GroupLike = None,
     *,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     scatter_dim: int = 0,
     reduce_op: SumOp = "sum",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """This rank's torch.chunk along `scatter_dim` of the sum over ranks of torch.matmul(x, w).
 
@@ -65,8 +76,14 @@ def matmul_reduce_scatter(
         w: (K_r, N): the rows of the weight that go with them.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: (N,), added once; the same on every rank.
+        residual: this rank's chunk, shape and dtype of the result, added to it.
         scatter_dim: dim of the result (*batch, N) that is cut; trailing ranks may get none of it.
-        reduce_op: "sum", or "avg" to divide by the number of ranks (before the bias is added).
+        reduce_op: "sum", or "avg" to divide by the number of ranks (before bias and
+            residual are added).
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
+            them. scale_a: fp32, () or (1,), or (*batch, 1), one factor a row; scale_b: fp32, () or
+            (1,), or (1, N), one a column; each rank its own. The result is of `out_dtype`,
+            torch.bfloat16 by default.
 
     Returns:
         A new tensor, added up in fp32 in rank order; with `scatter_dim` > 0 it may be
@@ -76,20 +93,25 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
         PeerTimeout: a rank did not come.
-        NotImplementedError: an engine was forced that cannot run the call.
+        NotImplementedError: an engine was forced that cannot run the call; a gradient of fp8.
 
     Example:
         x = [[1.], [2.]] and w = [[10.]] on both of 2 ranks give [[20.]] on rank 0, [[40.]] on 1.
     """
+    scaling = checked(
+        "matmul_reduce_scatter", x, [w], [bias, residual], scale_a, scale_b, out_dtype
+    )
+    dtype = scaling.out_dtype if scaling else x.dtype
     if is_traced(x):  # see `library`
+        refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_reduce_scatter(
             x, w, bias, group_name(group), scatter_dim, reduce_op
         )
-        return traced
+        return traced if residual is None else traced + residual
     where = resolve(group)
     check_call(where, f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
                f"N = {w.shape[-1]}, along dim {scatter_dim}")  # fmt: skip
-    check_operands(x, x.shape[-1], [w], [bias])
+    check_operands(x, x.shape[-1], [w], [bias], dtype)
     check_sum(reduce_op)
     if x.ndim < 2 or not -x.ndim <= scatter_dim < x.ndim:
         raise ValueError(
@@ -100,22 +122,38 @@ def matmul_reduce_scatter(
     columns = scatter_dim == x.ndim - 1
     K, N = w.shape
     world_size = where.world_size
+    shape = [*x.shape[:-1], N]
+    sizes = chunk_sizes(shape[scatter_dim], world_size)
+    shape[scatter_dim] = sizes[where.rank]
+    check_residual(residual, shape, dtype, x.device)
     engine = choose(scatter_problem(x, w, where, scatter_dim), where, x.device)
     if engine == "generic":
-        y = reduce_scatter(matmul(x, w), where, dim=scatter_dim, reduce_op=reduce_op)
-        if bias is None:
-            return y
-        bias = Replicated.apply(bias, where)
-        if columns:
-            bias = bias.split(chunk_sizes(N, world_size))[where.rank]
-        return y + bias
+        if scaling:
+            partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
+        else:
+            partial = matmul(x, w)
+        if bias is not None or residual is not None:
+            partial = partial.to(sum_dtype(partial))
+        y = reduce_scatter(partial, where, dim=scatter_dim, reduce_op=reduce_op)
+        if bias is not None:
+            bias = Replicated.apply(bias, where)
+            if columns:
+                bias = bias.split(sizes)[where.rank]
+        return finished(y, bias, residual, dtype)
     front = x.movedim(scatter_dim, 0)
-    batch, sizes = front.shape[1:-1], chunk_sizes(front.shape[0], world_size)
+    batch = front.shape[1:-1]
     rows = [size * batch.numel() for size in sizes]
-    flat: torch.Tensor = _MatmulReduceScatter.apply(
-        front.reshape(sum(rows), K), w, bias, where, rows, engine, reduce_op == "avg"
-    )
-    return flat.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
+    flat = front.reshape(sum(rows), K)
+    if residual is not None:
+        residual = residual.movedim(scatter_dim, 0).reshape(rows[where.rank], N)
+    average = reduce_op == "avg"
+    if scaling:
+        scaling = replace(scaling, rows=scaling.rows.movedim(scatter_dim, 0).reshape(sum(rows), 1))
+        run = _host_forward if engine == "host" else _triton_forward
+        made = run(flat, w, bias, residual, where, rows, average, scaling)
+    else:
+        made = _MatmulReduceScatter.apply(flat, w, bias, residual, where, rows, engine, average)
+    return made.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
 
 
 def scatter_problem(x: torch.Tensor, w: torch.Tensor, group: Group, scatter_dim: int) -> Problem:
@@ -144,7 +182,7 @@ class Replicated(torch.autograd.Function):
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
-    """x (M, K_r), w (K_r, N), bias (N,) -> y (rows of this rank, N)."""
+    """x (M, K_r), w (K_r, N), bias (N,), residual like y -> y (rows of this rank, N)."""
 
     @staticmethod
     def forward(
@@ -152,6 +190,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
         group: Group,
         rows: list[int],
         engine: RunnableEngine,
@@ -160,7 +199,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.group, ctx.rows, ctx.engine, ctx.average = group, rows, engine, average
         run = _host_forward if engine == "host" else _triton_forward
-        return run(x, w, bias, group, rows, average)
+        return run(x, w, bias, residual, group, rows, average, None)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -170,23 +209,29 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dx, dw, db = run(
             x, w, dy.contiguous(), ctx.group, ctx.rows, ctx.average, ctx.needs_input_grad[:3]
         )
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None, None
 
 
 def _host_forward(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     group: Group,
     rows: list[int],
     average: bool,
+    scaling: Scaling | None,
 ) -> torch.Tensor:
-    M, N, wire = x.shape[0], w.shape[1], wire_dtype(x)
+    M, N = x.shape[0], w.shape[1]
+    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (wire_dtype(x), x.dtype)
     op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        own = publish_product(ex, x, w, rows, wire)
+        if scaling:
+            own = publish_scaled(ex, x, w, rows, scaling)
+        else:
+            own = publish_product(ex, x, w, rows, wire)
         start = offsets(rows)[group.rank]
-        return reduce_rows(ex, own, start, x.dtype, average=average, bias=bias)
+        return reduce_rows(ex, own, start, dtype, average=average, bias=bias, residual=residual)
 
 
 def _host_backward(
@@ -229,16 +274,28 @@ def _triton_forward(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     group: Group,
     rows: list[int],
     average: bool,
+    scaling: Scaling | None,
 ) -> torch.Tensor:
     from weft.kernels import gemm_reduce_scatter as kernel
 
     ws = kernel.workspace_for(x.dtype, w.shape[1], group, rows, x.device)
     ws.check("matmul_reduce_scatter")
-    scale = 1 / group.world_size if average else 1.0
-    y = kernel.launch_matmul_reduce_scatter([x], [w], ws, rows, bias=bias, scale=scale)
+    y = kernel.launch_matmul_reduce_scatter(
+        [x],
+        [w],
+        ws,
+        rows,
+        bias=bias,
+        residual=residual,
+        scale=1 / group.world_size if average else 1.0,
+        scale_a=scaling.rows if scaling else None,
+        scale_b=scaling.columns[0] if scaling else None,
+        out_dtype=scaling.out_dtype if scaling else None,
+    )
     ws.launched("matmul_reduce_scatter")
     return y
 
@@ -252,23 +309,32 @@ def _triton_backward(
     average: bool,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    from weft.kernels import all_gather_gemm as kernel
+    from weft.kernels import all_gather_contract, all_gather_gemm
 
     needs_x, needs_w, needs_b = needs
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
     own = dy / group.world_size if average else dy
-    ws = gather_workspace(own, group, rows, op)
     whole = needs_w or needs_b
+    config = all_gather_gemm.config_for(
+        sum(rows), w.shape[0], w.shape[1], x.dtype, group.world_size, chip_of(x.device), keep=whole
+    )
+    by_engines = config.copy_engines and (needs_x or needs_b)
+    ws = gather_workspace(own, group, rows, op, by_engines)
     if needs_x or needs_b:
-        gathered, (dx,) = kernel.launch_all_gather_matmul(own, [w.t()], ws, rows, with_own=whole)
+        made = all_gather_gemm.launch_all_gather_matmul(
+            own, [w.t()], ws, rows, with_own=whole, config=config
+        )
+        (dx,), gathered = made.ys, made.matrix
         if needs_w:
             dw = torch.empty_like(w)
             mm(x.t(), gathered, out=dw)
     else:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
         dw = torch.empty_like(w)
-        kernel.launch_all_gather_contract(own, x, ws, rows, transposed=True, out=dw.t())
+        all_gather_contract.launch_all_gather_contract(
+            own, x, ws, rows, transposed=True, out=dw.t()
+        )
     ws.launched(op)
     if needs_b:
         db = gathered.sum(0, dtype=torch.float32)

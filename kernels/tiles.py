@@ -50,44 +50,24 @@ def wrapped(start, size, BLOCK: tl.constexpr):
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32."""
     if _INTERPRETED:
-        # The interpreter holds bf16 as integers and would multiply those.
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a, b = _widened(a), _widened(b)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def accumulate(
-    acc,  # (BLOCK_M, BLOCK_N) fp32
-    a_ptr,
-    b_ptr,
-    rows,  # (BLOCK_M,) of a
-    columns,  # (BLOCK_N,) of b
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """acc + a[rows, :K] @ b[:K, columns]. Any strides; K may be 0."""
-    offs_k = tl.arange(0, BLOCK_K)
-    wide_k = offs_k.to(tl.int64)
-    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_am + wide_k[None, :] * stride_ak
-    b_ptrs = b_ptr + wide_k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
-    step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
-    step_b = tl.cast(stride_bk, tl.int64) * BLOCK_K
-    for k in range(cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            a, b = tl.load(a_ptrs), tl.load(b_ptrs)
-        else:
-            left = K - k * BLOCK_K
-            a = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
-            b = tl.load(b_ptrs, mask=offs_k[:, None] < left, other=0.0)
-        acc = dot(a, b, acc)
-        a_ptrs += step_a
-        b_ptrs += step_b
-    return acc
+def _widened(x):
+    # The interpreter holds bf16 and fp8 as integers and would multiply those.
+    wide = x.to(tl.float32)
+    if x.dtype == tl.float8e4nv:
+        # It also reads the two NaNs of this format as the number that would come after 448.
+        wide = tl.where(tl.abs(wide) > 448.0, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def row_ptrs(matrix, rows):
+    """Pointers to the first elements of the given rows."""
+    return matrix.ptr + rows.to(tl.int64) * matrix.stride_m
 
 
 @triton.jit
@@ -98,59 +78,86 @@ def read_described(desc, row, column, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def accumulate_described(
-    acc,  # (BLOCK_M, BLOCK_N) fp32
-    a_desc,  # of a (M, K), or of its transpose if A_TRANSPOSED
-    b_desc,  # of b (K, N), or of its transpose if B_TRANSPOSED
-    start_m,
-    start_n,
-    K,
-    BLOCK_K: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-):
-    """`accumulate` through tensor descriptors, which read zeros outside the tensor."""
-    for k in range(cdiv(K, BLOCK_K)):
-        start_k = k * BLOCK_K
-        a = read_described(a_desc, start_m, start_k, A_TRANSPOSED)
-        b = read_described(b_desc, start_k, start_n, B_TRANSPOSED)
-        acc = dot(a, b, acc)
-    return acc
+def _column_blocks(w, first_k, offs_k, columns):
+    """Pointers to w[first_k + offs_k, columns]; None for None."""
+    if w is None:
+        ptrs = None
+    else:
+        rows = first_k + offs_k.to(tl.int64)
+        ptrs = w.ptr + rows[:, None] * w.stride_m
+        ptrs += columns.to(tl.int64)[None, :] * w.stride_n
+    return ptrs
 
 
 @triton.jit
-def accumulate_half_described(
+def accumulate(
     acc,  # (BLOCK_M, BLOCK_N) fp32
-    a_ptr,
-    b_desc,  # of b, or of its transpose if B_TRANSPOSED
-    rows,  # (BLOCK_M,) of a
-    first_k,  # row of b that goes with column 0 of a
-    start_n,
-    K,
-    stride_am,
+    second,  # the same for w2, or None
+    a_rows,  # (BLOCK_M,) pointers to the first elements of the rows of a; or a_desc
     stride_ak,
-    BLOCK_K: tl.constexpr,
+    a_desc,  # of a, or of its transpose if A_TRANSPOSED
+    start_m,
+    w,  # Matrix (.., N); or w_desc
+    w2,  # a second one, or None
+    w_desc,  # of w, or of its transpose if W_TRANSPOSED
+    w2_desc,
+    start_n,
+    N,
+    first_k,  # column of a that comes first, and row of w
+    shift_k,  # w's row shift_k goes with column 0 of a
+    K,  # columns of a, up to here
+    TILES: tl.constexpr,
     EVEN_K: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
 ):
-    """acc + a[rows, :K] @ b[first_k:first_k + K, columns], a by pointers, b by descriptor.
+    """acc + a[:, first_k:K] @ w[first_k + shift_k:, start_n:start_n + BLOCK_N], `second` likewise.
 
-    Unless EVEN_K, b must end with row first_k + K: the last step reads beyond, where zeros are.
+    Operands come by descriptor where there is one, else by pointers of any stride. Descriptors read
+    zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
     """
+    BLOCK_K: tl.constexpr = TILES.block_k
     offs_k = tl.arange(0, BLOCK_K)
-    wide_k = offs_k.to(tl.int64)
-    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_am + wide_k[None, :] * stride_ak
-    step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
-    for k in range(cdiv(K, BLOCK_K)):
-        if EVEN_K:
+    if a_desc is None:
+        wide_k = first_k + offs_k.to(tl.int64)
+        a_ptrs = a_rows[:, None] + wide_k[None, :] * stride_ak
+        step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
+    if w_desc is None:
+        columns = wrapped(start_n, N, TILES.block_n)
+        w_ptrs = _column_blocks(w, first_k + shift_k, offs_k, columns)
+        step_w = tl.cast(w.stride_m, tl.int64) * BLOCK_K
+        if w2 is not None:
+            w2_ptrs = _column_blocks(w2, first_k + shift_k, offs_k, columns)
+            step_w2 = tl.cast(w2.stride_m, tl.int64) * BLOCK_K
+    for k in range(first_k, K, BLOCK_K):
+        left = K - k
+        if a_desc is not None:
+            a = read_described(a_desc, start_m, k, A_TRANSPOSED)
+        elif EVEN_K:
             a = tl.load(a_ptrs)
         else:
-            a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k * BLOCK_K, other=0.0)
-        start_k = tl.cast(first_k + k * BLOCK_K, tl.int32)
-        b = read_described(b_desc, start_k, start_n, B_TRANSPOSED)
-        acc = dot(a, b, acc)
-        a_ptrs += step_a
-    return acc
+            a = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
+        if w_desc is not None:
+            row = tl.cast(k + shift_k, tl.int32)
+            acc = dot(a, read_described(w_desc, row, start_n, W_TRANSPOSED), acc)
+            if w2_desc is not None:
+                second = dot(a, read_described(w2_desc, row, start_n, W_TRANSPOSED), second)
+        elif EVEN_K:
+            acc = dot(a, tl.load(w_ptrs), acc)
+            if w2 is not None:
+                second = dot(a, tl.load(w2_ptrs), second)
+        else:
+            inside = offs_k[:, None] < left
+            acc = dot(a, tl.load(w_ptrs, mask=inside, other=0.0), acc)
+            if w2 is not None:
+                second = dot(a, tl.load(w2_ptrs, mask=inside, other=0.0), second)
+        if a_desc is None:
+            a_ptrs += step_a
+        if w_desc is None:
+            w_ptrs += step_w
+            if w2 is not None:
+                w2_ptrs += step_w2
+    return acc, second
 
 
 @triton.jit
@@ -187,20 +194,23 @@ def store_block(block_ptr, acc):
 
 
 @triton.jit
-def sum_of_slots(slots_ptr, slot_stride, offs, COUNT: tl.constexpr):
-    """Sum of the elements at `offs` of COUNT slots, `slot_stride` elements apart, in order."""
-    total = tl.load(slots_ptr + offs)
+def sum_of_slots(slots_ptr, slot_stride, offs, inside, COUNT: tl.constexpr):
+    """Sum of the elements at `offs` of COUNT slots, `slot_stride` elements apart, in order.
+
+    Args:
+        inside: which of them were written; None for all.
+    """
+    total = tl.load(slots_ptr + offs, mask=inside)
     for slot in tl.static_range(1, COUNT):
-        total += tl.load(slots_ptr + slot * slot_stride + offs)
+        total += tl.load(slots_ptr + slot * slot_stride + offs, mask=inside)
     return total
 
 
 @triton.jit
-def _store_inside(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
-    offs_m = start_m + tl.arange(0, values.shape[0]).to(tl.int64)
+def _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_n):
     offs_n = start_n + tl.arange(0, values.shape[1]).to(tl.int64)
-    out_ptrs = out_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n
-    inside = (offs_m[:, None] < M) & (offs_n[None, :] < N)
+    out_ptrs = out_ptr + rows[:, None] * stride_m + offs_n[None, :] * stride_n
+    inside = inside_m[:, None] & (offs_n[None, :] < N)
     tl.store(out_ptrs, rounded(values, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -208,29 +218,76 @@ def _store_inside(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
 def store(
     out_ptr,
     values,  # (rows, columns) fp32
-    start_m,
+    rows,  # of out
+    inside_m,  # which of them to store
     start_n,
-    M,
     N,
     stride_m,
     stride_n,
 ):
-    """out[start_m:, start_n:] = values, as far as it lies inside (M, N), rounded once."""
+    """out[rows, start_n:] = values, as far as it lies inside N columns, rounded once."""
+    rows = rows.to(tl.int64)
     if values.shape[1] > 128:
         left, right = halves(values)
-        _store_inside(out_ptr, left, start_m, start_n, M, N, stride_m, stride_n)
+        _store_inside(out_ptr, left, rows, inside_m, start_n, N, stride_m, stride_n)
         start_n += values.shape[1] // 2
-        _store_inside(out_ptr, right, start_m, start_n, M, N, stride_m, stride_n)
+        _store_inside(out_ptr, right, rows, inside_m, start_n, N, stride_m, stride_n)
     else:
-        _store_inside(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n)
+        _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_n)
+
+
+@triton.jit
+def times_rows(acc, factor_ptrs, inside_m):
+    """acc, each row by the fp32 factor that it has a pointer to; acc if there are none."""
+    if factor_ptrs is not None:
+        acc *= tl.load(factor_ptrs, mask=inside_m, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def times_columns(acc, scales, start_n, N):
+    """acc, each column by its fp32 factor; acc if there are none."""
+    if scales.ptr is not None:
+        offs_n = start_n + tl.arange(0, acc.shape[1])
+        offs = offs_n.to(tl.int64) * scales.stride
+        acc *= tl.load(scales.ptr + offs, mask=offs_n < N, other=0.0)[None, :]
+    return acc
 
 
 @triton.jit
 def with_bias(acc, bias_ptr, start_n, N):
-    """acc + bias[columns of the tile]."""
-    offs_n = start_n + tl.arange(0, acc.shape[1])
-    bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
-    return acc + bias.to(tl.float32)[None, :]
+    """acc + bias[columns of the tile], if there is one."""
+    if bias_ptr is not None:
+        offs_n = start_n + tl.arange(0, acc.shape[1])
+        bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _sigmoid(z):
+    # Not tl.sigmoid: it is a kernel of Triton's own, interpreted only if triton was imported so.
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def activated(z, second, ACTIVATION: tl.constexpr):
+    """activation(z), or silu(z) * second; fp32 in and out. NaN stays NaN."""
+    if ACTIVATION == "relu":
+        y = tl.where(z < 0.0, 0.0, z)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # z (1 + tanh u) / 2 = z sigmoid(2u), with u = sqrt(2 / pi) (z + 0.044715 z^3)
+        y = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif ACTIVATION == "silu":
+        y = z * _sigmoid(z)
+    elif ACTIVATION == "swiglu":
+        y = z * _sigmoid(z) * second
+    else:
+        tl.static_assert(ACTIVATION is None, "an activation that the kernels do not know")
+        y = z
+    return y
 
 
 @triton.jit

@@ -17,8 +17,10 @@ from weft import collectives
 from weft.collectives import kernel_collectives, movement, pull, resolve, workspace
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import (
+    all_gather_contract,
     all_gather_gemm,
     gemm_all_reduce,
+    gemm_one_shot,
     gemm_reduce_scatter,
     to_zigzag,
     zigzag_sizes,
@@ -33,6 +35,8 @@ CALLS = 3  # the third uses the first one's half again
 @dataclass(frozen=True)
 class Modules:
     gather: Any = all_gather_gemm
+    contract: Any = all_gather_contract
+    one_shot: Any = gemm_one_shot
     scatter: Any = gemm_reduce_scatter
     reduce: Any = gemm_all_reduce
     movement: Any = movement
@@ -54,11 +58,46 @@ def gather_rows(rank: int, ours: Modules = OURS) -> None:
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
     for call in range(CALLS):
-        gathered, (y,) = ours.gather.launch_all_gather_matmul(
+        made = ours.gather.launch_all_gather_matmul(
             shard * (call + 1), [w], ws, sizes, with_own=True
         )
-        torch.testing.assert_close(gathered, whole * (call + 1))
-        torch.testing.assert_close(y, whole @ w * (call + 1))
+        torch.testing.assert_close(made.matrix, whole * (call + 1))
+        torch.testing.assert_close(made.ys[0], whole @ w * (call + 1))
+
+
+def gather_direct(rank: int, ours: Modules = OURS) -> None:
+    """Rows read where their owners show them; two programs a tile, and two sums."""
+    ws = workspace(None, 1 << 12, channel="direct")
+    W, K, N = ws.world_size, 40, 5
+    sizes = [3 + r for r in range(W)]
+    whole = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)])
+    gate, up = matrix(K, N, 98), matrix(K, N, 99)
+    shard = whole.split(sizes)[rank].clone()
+    config = ours.gather.config_for(sum(sizes), 2 * N, K, torch.float32, W, INTERPRETER, pair=True)
+    config = replace(config, direct=True, copy_programs=0, split=2)
+    config = replace(config, programs=2 * -(-sum(sizes) // config.tiling.block_m))
+    for call in range(CALLS):
+        made = ours.gather.launch_all_gather_matmul(
+            shard * (call + 1), [gate, up], ws, sizes, activation="swiglu", config=config
+        )
+        rows = whole * (call + 1)
+        want = torch.nn.functional.silu(rows @ gate) * (rows @ up)
+        torch.testing.assert_close(made.ys[0], want, rtol=1e-4, atol=1e-4)
+
+
+def gather_by_copy_engines(rank: int, ours: Modules = OURS) -> None:
+    ws = workspace(None, 1 << 13, channel="copy engines")
+    W, K, N = ws.world_size, 8, 5
+    sizes = [34 + 3 * r for r in range(W)]
+    whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
+    shard = whole.split(sizes)[rank].clone()
+    config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
+    config = ours.gather.by_copy_engines(config, sum(sizes), W, INTERPRETER)
+    for call in range(CALLS):
+        made = ours.gather.launch_all_gather_matmul(
+            shard * (call + 1), [w], ws, sizes, config=config
+        )
+        torch.testing.assert_close(made.ys[0], whole @ w * (call + 1))
 
 
 def gather_contraction(rank: int, ours: Modules = OURS) -> None:
@@ -68,7 +107,7 @@ def gather_contraction(rank: int, ours: Modules = OURS) -> None:
     whole, w = torch.cat([matrix(k, M, r) for r, k in enumerate(sizes)]), matrix(sum(sizes), N, 99)
     shard = whole.split(sizes)[rank].clone()
     for call in range(CALLS):
-        _, y = ours.gather.launch_all_gather_contract(
+        _, y = ours.contract.launch_all_gather_contract(
             shard * (call + 1), w, ws, sizes, transposed=True
         )
         torch.testing.assert_close(y, whole.T @ w * (call + 1))
@@ -87,10 +126,8 @@ def reduce_scatter(rank: int, ours: Modules = OURS) -> None:
         torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
 
 
-def all_reduce(rank: int, ours: Modules, two_shot: bool) -> None:
-    W, M, N, K = resolve(None).world_size, 35, 33, 4
-    config = ours.reduce.config_for(M, N, torch.float32, W, INTERPRETER)
-    config = replace(config, two_shot=two_shot)
+def all_reduce(rank: int, ours: Modules, config: Any, M: int, N: int, K: int) -> None:
+    W = resolve(None).world_size
     nbytes = ours.reduce.workspace_bytes(M, N, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="reduce")
     xs, w = [matrix(M, K, r) for r in range(W)], matrix(K, N, 99)
@@ -101,11 +138,37 @@ def all_reduce(rank: int, ours: Modules, two_shot: bool) -> None:
 
 
 def one_shot(rank: int, ours: Modules = OURS) -> None:
-    all_reduce(rank, ours, False)
+    config = ours.one_shot.config_for(35, 33, torch.float32, INTERPRETER)
+    all_reduce(rank, ours, config, 35, 33, 4)
+
+
+def one_shot_split(rank: int, ours: Modules = OURS) -> None:
+    config = ours.one_shot.config_for(5, 33, torch.float32, INTERPRETER)
+    all_reduce(rank, ours, replace(config, split=2, programs=4), 5, 33, 40)
 
 
 def two_shot(rank: int, ours: Modules = OURS) -> None:
-    all_reduce(rank, ours, True)
+    config = ours.reduce.two_shot_config_for(35, 33, torch.float32, INTERPRETER)
+    all_reduce(rank, ours, config, 35, 33, 4)
+
+
+def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
+    """Tiles with rows of several owners, two programs each."""
+    W = resolve(None).world_size
+    K, N, sizes = 40, 5, [4 if r % 2 else 9 for r in range(W)]
+    config = ours.one_shot.config_for(sum(sizes), N, torch.float32, INTERPRETER)
+    count = gemm_one_shot.tile_count(sum(sizes), N, config.tiling)
+    config = replace(config, split=2, programs=2 * count)
+    nbytes = ours.one_shot.workspace_bytes(9 * W, N, W, config)
+    ws = workspace(None, nbytes, channel="straddling")
+    xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
+    residual = matrix(sizes[rank], N, 50)
+    want = (sum(xs) @ w).split(sizes)[rank]
+    for call in range(CALLS):
+        y = ours.scatter.launch_matmul_reduce_scatter(
+            [xs[rank] * (call + 1)], [w], ws, sizes, residual=residual, config=config
+        )
+        torch.testing.assert_close(y, want * (call + 1) + residual, rtol=1e-4, atol=1e-4)
 
 
 def exchanged(rank: int, ours: Modules = OURS) -> None:
@@ -191,6 +254,10 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
     "collectives that exchange": exchanged,
     "collectives that reduce, one shot": reduced_in_one_shot,
     "collectives that reduce, two shots": reduced_in_two_shots,
+    "gather of rows, direct": gather_direct,
+    "gather of rows by copy engines": gather_by_copy_engines,
+    "one-shot all-reduce, split": one_shot_split,
+    "straddling reduce-scatter": straddling_scatter,
 }
 
 

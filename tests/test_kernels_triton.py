@@ -17,7 +17,13 @@ import torch.distributed as dist
 from weft.collectives import signals, workspace
 from weft.collectives.pad import MAX_PROGRAMS
 from weft.errors import PeerTimeout
-from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+)
 from weft.kernels.chips import INTERPRETER, KNOWN, Chip, Tiling
 
 pytestmark = pytest.mark.skipif(
@@ -65,10 +71,28 @@ def cases(count: int, seed: int, limit: int = 70):
         yield index, sizes, dtype, layouts
 
 
+WAYS = ("fetched", "direct", "split", "copy engines")
+
+
+def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, pair: bool = False):
+    """The launch of a gather whose shards come in by one of WAYS."""
+    config = all_gather_gemm.config_for(M, N, K, dtype, W, INTERPRETER, pair=pair, keep=True)
+    if way == "fetched":
+        return config
+    if way == "copy engines":
+        return all_gather_gemm.by_copy_engines(config, M, W, INTERPRETER)
+    t, widths = config.tiling, N // 2 if pair else N
+    count = -(-M // t.block_m) * -(-widths // t.block_n)
+    split = 3 if way == "split" else 1  # K may have fewer steps than that
+    return replace(config, direct=True, copy_programs=0, split=split, programs=count * split)
+
+
 def gather_rows(count: int, seed: int) -> None:
     ws = workspace(None, 1 << 16, channel="test")
+    engines_ws = workspace(None, 1 << 16, channel="test of copy engines")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
+    poisoned(engines_ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
         case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
         sizes = chunk_sizes(M, W)
@@ -84,13 +108,17 @@ def gather_rows(count: int, seed: int) -> None:
         ]
         if index % 4 == 3 and rank == index % W:
             time.sleep(0.02)
-        gathered, ys = all_gather_gemm.launch_all_gather_matmul(
-            x, weights, ws, sizes, biases=biases, with_own=index % 2 == 0
-        )
+        way = WAYS[index % 4] if len(weights) == 1 or index % 4 != 2 else "direct"
+        keep = "direct" not in way and way != "split" and index % 8 < 4
+        made = all_gather_gemm.launch_all_gather_matmul(
+            x, weights, engines_ws if way == "copy engines" else ws, sizes, biases=biases,
+            with_own=keep, config=gather_config(way, M, N, K, dtype, W),
+        )  # fmt: skip
         ws.check("gather_rows")
-        if index % 2 == 0:
-            torch.testing.assert_close(gathered, full, rtol=0, atol=0)
-        for y, w, bias in zip(ys, weights, biases, strict=True):
+        engines_ws.check("gather_rows")
+        if keep:
+            torch.testing.assert_close(made.matrix, full, rtol=0, atol=0)
+        for y, w, bias in zip(made.ys, weights, biases, strict=True):
             want = full.double() @ w.double() + (0 if bias is None else bias.double())
             torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
@@ -111,7 +139,7 @@ def gather_contraction(count: int, seed: int) -> None:
         w = matrix(K, N, dtype, 100 + rank, layouts[1])
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         out = torch.empty(N, M, dtype=dtype).T if index % 4 == 2 else None
-        gathered, y = all_gather_gemm.launch_all_gather_contract(
+        gathered, y = all_gather_contract.launch_all_gather_contract(
             x, w, ws, sizes, transposed=transposed, bias=bias, out=out, with_own=index % 3 == 1
         )
         ws.check("gather_contraction")
@@ -122,8 +150,24 @@ def gather_contraction(count: int, seed: int) -> None:
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
+def one_shot_config(split: int, M: int, N: int, dtype: torch.dtype) -> gemm_one_shot.Config:
+    config = gemm_one_shot.config_for(M, N, dtype, INTERPRETER)
+    count = gemm_one_shot.tile_count(M, N, config.tiling)
+    programs = max(1, count * split) if split > 1 else min(count, 3)
+    return replace(config, split=split, programs=programs)
+
+
+def scatter_config(index: int, chunk: int, N: int, dtype: torch.dtype, W: int):
+    """Chunks of their own tiles, tiles that straddle chunks, and those split along K, in turn."""
+    if index % 4 < 2:
+        tiling = Tiling(16 if chunk <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
+        return gemm_reduce_scatter.Config(tiling, 3, 16, index % 2 == 0)
+    config = one_shot_config(1 + index % 2, W * chunk, N, dtype)
+    return replace(config, descriptors=index % 2 == 0)
+
+
 def reduce_scatter(count: int, seed: int) -> None:
-    ws = workspace(None, 1 << 18, channel="test")
+    ws = workspace(None, 1 << 19, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
@@ -144,11 +188,12 @@ def reduce_scatter(count: int, seed: int) -> None:
         ]
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
-        config = gemm_reduce_scatter.config_for(max(sizes), N, dtype, W, INTERPRETER)
-        config = replace(config, descriptors=index % 2 == 0)
+        config = scatter_config(index, max(sizes), N, dtype, W)
+        residual = matrix(sizes[rank], N, dtype, 70 + rank) if index % 2 else None
         y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
-            xs[rank], weights[rank], ws, sizes, bias=bias, scale=scale, config=config
-        )
+            xs[rank], weights[rank], ws, sizes, bias=bias, residual=residual, scale=scale,
+            config=config,
+        )  # fmt: skip
         ws.check("reduce_scatter")
         want = sum(
             x.double() @ w.double()
@@ -156,12 +201,12 @@ def reduce_scatter(count: int, seed: int) -> None:
             for x, w in zip(a, b, strict=True)
         )
         want = want * scale + (0 if bias is None else bias.double())
-        want = want.split(sizes)[rank]
+        want = want.split(sizes)[rank] + (0 if residual is None else residual.double())
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * terms * 70), msg=case)
 
 
 def all_reduce(count: int, seed: int) -> None:
-    ws = workspace(None, 1 << 18, channel="test")
+    ws = workspace(None, 1 << 19, channel="test")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
@@ -171,14 +216,18 @@ def all_reduce(count: int, seed: int) -> None:
         weights = [matrix(k, N, dtype, 500 + r, layouts[1]) for r, k in enumerate(depths)]
         bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
-        config = gemm_all_reduce.config_for(M, N, dtype, W, INTERPRETER)
-        config = replace(config, descriptors=index % 2 == 0, two_shot=index % 3 != 2)
+        residual = matrix(M, N, dtype, 70) if index % 2 else None
+        config = gemm_all_reduce.two_shot_config_for(M, N, dtype, INTERPRETER)
+        if index % 3 == 2:
+            config = one_shot_config(1 + index % 2, M, N, dtype)
+        config = replace(config, descriptors=index % 2 == 0)
         y = gemm_all_reduce.launch_matmul_all_reduce(
-            xs[rank], weights[rank], ws, bias=bias, scale=scale, config=config
+            xs[rank], weights[rank], ws, bias=bias, residual=residual, scale=scale, config=config
         )
         ws.check("all_reduce")
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         want = want * scale + (0 if bias is None else bias.double())
+        want += 0 if residual is None else residual.double()
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * 70), msg=case)
         first = y.float().clone()
         dist.broadcast(first, 0)
@@ -220,20 +269,23 @@ def gpu_like_tiles() -> None:
             [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), config=scatter
         )
         torch.testing.assert_close(y.double(), want.split(chunk_sizes(M, W))[rank], **close)
-        for two_shot in (False, True):
-            reduce = gemm_all_reduce.Config(tiling, 2, two_shot, 16, True)
+        for reduce in (
+            gemm_all_reduce.Config(tiling, 2, 16, True),
+            gemm_one_shot.Config(tiling, 12, 2, 16, True),
+        ):
             y = gemm_all_reduce.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
             torch.testing.assert_close(y.double(), want, **close)
         gather = all_gather_gemm.Config(tiling, 4, 2, 8, 4, 32, descriptors=True)
         whole = torch.cat(xs).double()
-        _, (y,) = all_gather_gemm.launch_all_gather_matmul(
+        (y,) = all_gather_gemm.launch_all_gather_matmul(
             xs[rank], [weights[rank]], ws, [M] * W, config=gather
-        )
+        ).ys
         torch.testing.assert_close(y.double(), whole @ weights[rank].double(), **close)
+        contract = all_gather_contract.Config(tiling, 4, 2, 4, 32, descriptors=True)
         for rows in (M, 64):  # w by descriptor only where shards are whole steps of the contraction
             dy, whole = matrix(rows * W, N, dtype, 9, layouts[1]), torch.cat([x[:rows] for x in xs])
-            _, y = all_gather_gemm.launch_all_gather_contract(
-                xs[rank][:rows], dy, ws, [rows] * W, transposed=True, config=gather
+            _, y = all_gather_contract.launch_all_gather_contract(
+                xs[rank][:rows], dy, ws, [rows] * W, transposed=True, config=contract
             )
             want = whole.T.double() @ dy.double()
             torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * rows))
@@ -255,7 +307,7 @@ def calls_in_a_row() -> list[torch.Tensor]:
             time.sleep(0.05)
         rounds.append(
             [
-                all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [20] * W)[1][0],
+                all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [20] * W).ys[0],
                 gemm_reduce_scatter.launch_matmul_reduce_scatter(
                     [x], [w], ws, chunk_sizes(len(x), ws.world_size)
                 ),
@@ -290,7 +342,7 @@ def absent_peer(which: str) -> None:
         if which == "rows":
             all_gather_gemm.launch_all_gather_matmul(x, [w], impatient, [40] * W)
         elif which == "contraction":
-            all_gather_gemm.launch_all_gather_contract(x, w.repeat(W, 1), impatient, [40] * W)
+            all_gather_contract.launch_all_gather_contract(x, w.repeat(W, 1), impatient, [40] * W)
         elif which == "scatter":
             gemm_reduce_scatter.launch_matmul_reduce_scatter([x], [w], impatient, [20, 20, 0])
         else:
@@ -318,8 +370,10 @@ def test_configurations_do_not_depend_on_the_rank_or_on_k():
                 t = config.tiling
                 stage_bytes = (t.block_m + t.block_n) * t.block_k * dtype.itemsize
                 assert stage_bytes * (t.num_stages - 1) <= chip.shared_bytes
-                gather = all_gather_gemm.config_for(M, N, dtype, 8, chip)
-                assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
+                for K in (64, 8192):
+                    gather = all_gather_gemm.config_for(M, N, K, dtype, 8, chip)
+                    assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
+                    assert gather.split == 1 or gather.direct
 
 
 def nothing_to_do() -> None:
@@ -339,13 +393,13 @@ def nothing_to_do() -> None:
         torch.testing.assert_close(y, want.split(sizes)[rank])
         full = matrix(M, K, torch.float32, 9)
         shard = full.split(sizes)[rank]
-        gathered, (y,) = all_gather_gemm.launch_all_gather_matmul(
-            shard, [w], ws, sizes, with_own=True
-        )
-        torch.testing.assert_close(gathered, full)
-        torch.testing.assert_close(y, full @ w)
+        made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, sizes, with_own=True)
+        torch.testing.assert_close(made.matrix, full)
+        torch.testing.assert_close(made.ys[0], full @ w)
+        made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, sizes)
+        torch.testing.assert_close(made.ys[0], full @ w)
         dy = matrix(M, N, torch.float32, rank)
-        _, y = all_gather_gemm.launch_all_gather_contract(shard, dy, ws, sizes, transposed=True)
+        _, y = all_gather_contract.launch_all_gather_contract(shard, dy, ws, sizes, transposed=True)
         torch.testing.assert_close(y, full.T @ dy)
     ws.check("nothing_to_do")
 
@@ -359,7 +413,7 @@ def example_of_the_contraction() -> None:
     ws = workspace(None, 1 << 12, channel="example")
     shards = torch.arange(1.0, 11.0).view(5, 2).split([3, 2])
     w = torch.eye(5)
-    gathered, y = all_gather_gemm.launch_all_gather_contract(
+    gathered, y = all_gather_contract.launch_all_gather_contract(
         shards[ws.rank], w, ws, [3, 2], transposed=True, with_own=True
     )
     assert torch.equal(gathered, torch.cat(shards))

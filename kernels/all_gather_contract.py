@@ -1,0 +1,222 @@
+"""The contraction gathered: y = sum over ranks of x_r @ (its rows of w), for columns and gradients.
+
+Legend: W ranks; rank r holds x_r and the whole of w (K, N). `offsets[r]` is where x_r begins in K
+(W + 1 numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and
+out, fp32 accumulation.
+
+    columns gathered       y (M, N) = sum over r of x_r (M, k_r) @ w[offsets[r]:offsets[r+1]]
+    a weight's gradient    y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
+
+For W = 3, on rank 1 (own part of K from x in place, the others as they have been gathered):
+
+    y tile = x_0 @ w[0:k_0]  +  x_1 @ w[k_0:k_0+k_1]  +  x_2 @ w[k_0+k_1:]        in this order
+             `gathered`         x                        `gathered`
+
+Shards come in as `weft.kernels.gathers` says, by the first COPY_PROGRAMS programs. The others make
+tiles of y; each waits, before its first tile, for all chunks of all peers, one shard after another
+as it comes to them. That is where the protocol's argument ends: nothing is signalled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.kernels import gathers, tiles
+from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.operands import described_weights, link_of, matrix
+
+if TYPE_CHECKING:
+    from weft.collectives.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels of this file are launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid of the consumer kernel, copy programs included.
+        copy_programs: how many of them fetch shards.
+        copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether w is read by tensor descriptor, if it allows it.
+    """
+
+    tiling: Tiling
+    programs: int
+    copy_programs: int
+    copy_m: int
+    copy_n: int
+    descriptors: bool = False
+
+
+def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
+    """The launch for an (M, N) output."""
+    tiling = tiling_for(chip, M, N, dtype)
+    if chip is INTERPRETER:
+        return Config(tiling, chip.programs, 1, 32, 32)
+    # As many copies as `all_gather_gemm` has, for the same reason.
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
+    copy_n = 512 * tiling.num_warps // dtype.itemsize
+    descriptors = chip.descriptors and dtype != torch.float32
+    return Config(tiling, chip.programs, copy_programs, 16, copy_n, descriptors)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _ag_gemm_contract_kernel(
+    out,  # Matrix (M, N)
+    gathered,  # Matrix (M, K), or (K, M) if TRANSPOSED
+    x,  # Matrix (M, k_local), or (k_local, M)
+    w,  # Matrix (K, N)
+    w_desc,  # its descriptor, or None
+    bias_ptr,  # (N,) or None
+    link,
+    offsets,
+    M,
+    N,
+    pitch,
+    chunk_rows,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+    X_IN_PLACE: tl.constexpr,
+    WITH_OWN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COPY_PROGRAMS: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+) -> None:
+    """y = sum over ranks, in rank order, of x_r (or x_r^T) @ (its rows of w), + bias.
+
+    Grid: COPY_PROGRAMS and at least one more.
+
+    Example: offsets (0, 3, 5), TRANSPOSED: y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
+    """
+    program = tl.program_id(0)
+    generation = signals.last_generation(link.signal_ptrs, rank)
+    dtype: tl.constexpr = gathered.ptr.dtype.element_ty
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    if program < COPY_PROGRAMS:
+        gathers.fetch_shards(
+            gathered.ptr, None, link, offsets, M, pitch, gathered.stride_m, 0, chunk_rows,
+            rank, generation, TRANSPOSED, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N,
+        )  # fmt: skip
+    else:
+        programs = tl.num_programs(0) - COPY_PROGRAMS
+        half_bytes = link.half_bytes
+        own = signals.half_ptr(link.buffer_ptrs, rank, generation, half_bytes, dtype)
+        tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+        first = program - COPY_PROGRAMS
+        arrived = True
+        for tile in range(first, tiles_m * tiles_n, programs):
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+            start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+            offs_m = tiles.wrapped(start_m, M, BLOCK_M).to(tl.int64)
+            acc = tiles.zeros(BLOCK_M, BLOCK_N)
+            # Rank order, not arrival order: replicated inputs give bitwise equal sums on all ranks.
+            for source in range(WORLD_SIZE):
+                begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
+                length = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
+                if source != rank:
+                    a_ptr = gathered.ptr + begin * (gathered.stride_m if TRANSPOSED else 1)
+                    stride_a = gathered.stride_m
+                elif X_IN_PLACE:
+                    a_ptr, stride_a = x.ptr, x.stride_m
+                else:
+                    a_ptr, stride_a = own, pitch
+                if (tile == first) & (source != rank) & (length > 0):
+                    rows = length if TRANSPOSED else M
+                    arrived &= gathers.wait_for_chunks(
+                        link, rank, source, 0, (rows - 1) // chunk_rows, generation, WORLD_SIZE
+                    )
+                acc, _ = tiles.accumulate(
+                    acc, None,
+                    a_ptr + offs_m * (1 if TRANSPOSED else stride_a),
+                    stride_a if TRANSPOSED else 1,
+                    None, 0, w, None, w_desc, None, start_n, N, 0, begin, length,
+                    TILES, EVEN_K, False, W_TRANSPOSED,
+                )  # fmt: skip
+            acc = tiles.with_bias(acc, bias_ptr, start_n, N)
+            if arrived:
+                rows_m = start_m + tl.arange(0, BLOCK_M)
+                tiles.store(
+                    out.ptr, acc, rows_m, rows_m < M, start_n, N, out.stride_m, out.stride_n
+                )
+
+
+def launch_all_gather_contract(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int],
+    *,
+    transposed: bool = False,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    with_own: bool = False,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enqueue y = cat(x over ranks, dim=1) @ w + bias, or cat(x over ranks, dim=0)^T @ w.
+
+    Args:
+        x: (M, k_r), or (k_r, M) if `transposed`; any strides.
+        w: (sum of sizes, N), any strides, dtype of x.
+        ws: room for `gathers.workspace_bytes` of the largest x.
+        sizes: k_r of every rank, the same list on all ranks.
+        out: (M, N), any strides, to be written; default new and contiguous.
+        with_own: also put this rank's x into the gathered matrix; else that is undefined there.
+        config: default `config_for`.
+
+    Returns:
+        the gathered matrix, contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
+        transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
+    """
+    K, W, N = sum(sizes), ws.world_size, w.shape[1]
+    M = x.shape[1] if transposed else x.shape[0]
+    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
+    tiling, pitch = config.tiling, gathers.pitch_of(M if transposed else max(sizes))
+    gathered = x.new_empty((K, M) if transposed else (M, K))
+    out = x.new_empty(M, N) if out is None else out
+    even_k = all(size % tiling.block_k == 0 for size in sizes)
+    # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
+    (w_desc, _), w_transposed = described_weights([w], tiling, config.descriptors and even_k)
+    gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
+    _ag_gemm_contract_kernel[(config.programs,)](
+        matrix(out),
+        matrix(gathered),
+        matrix(x),
+        matrix(w),
+        w_desc,
+        bias,
+        link_of(ws),
+        (0, *accumulate(sizes)),
+        M,
+        N,
+        pitch,
+        # A tile reads whole shards: large chunks, one a copy program.
+        max(1, -(-(max(sizes) if transposed else M) // config.copy_programs)),
+        ws.rank,
+        WORLD_SIZE=W,
+        TILES=tiling,
+        TRANSPOSED=transposed,
+        W_TRANSPOSED=w_transposed,
+        X_IN_PLACE=gathers.in_place(x),
+        WITH_OWN=with_own,
+        EVEN_K=even_k,
+        COPY_PROGRAMS=config.copy_programs,
+        COPY_M=config.copy_m,
+        COPY_N=config.copy_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return gathered, out

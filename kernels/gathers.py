@@ -1,0 +1,236 @@
+"""How the gathering kernels bring shards in: published by their owners, fetched by copy programs.
+
+Legend: W ranks; x_r (rows, columns) is the shard of rank r. In a call of generation g every rank
+shows its shard in half g % 2 of its symmetric memory, rows `pitch` elements apart, and behind the
+rows, `scales_at` bytes into the half, the fp32 factor of each row, if the shard is scaled fp8.
+
+    rank 0           rank 1                                         rank 2
+    x -> X_0         x -> X_1 (peers read it)                       x -> X_2
+      |              gathered [ x_0 | (x_1) | x_2 ]                   |
+      +---- copied once ---------^              ^---- copied once ----+
+
+Each remote byte crosses the link once, however many tiles read it. Own rows of `gathered` are
+written only if the caller wants it.
+
+Protocol
+  1. `_publish_kernel`, all programs: copy x into the own half. Each takes a ticket; the last one
+     holds everybody's stores (acquire), sets GENERATION = g and signals the word (0, rank, 0) of
+     every peer's pad: release at system scope.
+  2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
+     word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
+     that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
+     scope.
+     Or, by copy engines, in a stream beside the consumer's: the same, a chunk the whole shard.
+  3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
+
+Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait
+for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
+for every peer, so that no call ends before all peers have published (rule 2 of
+`weft.collectives.signals`), and the publish kernel runs after this rank's previous consumer (rule
+1: one stream orders a channel).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.kernels import tiles
+from weft.kernels.operands import NO_SCALES, Scales, link_of, matrix
+
+if TYPE_CHECKING:
+    from weft.collectives.workspace import Workspace
+
+_PITCH = 16  # rows of a published shard start at multiples of this many elements
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _publish_kernel(
+    x,  # Matrix (rows, columns)
+    x_scales,  # of the rows
+    link,
+    rows,
+    columns,
+    pitch,
+    scales_at,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+) -> None:
+    """Copy x into the own half of the next generation and tell every peer. Grid: any.
+
+    Example: rank 1 of 3, generation 6 before: x lies in half 1 (rows `pitch` apart), GENERATION is
+    7, and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
+    share = tiles.cdiv(rows, programs)
+    first = tl.minimum(program * share, rows).to(tl.int64)
+    count = tl.minimum(share, rows - first)
+    tiles.copy_block(
+        half + first * pitch, x.ptr + first * x.stride_m, count, columns,
+        pitch, x.stride_m, x.stride_n, COPY_M, COPY_N,
+    )  # fmt: skip
+    if x_scales.ptr is not None:
+        shown = scales_ptr(link, rank, generation, scales_at)
+        tiles.copy_block(
+            shown + first, x_scales.ptr + first * x_scales.stride, count, 1,
+            1, x_scales.stride, 0, COPY_M, 1,
+        )  # fmt: skip
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.set_generation(link.signal_ptrs, rank, generation)
+        signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
+
+
+@triton.jit
+def scales_ptr(link, rank, generation, scales_at):
+    """Address of the factors of the rows that `rank` has published."""
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.int8)
+    return (half + scales_at).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def fetch_shards(
+    gathered_ptr,
+    gathered_scales_ptr,  # (rows,) or None
+    link,
+    offsets,
+    extent,  # the other dim of the gathered matrix: columns if rows are gathered, else rows
+    pitch,
+    stride_g,
+    scales_at,
+    chunk_rows,
+    rank,
+    generation,
+    GATHERS_ROWS: tl.constexpr,
+    WITH_OWN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    COPY_PROGRAMS: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+):
+    """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each."""
+    program = tl.program_id(0)
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    before = 0  # chunks of the peers that came before
+    for step in range(1, WORLD_SIZE + WITH_OWN):
+        # WITH_OWN: the own shard comes last, as nobody waits for it.
+        peer = (rank + step) % WORLD_SIZE
+        arrived = True
+        if peer != rank:
+            arrived = signals.wait_for(
+                link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
+            )
+        begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
+        length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
+        if GATHERS_ROWS:
+            rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
+        else:
+            rows, columns, out_ptr = extent, length, gathered_ptr + begin
+        shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
+        # Each peer's chunks go to the programs after those that had the last one's: shards of few
+        # chunks are fetched side by side.
+        chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
+        mine = (program + COPY_PROGRAMS - before % COPY_PROGRAMS) % COPY_PROGRAMS
+        before += chunks
+        if arrived & (length > 0):
+            for chunk in range(mine, chunks, COPY_PROGRAMS):
+                first = (chunk * chunk_rows).to(tl.int64)
+                count = tl.minimum(chunk_rows, rows - first)
+                tiles.copy_block(
+                    out_ptr + first * stride_g, shard_ptr + first * pitch, count, columns,
+                    stride_g, pitch, 1, COPY_M, COPY_N,
+                )  # fmt: skip
+                if gathered_scales_ptr is not None:
+                    shown = scales_ptr(link, peer, generation, scales_at)
+                    tiles.copy_block(
+                        gathered_scales_ptr + begin + first, shown + first, count, 1,
+                        1, 1, 0, COPY_M, 1,
+                    )  # fmt: skip
+                signals.signal_local(
+                    signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk), generation
+                )
+
+
+@triton.jit
+def wait_for_chunks(link, rank, peer, first, last, generation, WORLD_SIZE: tl.constexpr):
+    """Wait until chunks first..last of `peer`'s shard lie in `gathered`. False on a time-out."""
+    arrived = True
+    own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
+    for chunk in range(first, last + 1):
+        slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
+        polls = signals.patience(own_pad, link.max_polls)
+        arrived &= signals.wait_local(slot, generation, polls)
+    if not arrived:
+        signals.record_timeout(own_pad, rank, peer, generation)
+    return arrived
+
+
+def pitch_of(columns: int) -> int:
+    """Elements from row to row of a published shard."""
+    return -(-columns // _PITCH) * _PITCH
+
+
+def scales_offset(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes into the half where the factors of the rows lie, if the largest shard has `rows`."""
+    return rows * pitch_of(columns) * dtype.itemsize
+
+
+def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Symmetric memory a rank needs, given the largest shard's rows and columns."""
+    scales = 4 * rows if dtype.itemsize == 1 else 0
+    return scales_offset(rows, columns, dtype) + scales
+
+
+def check_room(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `ws` has room for a shard of that size."""
+    if (needed := workspace_bytes(rows, columns, dtype)) > ws.half_bytes:
+        raise ValueError(
+            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
+            f"ask for workspace_bytes(largest rows, largest columns, dtype)"
+        )
+
+
+def in_place(x: torch.Tensor) -> bool:
+    """Whether a kernel can read the own shard where the caller has it."""
+    return x.stride(1) == 1 or x.shape[1] == 1
+
+
+def publish(
+    x: torch.Tensor,
+    ws: Workspace,
+    pitch: int,
+    programs: int,
+    copy_m: int,
+    copy_n: int,
+    x_scales: Scales = NO_SCALES,
+    scales_at: int = 0,
+) -> None:
+    """Enqueue: begin the next call on `ws` by showing x to all peers.
+
+    Raises:
+        ValueError: `ws` is too small.
+    """
+    check_room(ws, x.shape[0], pitch, x.dtype)
+    blocks = -(-max(x.shape[0], 1) // copy_m)
+    _publish_kernel[(min(programs, blocks),)](
+        matrix(x),
+        x_scales,
+        link_of(ws),
+        x.shape[0],
+        x.shape[1],
+        pitch,
+        scales_at,
+        ws.rank,
+        WORLD_SIZE=ws.world_size,
+        COPY_M=copy_m,
+        COPY_N=copy_n,
+        num_warps=8,
+    )

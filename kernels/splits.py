@@ -1,0 +1,106 @@
+"""Split-K: several programs share one tile, each a part of K, where there are few tiles.
+
+    program     0         1         2       |   3         4         5          SPLIT = 3
+    tile        0         0         0       |   1         1         1
+    K           0..a      a..b      b..K    |   0..a      a..b      b..K
+
+Protocol: all but the last program of a tile store their part of the sum in scratch memory of the
+device and signal the own word (0 or 1, rank, program), which no peer writes: release at device
+scope. The last one waits for those words (acquire) and adds in the order of K, its own part last:
+the same bits in every run. It waits for programs with smaller numbers only.
+
+A program has at most one tile: the words say of which call they are, not of which tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.kernels import tiles
+from weft.kernels.chips import Chip, Tiling
+
+_MOST = 8
+
+
+def programs_a_tile(count: int, K: int, tiling: Tiling, chip: Chip) -> int:
+    """SPLIT for `count` tiles of a matmul over K: all cores busy, at least two steps of K each."""
+    return max(1, min(_MOST, chip.programs // max(count, 1), K // (2 * tiling.block_k)))
+
+
+def scratch_for(count: int, split: int, like: torch.Tensor, tiling: Tiling) -> torch.Tensor | None:
+    """Memory for the parts of `count` sums of a tile each, or None if nothing is split."""
+    if split == 1:
+        return None
+    size = count * split * tiling.block_m * tiling.block_n
+    return torch.empty(size, dtype=torch.float32, device=like.device)
+
+
+@triton.jit
+def part_of(K, part, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
+    """Where part number `part` of K begins and ends, in whole steps; the last ends with K."""
+    if SPLIT == 1:
+        first, last = 0, K
+    else:
+        share = tiles.cdiv(tiles.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+        first = tl.minimum(part * share, K)
+        last = tl.minimum(first + share, K)
+    return first, last
+
+
+@triton.jit
+def add_up(
+    acc,  # this program's part of the tile
+    second,  # of a second sum, or None
+    scratch_ptr,
+    tile,
+    part,
+    program,
+    link,
+    rank,
+    generation,
+    WORLD_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The sums of all parts and True in the program of the last one; else nothing and False.
+
+    Also False if a part did not come in time, which is then recorded.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    SUMS: tl.constexpr = 1 if second is None else 2
+    BLOCK: tl.constexpr = ROWS * COLUMNS
+    tile_ptr = scratch_ptr + tl.cast(tile, tl.int64) * (SPLIT * SUMS * BLOCK)
+    whole = part == SPLIT - 1
+    if whole:
+        own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
+        total = tiles.zeros(ROWS, COLUMNS)
+        if second is not None:
+            second_total = tiles.zeros(ROWS, COLUMNS)
+        offs = tiles.block_offsets(ROWS, COLUMNS)
+        for other in range(SPLIT - 1):
+            slot = signals.slot_ptr(
+                link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1) + other
+            )
+            polls = signals.patience(own_pad, link.max_polls)
+            whole &= signals.wait_local(slot, generation, polls)
+            part_ptr = tile_ptr + other * (SUMS * BLOCK)
+            total += tl.load(part_ptr + offs)
+            if second is not None:
+                second_total += tl.load(part_ptr + BLOCK + offs)
+        if not whole:
+            signals.record_timeout(own_pad, rank, rank, generation)
+        acc += total
+        if second is not None:
+            second += second_total
+    else:
+        part_ptr = tile_ptr + part * (SUMS * BLOCK)
+        tiles.store_block(part_ptr, acc)
+        if second is not None:
+            tiles.store_block(part_ptr + BLOCK, second)
+        signals.signal_local(
+            signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program), generation
+        )
+    return acc, second, whole
