@@ -12,7 +12,17 @@ from sim_cases import COLLECTIVES, HOST, KERNELS, with_mutants
 
 from weft import sim
 from weft.collectives import kernel_collectives, movement, pull, signals
-from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, tiles
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    gathers,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+    partial_sums,
+    splits,
+    tiles,
+)
 from weft.sim.mutants import mutant
 
 import triton.language as tl  # isort: skip - after weft, which has kernels interpreted
@@ -29,12 +39,12 @@ exchange = importlib.import_module("weft.collectives.exchange")
 
 RACE, DEADLOCK, BOUNDS = sim.RaceError, sim.DeadlockError, sim.OutOfBoundsError
 SCHEDULES = 200
-ALL = tuple(KERNELS)
+ALL = tuple(KERNELS)[:5]  # the ways by which most goes
 GATHERS, SCATTERS = ALL[:2], ALL[2:]
 REDUCES = ALL[3:]
 HOME = {
     "gather of rows": ("gather", all_gather_gemm),
-    "gather of the contraction": ("gather", all_gather_gemm),
+    "gather of the contraction": ("contract", all_gather_contract),
     "reduce-scatter": ("scatter", gemm_reduce_scatter),
     "one-shot all-reduce": ("reduce", gemm_all_reduce),
     "two-shot all-reduce": ("reduce", gemm_all_reduce),
@@ -42,8 +52,13 @@ HOME = {
     "collectives that exchange": ("collective", kernel_collectives),
     "collectives that reduce, one shot": ("collective", kernel_collectives),
     "collectives that reduce, two shots": ("collective", kernel_collectives),
+    "gather of rows, direct": ("gather", all_gather_gemm),
+    "one-shot all-reduce, split": ("reduce", gemm_all_reduce),
+    "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
 }
 PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:]
+# What the kernels are made of: each imports those before it only.
+PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot)
 
 
 @dataclass(frozen=True)
@@ -191,74 +206,74 @@ IN_SIGNALS = [
     ),
 ]
 
-HALF = "    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr."
+HALF = "    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
 
 IN_KERNELS = [
     fault(
         "published after the signal",
-        all_gather_gemm,
+        gathers,
         HALF,
-        "    signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n" + HALF,
+        "    signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n" + HALF,
         GATHERS,
     ),
     fault(
         "shards are fetched before they are there",
-        all_gather_gemm,
+        gathers,
         "if peer != rank:",
         "if peer < 0:",
         GATHERS,
     ),
     fault(
         "shards are fetched from the other half",
-        all_gather_gemm,
-        "signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)",
-        "signals.half_ptr(buffer_ptrs, peer, generation + 1, half_bytes, dtype)",
+        gathers,
+        "signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)",
+        "signals.half_ptr(link.buffer_ptrs, peer, generation + 1, link.half_bytes, dtype)",
         GATHERS,
     ),
     fault(
         "tiles do not wait for their rows",
         all_gather_gemm,
-        "if step > 0:\n                    arrived = _wait",
-        "if step < 0:\n                    arrived = _wait",
+        "if (step > 0) & (low < high):",
+        "if (step < 0) & (low < high):",
         GATHERS[:1],
     ),
     fault(
         "tiles wait for a chunk too few",
         all_gather_gemm,
-        "(tl.minimum(start_m + BLOCK_M, rows) - 1) // chunk_rows,",
-        "(tl.minimum(start_m + BLOCK_M, rows) - 1) // chunk_rows - 1,",
+        "(high - 1) // chunk_rows, generation",
+        "(high - 1) // chunk_rows - 1, generation",
         GATHERS[:1],
         programs="concurrent",
     ),
     fault(
         "a contraction waits for nobody",
-        all_gather_gemm,
+        all_gather_contract,
         "if (tile == first) & (source != rank) & (length > 0):",
         "if (tile < first) & (source != rank) & (length > 0):",
         GATHERS[1:],
     ),
     fault(
         "one row too many is published",
-        all_gather_gemm,
-        "tl.minimum(share, rows - first),\n        columns",
-        "tl.minimum(share, rows - first) + 1,\n        columns",
+        gathers,
+        "count = tl.minimum(share, rows - first)",
+        "count = tl.minimum(share, rows - first) + 1",
         GATHERS,
         (BOUNDS, RACE),
     ),
     fault(
         "one row too many is fetched",
-        all_gather_gemm,
-        "tl.minimum(chunk_rows, rows - first),",
-        "tl.minimum(chunk_rows, rows - first) + 1,",
+        gathers,
+        "count = tl.minimum(chunk_rows, rows - first)",
+        "count = tl.minimum(chunk_rows, rows - first) + 1",
         GATHERS,
         (BOUNDS, RACE),
     ),
     fault(
         "a tile of an uneven shard has no mask",
         tiles,
-        "inside = (offs_m[:, None] < M) & (offs_n[None, :] < N)",
-        "inside = (offs_n[None, :] < N)",
-        ALL,
+        "inside = inside_m[:, None] & (offs_n[None, :] < N)",
+        "inside = (rows >= 0)[:, None] & (offs_n[None, :] < N)",
+        ALL[1:],
         (BOUNDS, RACE),
     ),
     fault(
@@ -302,20 +317,20 @@ IN_KERNELS = [
     fault(
         "a program waits for the first one of its peers",
         gemm_reduce_scatter,
-        "WORLD_SIZE, 0, program, generation, max_polls)",
-        "WORLD_SIZE, 0, 0, generation, max_polls)",
+        "WORLD_SIZE, 0, program, generation, link.max_polls",
+        "WORLD_SIZE, 0, 0, generation, link.max_polls",
         ("reduce-scatter",),
     ),
     fault(
         "one-shot does not wait",
-        gemm_all_reduce,
-        "    if signals.wait_for_peers(",
-        "    if rank < WORLD_SIZE or signals.wait_for_peers(",
-        ("one-shot all-reduce",),
+        gemm_one_shot,
+        "complete &= signals.wait_for_peers(",
+        "complete &= rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("one-shot all-reduce", "straddling reduce-scatter"),
     ),
     fault(
         "the own slot is everybody's",
-        gemm_all_reduce,
+        gemm_one_shot,
         "offs = rank * slot_stride + tl.cast",
         "offs = 0 * slot_stride + tl.cast",
         ("one-shot all-reduce",),
@@ -323,15 +338,15 @@ IN_KERNELS = [
     fault(
         "finished tiles do not wait",
         gemm_all_reduce,
-        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, max_polls",
-        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, max_polls",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.max_polls",
         ("two-shot all-reduce",),
     ),
     fault(
         "finished tiles are signalled as partial ones",
         gemm_all_reduce,
-        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
-        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
+        "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
+        "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
         ("two-shot all-reduce",),
         DEADLOCK,
     ),
@@ -341,6 +356,29 @@ IN_KERNELS = [
         "finished_at = WORLD_SIZE * slot_stride * 4",
         "finished_at = slot_stride * 4",
         ("two-shot all-reduce",),
+    ),
+    fault(
+        "rows are read before their owners have shown them",
+        all_gather_gemm,
+        "peers_came = signals.wait_for_peers(",
+        "peers_came = rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("gather of rows, direct",),
+    ),
+    fault(
+        "the first row of a chunk goes to the owner of the last",
+        gemm_one_shot,
+        "offs_m >= offsets[owner]",
+        "offs_m > offsets[owner]",
+        ("straddling reduce-scatter",),
+    ),
+    fault(
+        "a split tile is added up before its parts have come",
+        splits,
+        "whole &= signals.wait_local(slot, generation, polls)",
+        "whole &= rank >= 0",
+        ("gather of rows, direct", "one-shot all-reduce, split"),
+        (RACE, AssertionError),
+        programs="concurrent",
     ),
 ]
 
@@ -467,15 +505,19 @@ def broken(planted: Fault, case: str):
         copy = mutant(exchange, *planted.edits)
         return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
     role, home = HOME[case]
-    body = (KERNELS | COLLECTIVES)[case]
-    if planted.module is signals:
-        return with_mutants(
-            (KERNELS | COLLECTIVES)[case],
-            {role: mutant(home, signals=mutant(signals, *planted.edits))},
-        )
-    if planted.module is tiles:
-        return with_mutants(body, {role: mutant(home, tiles=mutant(tiles, *planted.edits))})
-    return with_mutants(body, {role: mutant(home, *planted.edits)})
+    copies = {planted.module: mutant(planted.module, *planted.edits)}
+    for module in (*PARTS, home):
+        inside = {
+            n: copies[m]
+            for n, m in vars(module).items()
+            if isinstance(m, ModuleType) and m in copies
+        }
+        if inside and module not in copies:
+            copies[module] = mutant(module, **inside)
+    roles = {role: copies[home]}
+    if gemm_one_shot in copies:
+        roles["one_shot"] = copies[gemm_one_shot]
+    return with_mutants((KERNELS | COLLECTIVES)[case], roles)
 
 
 FAULTS = (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES, *IN_COLLECTIVES)
