@@ -93,21 +93,22 @@ def config_for(
     world_size: int,
     chip: Chip,
     *,
-    pair: bool = False,
+    activation: Activation | None = None,
     keep: bool = False,
     keep_sums: bool = False,
 ) -> Config:
     """The launch for an (M, K) @ (K, N), of which each rank brings 1/W of the rows.
 
     Args:
-        pair: N counts the columns of two weights that make one output.
+        activation: for "swiglu" N counts the columns of both weights.
         keep: the gathered matrix is wanted too.
         keep_sums: what an activation is applied to is wanted too.
     """
     tiling = tiling_for(chip, M, N, dtype)
+    pair = activation == "swiglu"
     if pair:  # two sums at a time
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
-    elif keep_sums:  # or gelu spills: 24 bytes on sm_90 at 256 columns
+    elif activation == "gelu" or keep_sums:  # at 256 columns they spill on sm_90, 8 and 24 bytes
         tiling = replace(tiling, block_n=min(tiling.block_n, 128))
     count = -(-M // tiling.block_m) * -(-(N // 2 if pair else N) // tiling.block_n)
     # A group of tiles that run together should not wait for two peers.
@@ -406,7 +407,7 @@ def launch_all_gather_matmul(
     pair = activation == "swiglu"
     config = config or config_for(
         M, sum(w.shape[1] for w in weights), K, x.dtype, W, chip_of(x.device),
-        pair=pair, keep=with_own, keep_sums=keep_sums,
+        activation=activation, keep=with_own, keep_sums=keep_sums,
     )  # fmt: skip
     tiling, pitch = config.tiling, gathers.pitch_of(K)
     Ns = tuple(w.shape[1] for w in weights)

@@ -238,7 +238,7 @@ def _all_gather_launches(
         weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
         config = op.config_for(
             tokens, sum(widths), _HIDDEN, dtype, _W, chip,
-            pair=activation == "swiglu", keep_sums=keep,
+            activation=activation, keep_sums=keep,
         )  # fmt: skip
         with catching(op, gathers) as caught:
             op.launch_all_gather_matmul(

@@ -381,7 +381,7 @@ def _triton_forward(
     keep_sums = differentiated and keeps_sums(activation)
     config = kernel.config_for(
         sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
-        pair=activation == "swiglu", keep=keep, keep_sums=keep_sums,
+        activation=activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip
     ws = gather_workspace(x, group, rows, op, config.copy_engines)
     made = kernel.launch_all_gather_matmul(

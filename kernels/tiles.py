@@ -281,9 +281,9 @@ def activated(z, second, ACTIVATION: tl.constexpr):
         # z (1 + tanh u) / 2 = z sigmoid(2u), with u = sqrt(2 / pi) (z + 0.044715 z^3)
         y = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     elif ACTIVATION == "silu":
-        y = z * _sigmoid(z)
+        y = z / (1.0 + tl.exp(-z))
     elif ACTIVATION == "swiglu":
-        y = z * _sigmoid(z) * second
+        y = z / (1.0 + tl.exp(-z)) * second
     else:
         tl.static_assert(ACTIVATION is None, "an activation that the kernels do not know")
         y = z

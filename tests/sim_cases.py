@@ -73,7 +73,9 @@ def gather_direct(rank: int, ours: Modules = OURS) -> None:
     whole = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)])
     gate, up = matrix(K, N, 98), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
-    config = ours.gather.config_for(sum(sizes), 2 * N, K, torch.float32, W, INTERPRETER, pair=True)
+    config = ours.gather.config_for(
+        sum(sizes), 2 * N, K, torch.float32, W, INTERPRETER, activation="swiglu"
+    )
     config = replace(config, direct=True, copy_programs=0, split=2)
     config = replace(config, programs=2 * -(-sum(sizes) // config.tiling.block_m))
     for call in range(CALLS):

@@ -74,14 +74,16 @@ def cases(count: int, seed: int, limit: int = 70):
 WAYS = ("fetched", "direct", "split", "copy engines")
 
 
-def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, pair: bool = False):
+def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, activation=None):
     """The launch of a gather whose shards come in by one of WAYS."""
-    config = all_gather_gemm.config_for(M, N, K, dtype, W, INTERPRETER, pair=pair, keep=True)
+    config = all_gather_gemm.config_for(
+        M, N, K, dtype, W, INTERPRETER, activation=activation, keep=True
+    )
     if way == "fetched":
         return config
     if way == "copy engines":
         return all_gather_gemm.by_copy_engines(config, M, W, INTERPRETER)
-    t, widths = config.tiling, N // 2 if pair else N
+    t, widths = config.tiling, N // 2 if activation == "swiglu" else N
     count = -(-M // t.block_m) * -(-widths // t.block_n)
     split = 3 if way == "split" else 1  # K may have fewer steps than that
     return replace(config, direct=True, copy_programs=0, split=split, programs=count * split)
