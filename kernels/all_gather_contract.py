@@ -148,10 +148,7 @@ def _ag_gemm_contract_kernel(
                 )  # fmt: skip
             acc = tiles.with_bias(acc, bias_ptr, start_n, N)
             if arrived:
-                rows_m = start_m + tl.arange(0, BLOCK_M)
-                tiles.store(
-                    out.ptr, acc, rows_m, rows_m < M, start_n, N, out.stride_m, out.stride_n
-                )
+                tiles.store(out.ptr, acc, start_m, start_n, M, N, out.stride_m, out.stride_n)
 
 
 def launch_all_gather_contract(

@@ -346,15 +346,15 @@ def _finish(
     acc = tiles.times_columns(acc, column_scales[WEIGHT], start_n, N)
     acc = tiles.with_bias(acc, biases[WEIGHT], start_n, N)
     if sums is not None:
-        tiles.store(sums[WEIGHT], acc, rows, inside_m, start_n, N, N, 1)
+        tiles.store_rows(sums[WEIGHT], acc, rows, inside_m, start_n, N, N, 1)
     if second is not None:
         second = tiles.times_rows(second, a_scales, inside_m)
         second = tiles.times_columns(second, column_scales[1], start_n, N)
         second = tiles.with_bias(second, biases[1], start_n, N)
         if sums is not None:
-            tiles.store(sums[1], second, rows, inside_m, start_n, N, N, 1)
+            tiles.store_rows(sums[1], second, rows, inside_m, start_n, N, N, 1)
     acc = tiles.activated(acc, second, ACTIVATION)
-    tiles.store(out_ptr, acc, rows, inside_m, start_n, N, N, 1)
+    tiles.store_rows(out_ptr, acc, rows, inside_m, start_n, N, N, 1)
 
 
 @dataclass(frozen=True)

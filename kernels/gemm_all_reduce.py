@@ -188,7 +188,7 @@ def _gemm_two_shot_kernel(
                         slots, slot_stride, tl.cast(j, tl.int64) * BLOCK + inside, finish, offs_m,
                         offs_m < M, tile_n * BLOCK_N, N, WORLD_SIZE,
                     )  # fmt: skip
-                    tiles.store(out_ptr, total, offs_m, offs_m < M, tile_n * BLOCK_N, N, N, 1)
+                    tiles.store(out_ptr, total, start_m, tile_n * BLOCK_N, M, N, N, 1)
                     final = tiles.rounded(total, dtype)
                     offs = tl.cast(tile, tl.int64) * BLOCK + inside
                     for step in range(1, WORLD_SIZE):
@@ -210,13 +210,10 @@ def _gemm_two_shot_kernel(
                 for part in range(0, BLOCK_M, REDUCE_M):
                     start_m = tile_m * BLOCK_M + part
                     if start_m < M:
-                        offs_m = start_m + tl.arange(0, REDUCE_M)
                         offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
                         final = tl.load(got + offs + tiles.block_offsets(REDUCE_M, BLOCK_N))
-                        tiles.store(
-                            out_ptr, final.to(tl.float32), offs_m, offs_m < M, tile_n * BLOCK_N,
-                            N, N, 1,
-                        )  # fmt: skip
+                        final = final.to(tl.float32)
+                        tiles.store(out_ptr, final, start_m, tile_n * BLOCK_N, M, N, N, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 

@@ -197,7 +197,7 @@ def _gemm_one_shot_kernel(
                         slots, slot_stride, offs + tiles.block_offsets(REDUCE_M, BLOCK_N), finish,
                         offs_m, inside_m, tile_n * BLOCK_N, N, WORLD_SIZE, offsets is None,
                     )  # fmt: skip
-                    tiles.store(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
+                    tiles.store_rows(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 

@@ -190,7 +190,7 @@ def _gemm_rs_kernel(
                         slots, slot_stride, offs + tiles.block_offsets(REDUCE_M, BLOCK_N), finish,
                         offs_m, inside_m, tile_n * BLOCK_N, N, WORLD_SIZE,
                     )  # fmt: skip
-                    tiles.store(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
+                    tiles.store(out_ptr, total, start_m, tile_n * BLOCK_N, rows, N, N, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 

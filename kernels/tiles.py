@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives.device_math import cdiv, rounded
+from weft.collectives.device_math import cdiv as cdiv
 from weft.collectives.device_math import element as element
+from weft.collectives.device_math import rounded
 from weft.collectives.signals import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -215,7 +216,14 @@ def _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_
 
 
 @triton.jit
-def store(
+def store(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
+    """out[start_m:, start_n:] = values, as far as it lies inside (M, N), rounded once."""
+    rows = start_m + tl.arange(0, values.shape[0])
+    store_rows(out_ptr, values, rows, rows < M, start_n, N, stride_m, stride_n)
+
+
+@triton.jit
+def store_rows(
     out_ptr,
     values,  # (rows, columns) fp32
     rows,  # of out
