@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,35 +118,49 @@ def test_pulls_move_the_fewest_bytes(mesh: tuple[int, ...], shape: tuple[int, ..
 SHARDS: list[Placement] = [Shard(0), Shard(1), Shard(2)]
 
 
-def _steps_of_torch(here: tuple[Placement, ...], sizes: tuple[int, ...]) -> Any:
-    """(next placements, full tensors received per rank) of the collectives on one mesh dim."""
-    for dim, (old, n) in enumerate(zip(here, sizes, strict=True)):
-        inner = here[dim + 1 :]
-        others = math.prod(
-            m for p, m in zip(here, sizes, strict=True) if isinstance(p, Shard) and p is not old
-        )
-        if isinstance(old, Shard) and any(here[d] == old for d in range(dim + 1, len(here))):
-            continue  # only the innermost cut of a dim can be undone
-        for new in (Replicate(), *SHARDS):
-            if new == old or (new in inner and new != Replicate()):
+# For each tensor dim the mesh dims that cut it, the last cut last; and the mesh dims that are P.
+Cuts = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
+
+
+def _cuts(placements: tuple[Placement, ...]) -> Cuts:
+    by_dim = [tuple(i for i, p in enumerate(placements) if p == shard) for shard in SHARDS]
+    return tuple(by_dim), frozenset(i for i, p in enumerate(placements) if p == Partial())
+
+
+def _steps_of_torch(state: Cuts, sizes: tuple[int, ...]) -> Iterator[tuple[Cuts, float]]:
+    """(next state, full tensors received per rank) of the collectives on one mesh dim."""
+    cuts, sums = state
+    for mesh_dim, n in enumerate(sizes):
+        own = next((d for d, dims in enumerate(cuts) if mesh_dim in dims), None)
+        if own is not None and cuts[own][-1] != mesh_dim:
+            continue  # only the last cut of a dim can be undone
+        rest = [list(dims) for dims in cuts]
+        if own is not None:
+            rest[own].pop()
+        others = math.prod(sizes[m] for dims in rest for m in dims)
+        for new in (None, *range(len(SHARDS))):
+            if new == own and mesh_dim not in sums:
                 continue
-            if isinstance(old, Partial):
-                share = (n - 1) / n / others * (2 if new == Replicate() else 1)
-            elif old == Replicate():
+            if mesh_dim in sums:
+                share = (n - 1) / n / others * (2 if new is None else 1)
+            elif own is None:
                 share = 0.0
             else:
-                share = (n - 1) / n / others / (1 if new == Replicate() else n)
-            yield (*here[:dim], new, *inner), share
+                share = (n - 1) / n / others / (1 if new is None else n)
+            after = [tuple(dims) for dims in rest]
+            if new is not None:
+                after[new] += (mesh_dim,)
+            yield (tuple(after), sums - {mesh_dim}), share
 
 
-def _best_of_torch(source: tuple[Placement, ...], sizes: tuple[int, ...]) -> dict[Any, float]:
+def _best_of_torch(source: tuple[Placement, ...], sizes: tuple[int, ...]) -> dict[Cuts, float]:
     """Fewest full tensors received per rank by such steps, to every layout from `source`.
 
     Neither planner of torch does better: both make these steps only.
     """
-    best: dict[Any, float] = {}
-    heap: list[tuple[float, int, Any]] = [(0.0, 0, source)]
-    count = itertools.count(1)
+    best: dict[Cuts, float] = {}
+    count = itertools.count()
+    heap = [(0.0, next(count), _cuts(source))]
     while heap:
         cost, _, here = heapq.heappop(heap)
         if here not in best:
@@ -172,7 +187,7 @@ def _totals(mesh: tuple[int, ...], every_nth: int) -> tuple[float, float, float]
                 continue
             size = (512, 512, 512)
             start, goal = layout(size, mesh, source), layout(size, mesh, target)
-            ours, theirs = _full_tensors(plan(start, goal)), reachable[target]
+            ours, theirs = _full_tensors(plan(start, goal)), reachable[_cuts(target)]
             assert ours <= theirs + 1e-9, (source, target, ours, theirs)
             if Partial() in source:
                 sums[1] += ours
