@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all opinfo lint format bench clean
+.PHONY: help demo test test-all opinfo lint format bench gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -40,6 +40,13 @@ bench: .venv/.installed  ## all suites (12 minutes), into bench/results and the 
 	$(BIN)/weft bench ops collectives dispatch redistribute layers scaling model --out out/bench
 	cp out/bench/*.json out/bench/*.md bench/results/
 	$(BIN)/python -m weft.bench.readme
+
+# A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
+OWN_TORCH := import torch, triton, numpy, rich, pytest, pytest_benchmark as _; 1 / torch.cuda.is_available()
+
+gpu:  ## what needs a GPU: tests, then figures into bench/results and docs/gpu.md
+	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu; \
+	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu; fi
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

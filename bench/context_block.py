@@ -2,9 +2,9 @@
 
     q, k, v (1, heads, S/W, E)  ->  out (1, heads, S/W, E), and the gradients of all three
 
-Variants: `ring_attention` by the engine that auto takes, and by "generic": the process group
-gathers the keys and values. The bound, "arithmetic", is attention of whole sequences by a W-th of
-the heads: as many multiplications, no communication.
+Variants: `ring_attention` by the engine that auto takes, on a GPU also by the kernel, and by
+"generic": the process group gathers the keys and values. The bound, "arithmetic", is torch's
+attention of whole sequences by a W-th of the heads: as many multiplications, no communication.
 """
 
 from __future__ import annotations
@@ -62,12 +62,19 @@ def prepare(tokens: int, heads: int, kv_heads: int, head_dim: int, options: Opti
 
         return call
 
-    def expected() -> list[torch.Tensor]:
-        whole = [each.double().requires_grad_() for each in wholes[0]]
-        return [mine(each) for each in _step(_plain, whole, dout.double())]
+    on_gpu = options.device == "cuda"
 
+    def expected() -> list[torch.Tensor]:
+        # On a GPU torch has attention without a matrix of all scores up to fp32 only.
+        wide = torch.float32 if on_gpu else torch.float64
+        whole = [each.to(wide).requires_grad_() for each in wholes[0]]
+        return [
+            mine(each) for each in _step(_ungrouped if on_gpu else _plain, whole, dout.to(wide))
+        ]
+
+    variants = {_MAIN: step("auto")} | ({"triton": step("triton")} if on_gpu else {})
     return Prepared(
-        {_MAIN: step("auto"), _PEER: step("generic")},
+        variants | {_PEER: step("generic")},
         {"arithmetic": lambda i: _step(_plain, some[i], dout[:, : heads // W])},
         expected=expected,
         tolerance=_TOLERANCE[options.dtype],
@@ -78,6 +85,13 @@ def prepare(tokens: int, heads: int, kv_heads: int, head_dim: int, options: Opti
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _ungrouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same with every key head repeated: not all of torch's kernels take groups."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _step(

@@ -22,6 +22,12 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """The same values on every device."""
+    values = torch.randn(*shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device())
+
+
 def cut(x: torch.Tensor, block: int, rank: int, world_size: int, capacity: int) -> torch.Tensor:
     """Blocks rank, rank + W, .. of a whole cache (B, H, S, D), nan where nothing belongs."""
     mine = [x[:, :, s : s + block] for s in range(rank * block, x.shape[2], block * world_size)]
@@ -46,12 +52,12 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     dtype, by_head, pages = rng.choice(DTYPES), rng.random() < 0.25, rng.random() < 0.4
     longest = rng.choice([1, 3, 40, 70])
     lengths = torch.tensor([rng.randint(0, longest) for _ in range(B)])
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    generator = torch.Generator("cpu").manual_seed(rng.randrange(1 << 30))
     if by_head:
         H_kv *= world_size
     H = H_kv * G
-    q = torch.randn(B, H, T, D, generator=generator).to(dtype)
-    k, v = (torch.randn(B, H_kv, longest, D, generator=generator).to(dtype) for _ in range(2))
+    q = drawn(generator, B, H, T, D).to(dtype)
+    k, v = (drawn(generator, B, H_kv, longest, D).to(dtype) for _ in range(2))
     case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), engine)
     expected, expected_lse = flash_decode_reference(q.double(), k.double(), v.double(), lengths)
 
@@ -62,8 +68,8 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
         shards = [cut(x, block, rank, world_size, capacity) for x in (k, v)]
     options: dict[str, Any] = {"shard": "head" if by_head else "sequence"}
     if pages:
-        order = torch.randperm(B * (capacity // block), generator=generator)
-        table = order.view(B, capacity // block).int()
+        order = torch.randperm(B * (capacity // block), generator=generator, device="cpu")
+        table = order.view(B, capacity // block).int().to(q.device)
         shards = [paged(x, block, table) for x in shards]
         options["block_table"] = table
     else:
@@ -85,9 +91,9 @@ def cases(engine: str, seed: int, count: int) -> bytes:
     for _ in range(count):
         one(rng, engine, rank, world_size)
     # Bitwise the same on every rank.
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(2, 4, 1, 8, generator=generator)
-    k, v = (torch.randn(2, 2, 33, 8, generator=generator) for _ in range(2))
+    generator = torch.Generator("cpu").manual_seed(1)
+    q = drawn(generator, 2, 4, 1, 8)
+    k, v = (drawn(generator, 2, 2, 33, 8) for _ in range(2))
     shards = [cut(x, 4, rank, world_size, 20) for x in (k, v)]
     with weft.engine(engine):  # type: ignore[arg-type]
         out = weft.flash_decode(q, *shards, torch.tensor([33, 9]), block_size=4)

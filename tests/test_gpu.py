@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from test_flash_decode import cases as decode_cases
+from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
+from test_ring_attention import random_cases as random_attention
+from test_ring_attention import run_cases as run_attention
 
 import weft
 from weft import collectives
@@ -37,6 +41,33 @@ def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
 def test_random_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
     cases = random_cases(kind, gpu_ranks.world_size, engine, 24)
     gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
+
+
+def with_gpu(body: Callable[..., Any], *args: Any) -> Any:
+    with torch.device("cuda"):
+        return body(*args)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ring_attention(gpu_ranks: RankPool, engine: str) -> None:
+    cases = random_attention(gpu_ranks.world_size, engine, 24)
+    gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=600)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flash_decode(gpu_ranks: RankPool, engine: str) -> None:
+    found = gpu_ranks.run(with_gpu, decode_cases, engine, 3, 16, timeout_s=600)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("body", [gather_body, reduce_body, to_all_body])
+def test_collective_kernels(
+    gpu_ranks: RankPool, body: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    if gpu_ranks.world_size > 3:
+        pytest.skip("the cases are for up to 3 ranks")
+    gpu_ranks.run(with_gpu, body, dtype, timeout_s=300)
 
 
 def buffer_body() -> None:

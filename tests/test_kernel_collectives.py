@@ -20,10 +20,12 @@ OPS = ("sum", "avg", "max", "min", "product")
 
 
 def values(rank: int, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
-        return torch.randn(count, generator=generator).to(dtype)
-    return torch.randint(0, 7, (count,), generator=generator).to(dtype)
+        drawn = torch.randn(count, generator=generator, device="cpu")
+    else:
+        drawn = torch.randint(0, 7, (count,), generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def reduced(terms: list[torch.Tensor], op: str) -> torch.Tensor:

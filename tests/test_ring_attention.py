@@ -20,7 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    values = torch.randn(shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device(), dtype)
 
 
 def shard(x: torch.Tensor, sizes: list[int], layout: str, rank: int, strided: bool) -> torch.Tensor:

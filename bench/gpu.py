@@ -1,0 +1,198 @@
+"""`make gpu`: everything that needs a GPU, on however many there are: tests first, then figures.
+
+    1. the tests that are marked gpu; if one fails, nothing is timed
+    2. the plain matmul beside torch.mm, in one process
+    3. every fused op by each engine, beside its unfused self and its bounds
+    4. ring attention beside torch's attention
+
+With one GPU the ranks, 2 and then 4, share it through torch's symmetric memory: protocols are real
+there, overlap is not, as the ranks take turns. With more, a rank has a GPU of its own, from 2 ranks
+to all. Figures go to bench/results/<chip>.json, and as a table to docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from weft.bench import attention_suite, matmul_suite, ops_suite, runner
+from weft.bench.cli import failed
+from weft.bench.problem import Options, Suite
+from weft.bench.rows import Case, Result
+from weft.bench.tables import figure
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTHING_TO_DO = (
+    "make gpu: skipped, torch sees no GPU here. On a machine with one or more (CUDA or ROCm build "
+    "of torch >= 2.11), the same command tests, measures, and writes bench/results and docs/gpu.md."
+)
+
+# Linears of a 70B Llama: a decoding step, short and long prompts.
+_SHAPES = tuple((M, N, K) for M in (16, 128, 2048, 8192) for N, K in ((28672, 8192), (8192, 28672)))
+
+
+def rank_counts(gpus: int) -> tuple[int, ...]:
+    """The numbers of ranks to measure.
+
+    Example:
+        1 GPU: (2, 4), which share it; 6 GPUs: (2, 4, 6).
+    """
+    if gpus <= 1:
+        return 2, 4
+    return tuple(sorted({w for w in (2, 4, 8, 16) if w <= gpus} | {gpus}))
+
+
+def slug(name: str) -> str:
+    """A device's name as a file's: "NVIDIA H100 80GB HBM3" is nvidia-h100-80gb-hbm3."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def run_tests() -> int:
+    """The exit status of pytest on the tests that are marked gpu."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
+    # Kernels must be compiled, whatever the caller's shell says.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def measure(options: Options, counts: Sequence[int], command: str) -> Result:
+    """All cases of all suites, as one result; cases are named with their number of ranks."""
+    whole: Result | None = None
+    runs: list[tuple[Suite, int]] = [(matmul_suite, counts[0])]
+    runs += [(suite, count) for count in counts for suite in (ops_suite, attention_suite)]
+    for suite, count in runs:
+        shapes = _SHAPES if suite is ops_suite and not options.quick else ()
+        asked = replace(options, ranks=count, shapes=shapes)
+        for result in runner.run([suite], asked, command=command):
+            if whole is None:
+                whole = Result("gpu", result.environment, command=command)
+            for case in result.cases:
+                case.name += f", {case.params['ranks']} ranks" if suite.WORLD == "ranks" else ""
+            whole.cases += result.cases
+            whole.interrupted |= result.interrupted
+        if whole is not None and whole.interrupted:
+            break
+    assert whole is not None
+    whole.environment["ranks"] = max(counts)
+    return whole
+
+
+def page(result: Result) -> str:
+    """docs/gpu.md: a table a suite."""
+    where = result.environment
+    name = where["gpus"][0]["name"] if where["gpus"] else where["cpu"]
+    gpus = len(where["gpus"])
+    shared = f"; {where['ranks']} ranks share {gpus}: they take turns, and nothing overlaps"
+    lines = [
+        "# Figures on a GPU",
+        "",
+        f"`{result.command}` wrote this page: {gpus} x {name}, torch {where['torch']}, triton "
+        f"{where['triton']}, {where['date'][:10]}, commit {where['commit']}"
+        + (shared if 0 < gpus < where["ranks"] else "")
+        + ". Times are medians in us, of the slowest rank. bound: the larger of arithmetic, memory "
+        "and link, each measured in the same rounds. Every time is of a result that was right.",
+    ]
+    for suite in dict.fromkeys(case.suite for case in result.cases):
+        lines += ["", *_table(suite, [case for case in result.cases if case.suite == suite])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(suite: str, cases: Sequence[Case]) -> list[str]:
+    names = list(dict.fromkeys(name for case in cases for name in case.variants))
+    rates = any("flop" in case.params for case in cases)
+    head = ["case", *names, "bound", "of bound", "peer / ours", *["TFLOP/s"] * rates]
+    lines = [
+        f"## {suite}",
+        "",
+        f"| {' | '.join(head)} |",
+        f"| --- |{' ---: |' * (len(head) - 1)}",
+    ]
+    why: dict[str, list[str]] = {}
+    for case in cases:
+        timed, fraction = case.timed, None
+        reasons = {name: timing.failure for name, timing in case.variants.items()}
+        for name, reason in (reasons | {"all variants": case.failure}).items():
+            if reason:
+                why.setdefault(f"{name}: {reason}", []).append(case.name)
+        if case.main in timed:
+            fraction = case.fraction(case.main)
+        cells = [figure(timed[name].us) if name in timed else "-" for name in names]
+        bound = "" if case.bound_us is None else f"{figure(case.bound_us)} {case.bound_by}"
+        cells += [bound, figure(fraction), str(case.gain or "")]
+        if rates:
+            ours = timed.get(case.main)
+            cells.append(figure(case.params["flop"] / ours.us / 1e6) if ours else "")
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    if why:
+        lines += ["", "Without a time:", ""]
+        lines += [
+            f"- {reason} ({names[0] if len(names) == 1 else f'{len(names)} cases'})"
+            for reason, names in why.items()
+        ]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tests, then figures. The exit status is 0 if all was right, or if there is no GPU."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="weft bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", help="(2 4 on one GPU, else 2 .. all)")
+    parser.add_argument("--no-tests", action="store_true", help="figures only")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument("--seconds", type=float, default=1.5, help="aimed at a case (1.5)")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda",
+        help="cpu: the same steps without tests, to see that they run; use with --quick",
+    )  # fmt: skip
+    args = parser.parse_args(given)
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        print(NOTHING_TO_DO)
+        return 0
+    counts = tuple(args.ranks or rank_counts(torch.cuda.device_count() if on_gpu else 1))
+    if min(counts) < 2:
+        parser.error(f"--ranks must be at least 2, got {min(counts)}: one rank has no peers")
+    if on_gpu and not args.no_tests and (status := run_tests()):
+        print("make gpu: a test failed; times of wrong results are worth nothing, so none taken")
+        return status
+    options = Options(
+        device=args.device,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        quick=args.quick,
+        seconds=args.seconds,
+    )
+    command = shlex.join(["weft", "bench", "gpu", *given])
+    result = measure(options, counts, command)
+    chip = slug(torch.cuda.get_device_name()) if on_gpu else "cpu"
+    path = args.results / f"{chip}.json"
+    result.write(path)
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    args.page.write_text(page(result))
+    print(f"wrote {path} and {args.page}: {len(result.cases)} cases")
+    if result.interrupted:
+        return 130
+    return int(any(failed(case) or (on_gpu and _kernel_failed(case)) for case in result.cases))
+
+
+def _kernel_failed(case: Case) -> bool:
+    """Whether a fused kernel did not run or was wrong, also where auto takes another engine."""
+    return "triton" in case.variants and not case.variants["triton"].ok
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""`make gpu` as far as it goes without a GPU: the skip, the plan, and all steps at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.bench import gpu
+from weft.bench.rows import Case, Result, Timing
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys) -> None:
+    assert gpu.main(["--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]) == 0
+    assert "no GPU here" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_and_names() -> None:
+    assert [gpu.rank_counts(n) for n in (1, 2, 6, 8)] == [(2, 4), (2,), (2, 4, 6), (2, 4, 8)]
+    assert gpu.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "--ranks", "1"])
+
+
+def test_a_failed_test_stops_before_figures(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
+    assert gpu.main(["--ranks", "2", "--results", str(tmp_path)]) == 1
+    assert "a test failed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
+    arguments = ["--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]
+    assert gpu.main(["--device", "cpu", "--quick", "--ranks", "2", *arguments]) == 0
+    result = Result.read(tmp_path / "cpu.json")
+    assert {case.suite for case in result.cases} == {"matmul", "ops", "ring attention"}
+    for case in result.cases:
+        assert case.main in case.timed, case
+        assert case.name.endswith("2 ranks") == (case.suite != "matmul")
+    assert json.loads((tmp_path / "cpu.json").read_text())["environment"]["ranks"] == 2
+    page = (tmp_path / "gpu.md").read_text()
+    for case in result.cases:
+        assert f"| {case.name} | " in page
+    assert "TFLOP/s" in page and "NotImplementedError" in page
+
+
+def test_a_kernel_that_is_wrong_fails_the_run_though_auto_avoids_it(tmp_path, monkeypatch) -> None:
+    right, wrong = Timing([1.0], [1.0]), Timing(failure="wrong: 7 times the tolerance")
+    case = Case("ops", "x", {}, {"auto": right, "triton": wrong}, main="auto")
+    where = {
+        "gpus": [{"name": "G"}],
+        "ranks": 2,
+        "torch": "",
+        "triton": "",
+        "date": "",
+        "commit": "",
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(gpu, "measure", lambda *_: Result("gpu", where, [case]))
+    page = tmp_path / "docs" / "gpu.md"
+    arguments = ["--no-tests", "--ranks", "2", "--results", str(tmp_path), "--page", str(page)]
+    assert gpu.main(arguments) == 1
+    assert (tmp_path / "some-gpu.json").exists()
+    assert "they take turns" in page.read_text() and "- triton: wrong: 7" in page.read_text()
