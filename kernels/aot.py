@@ -37,8 +37,11 @@ from weft.kernels import (
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
+    ring_flash,
+    ring_flash_backward,
 )
 from weft.kernels.chips import KNOWN, Chip
+from weft.kernels.sharded_sequence import Geometry, Visibility
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -353,6 +356,23 @@ def _factors(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=torch.float32, device="meta")
 
 
+def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    H, H_kv, n, D = 8, 2, 1024, 128
+    geometry = Geometry((n,) * _W, (n,) * _W, "zigzag", Visibility(_W * n, after=0))
+    q, k = (torch.empty(1, h, n, D, dtype=dtype, device="meta") for h in (H, H_kv))
+    lse = torch.empty(1, H, n, device="meta")
+    forward = ring_flash.config_for(H, H_kv, n, D, dtype, _W, chip)
+    with catching(ring_flash) as caught:
+        ring_flash.launch_ring_attention(q, k, k, _workspace(), geometry, 0.1, config=forward)
+    yield "causal, D = 128", caught[0]
+    backward = ring_flash_backward.config_for(H, H_kv, n, D, dtype, _W, chip)
+    with catching(ring_flash_backward) as caught:
+        ring_flash_backward.launch_ring_attention_backward(
+            q, k, k, q, lse, q, None, _workspace(), geometry, 0.1, config=backward
+        )
+    yield "causal, D = 128", caught[0]
+
+
 def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """(case, launch) of every kernel, in the configurations that the heuristics choose."""
 
@@ -361,6 +381,7 @@ def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 
     yield from _all_gather_launches(chip, dtype, empty)
     yield from _reduce_launches(chip, dtype, empty)
+    yield from _attention_launches(chip, dtype)
     yield from _collective_launches(dtype)
 
 

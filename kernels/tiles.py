@@ -12,7 +12,7 @@ import triton.language as tl
 
 from weft.collectives.device_math import cdiv as cdiv
 from weft.collectives.device_math import element as element
-from weft.collectives.device_math import rounded
+from weft.collectives.device_math import rounded as rounded
 from weft.collectives.signals import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -175,3 +176,69 @@ def repeated_body(engine: str, W: int) -> None:
 @pytest.mark.parametrize("W", [2, 3])
 def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> None:
     ranks(W, repeated_body, engine, W)
+
+
+def delayed_body(engine: str, W: int) -> None:
+    """Calls in a row without a pause between, one rank late for each by turns."""
+    for call in range(4):
+        if dist.get_rank() == call % W:
+            time.sleep(0.05)
+        attention_case(plain_case(engine, W, causal=call % 2 == 0, H=2, D=8 + 4 * call))
+
+
+@pytest.mark.parametrize("engine", ["host", "triton"])
+def test_a_late_rank(ranks: Any, engine: str) -> None:
+    ranks(2, delayed_body, engine, 2)
+
+
+MISUSE = {
+    "q must be": {"q": (2, 5, 4)},
+    "H_kv must divide H": {"q": (1, 3, 5, 4)},
+    "k must have q's B and D": {"q": (1, 2, 5, 8)},
+    "v must have q's dtype": {"v_dtype": torch.float64},
+    "must be of a floating-point dtype": {"dtype": torch.int64, "v_dtype": torch.int64},
+    'layout must be "contiguous" or "zigzag"': {"layout": "striped"},
+    "window must be": {"window": -3},
+    "must begin with 0 and never fall": {"cu_seqlens": [0, 4, 3]},
+    "cu_seqlens must end with the number of tokens": {"cu_seqlens": [0, 4]},
+    "sizes holds the length": {"sizes": [4]},
+    "key_sizes needs sizes": {"key_sizes": [5]},
+}
+
+
+def misuse_body(changes: dict[str, Any], message: str) -> None:
+    changes = dict(changes)
+    dtype = changes.pop("dtype", torch.float32)
+    q = torch.zeros(changes.pop("q", (1, 2, 5, 4)), dtype=dtype)
+    k = torch.zeros(1, 2, 5, 4, dtype=dtype)
+    v = torch.zeros(1, 2, 5, 4, dtype=changes.pop("v_dtype", torch.float32))
+    with pytest.raises(ValueError, match=message):
+        weft.ring_attention(q, k, v, **changes)
+
+
+@pytest.mark.parametrize(("message", "changes"), MISUSE.items(), ids=MISUSE)
+def test_misuse(ranks: Any, message: str, changes: dict[str, Any]) -> None:
+    ranks(1, misuse_body, changes, message)
+
+
+def zigzag_sizes_body() -> None:
+    x = torch.zeros(1, 1, 5, 4)
+    with pytest.raises(ValueError, match=r"lie on 2 ranks as \[4, 6\], got \[5, 5\]"):
+        weft.ring_attention(x, x, x, layout="zigzag")
+
+
+def test_sizes_that_are_not_zigzag_raise_on_every_rank(ranks: Any) -> None:
+    ranks(2, zigzag_sizes_body)
+
+
+def documented_example() -> None:
+    rank = dist.get_rank()
+    q = k = torch.zeros(1, 1, 2, 1)
+    v = torch.tensor([[1.0, 2.0], [3.0, 6.0]][rank]).view(1, 1, 2, 1)
+    assert weft.ring_attention(q, k, v).flatten().tolist() == [3.0, 3.0]
+    causal = weft.ring_attention(q, k, v, causal=True).flatten().tolist()
+    assert causal == [[1.0, 1.5], [2.0, 3.0]][rank]
+
+
+def test_the_documented_example(ranks: Any) -> None:
+    ranks(2, documented_example)
