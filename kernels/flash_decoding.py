@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, signals, workspace
+from weft.kernels import tiles
 from weft.kernels.chips import Chip, chip_of
 from weft.kernels.operands import link_of
 
@@ -134,7 +135,7 @@ def _attend(
         inside = inside_n[:, None] & inside_d[None, :]
         k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tiles.dot(q, tl.trans(k), tiles.zeros(ROWS, BLOCK_N)) * scale
         scores = tl.where(
             (offs_n[None, :] < seen[:, None]) & inside_n[None, :], scores, float("-inf")
         )
@@ -143,7 +144,7 @@ def _attend(
         weights = tl.exp(scores - safe[:, None])
         faded = tl.exp(top - safe)
         total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc = tiles.dot(weights.to(v.dtype), v, acc * faded[:, None])
         top = new_top
     return top, total, acc
 
