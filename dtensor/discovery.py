@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -44,13 +44,8 @@ _WIDE = {
 }
 
 
-class _Try(NamedTuple):
-    """One candidate: the dim along which each tensor is cut, None where it is not."""
-
-    dims: tuple[int | None, ...]
-
-
-_found: dict[Any, tuple[tuple[Any, ...], ...] | None] = {}
+_Kinds = tuple["int | str", ...]
+_found: dict[Any, _Kinds | None] = {}
 
 
 def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
@@ -64,7 +59,7 @@ def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
             continue
         inputs = tuple(Replicate() if d is None else moved(placement, d) for d in dims)
         placed = tuple(_placement(out, placement) for out in outputs)
-        strategy = Strategy(cast("tuple[Placement, ...]", inputs), placed)
+        strategy = Strategy(inputs, placed)
         if strategy not in strategies:
             strategies.append(strategy)
     return strategies
@@ -137,24 +132,24 @@ def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     return False
 
 
-def _shrunk(call: Call) -> tuple[dict[int, int], bool]:
-    """A smaller size for each large one; whether anything is smaller."""
-    sizes = {n for t in [*call.inputs, *call.outputs] for n in t.shape if n > _LARGE}
+def _shrunk(call: Call) -> dict[int, int]:
+    """A smaller size for each large one."""
+    tensors = cast("list[Layout | Meta]", [*call.inputs, *call.outputs])
     # Twelve keeps what the size leaves when divided by 2, 3 and 4.
-    small = {n: 12 + n % 12 for n in sizes}
-    used: set[int] = {n for t in call.inputs for n in t.shape if n <= _LARGE}
+    small = {n: 12 + n % 12 for t in tensors for n in t.shape if n > _LARGE}
+    used = {n for t in tensors for n in t.shape if n <= _LARGE}
     for n in sorted(small):
         while small[n] in used:
             small[n] += 12
         used.add(small[n])
-    return small, bool(small)
+    return small
 
 
 def _probed(
     call: Call, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool
-) -> tuple[int | str, ...] | None:
+) -> _Kinds | None:
     """What each output is, if the inputs are cut along `dims`: a dim, "same", or "sum"."""
-    small, _ = _shrunk(call)
+    small = _shrunk(call)
     key = _key(call, dims, small, empty)
     if key not in _found:
         if len(_found) > 4096:
@@ -166,7 +161,7 @@ def _probed(
         ):
             warnings.simplefilter("ignore")
             _found[key] = _probe(call, dims, tuple(writes), small, empty)
-    return cast("tuple[int | str, ...] | None", _found[key])
+    return _found[key]
 
 
 def _key(call: Call, dims: Any, small: dict[int, int], empty: bool) -> Any:
@@ -188,7 +183,7 @@ def _probe(
     writes: tuple[int, ...],
     small: dict[int, int],
     empty: bool,
-) -> tuple[int | str, ...] | None:
+) -> _Kinds | None:
     shapes = [tuple(small.get(n, n) for n in t.shape) for t in call.inputs]
     lengths = {s[d] for s, d in zip(shapes, dims, strict=True) if d is not None}
     if len(lengths) != 1 or any(torch.Size(s).numel() > _MAX_NUMEL for s in shapes):

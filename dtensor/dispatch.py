@@ -169,14 +169,12 @@ def _follow(
         _store(tensors[position], moved[position] if moved else None, plan, position)
     if plan.dynamic:
         return _wrap_dynamic_tree(result, args, kwargs)
-    if plan.check:
-        _check(result, plan)
-        if plan.dynamic:
-            return _wrap_dynamic_tree(result, args, kwargs)
+    if plan.check and not _as_expected(result, plan):
+        return _wrap_dynamic_tree(result, args, kwargs)
     return _wrap_tree(result, plan.result, tensors)
 
 
-def _check(result: Any, plan: Plan) -> None:
+def _as_expected(result: Any, plan: Plan) -> bool:
     """The first time: does what meta tensors said of the result hold of the local ones?
 
     Where it does not, on tensors that are whole, the local ones are right.
@@ -193,8 +191,9 @@ def _check(result: Any, plan: Plan) -> None:
                     f"Replicate() first"
                 )
             plan.dynamic = True
-            return
+            return False
     plan.simple = isinstance(plan.result, Layout) and not (plan.moves or plan.writes)
+    return True
 
 
 def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
