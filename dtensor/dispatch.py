@@ -72,7 +72,6 @@ class Outermost(threading.local):
     """The call of the user that is being run: what it was given, None below `backward`."""
 
     arguments: Any = None
-    implicit_replication = False
 
 
 outermost = Outermost()
@@ -80,8 +79,6 @@ outermost = Outermost()
 
 def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
     """A plain tensor may come from inside of torch: then all ranks have made the same."""
-    if outermost.implicit_replication:
-        return
     for given in leaves(outermost.arguments):
         plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
         if plain and given.numel() != 1:
@@ -89,7 +86,7 @@ def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
                 f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
                 f"{tuple(given.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, "
                 f"placements) if every rank holds all of it, DTensor.from_local(t, mesh, "
-                f"placements) if each holds its part; or run under implicit_replication(). "
+                f"placements) if each holds its part; or run under experimental.implicit_replication(). "
                 f"(One-element tensors count as replicated.)"
             )
 

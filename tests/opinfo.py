@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -41,7 +42,7 @@ import torch.multiprocessing as mp
 from rank_pool import RankError, RankPool
 
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "mixed")
-WORLD_SIZE = 4
+MESHES = {"4": (4,), "2x2": (2, 2)}
 VERDICTS = ("right", "error", "hang", "random", "wrong")  # from good to bad
 EXCLUDED = {
     # They read the memory around the tensor that they are given, which a DTensor has not.
@@ -56,7 +57,7 @@ _UNSPECIFIED = (
     "new_empty_strided",
 )
 _TOLERANCE = 2e-4
-_SECONDS_PER_OP = 120
+_SECONDS_PER_OP = 100
 
 
 @dataclass
@@ -117,26 +118,29 @@ def change(tree: Any, function: Any) -> Any:
 
 
 def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> Any:
-    """`tensor` as a leaf DTensor. Terms of a sum add up exactly, in the order of ranks."""
+    """`tensor` as a leaf DTensor. Terms of a sum differ, and add up exactly in rank order."""
     from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     plain = tensor.detach()
-    if layout == "mixed":
-        every = ["R", *(f"S({d})" for d in range(plain.ndim)), "P"]
-        layout = rng.choice(every)
-    placement: Any = Replicate()
-    if layout.startswith("S") and plain.ndim:
-        placement = Shard(int(layout[2:-1]) % plain.ndim)
-    elif layout == "P" and (plain.is_floating_point() or plain.is_complex()):
-        placement = Partial()
-        if bool(plain.isfinite().all()):
-            terms = (0.5, 0.5, -0.5, 0.5)
-            plain = plain * terms[torch.distributed.get_rank() % 4]
-            made = DTensor.from_local(
-                plain, mesh, [placement], shape=tuple(plain.shape), stride=plain.stride()
-            )
-            return made.requires_grad_(tensor.requires_grad)
-    made = distribute_tensor(plain, mesh, [placement], src_data_rank=None)
+    sums = plain.is_floating_point() or plain.is_complex()
+    placements: list[Any] = []
+    for dim in range(mesh.ndim):
+        kind = layout
+        if layout == "mixed":
+            kind = rng.choice(["R", *(f"S({d})" for d in range(plain.ndim)), "P"])
+        if kind.startswith("S") and plain.ndim:
+            placements.append(Shard(int(kind[2:-1]) % plain.ndim))
+        elif kind == "P" and sums and dim == 0:
+            placements.append(Partial())
+        else:
+            placements.append(Replicate())
+    if placements[0] != Partial() or not bool(plain.isfinite().all()):
+        made = distribute_tensor(plain, mesh, placements, src_data_rank=None)
+        return made.requires_grad_(tensor.requires_grad)
+    whole = distribute_tensor(plain, mesh, [Replicate(), *placements[1:]], src_data_rank=None)
+    term = whole.to_local() * (0.5, 0.5, -0.5, 0.5)[mesh.get_local_rank(0)]
+    shape, stride = tuple(plain.shape), plain.stride()
+    made = DTensor.from_local(term, mesh, placements, shape=shape, stride=stride)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -274,7 +278,7 @@ def samples_of(op: Any, count: int) -> list[Any]:
     return samples[:: max(1, -(-len(samples) // count))]
 
 
-def check_op(name: str, n_samples: int) -> Result:
+def check_op(name: str, n_samples: int, mesh_shape: tuple[int, ...] = (4,)) -> Result:
     """Every sample in every layout; where the ranks part, each case by itself."""
     op = op_variants()[name]
     samples = samples_of(op, n_samples)
@@ -285,9 +289,9 @@ def check_op(name: str, n_samples: int) -> Result:
         if wanted is not None
         for layout in LAYOUTS
     ]
-    found = run_on_ranks(op, cases)
+    found = run_on_ranks(op, cases, mesh_shape)
     if found is None:
-        found = [one for case in cases for one in run_on_ranks(op, [case]) or [_APART]]
+        found = [one for case in cases for one in run_on_ranks(op, [case], mesh_shape) or [_APART]]
     runs: Counter[str] = Counter(verdict for verdict, _ in found)
     reasons: dict[str, str] = {}
     for (verdict, reason), (sample, _, layout) in zip(found, cases, strict=True):
@@ -301,18 +305,20 @@ _APART = ("hang", "the ranks part: some raise, and others wait for them")
 Case = tuple[Any, Expected, str]
 
 
-def run_on_ranks(op: Any, cases: list[Case]) -> list[tuple[str, str]] | None:
+def run_on_ranks(
+    op: Any, cases: list[Case], mesh_shape: tuple[int, ...]
+) -> list[tuple[str, str]] | None:
     """What the ranks find, if they agree on what is right and what raises."""
     from weft import sim
     from weft.dtensor import init_device_mesh
 
     def body(rank: int) -> list[tuple[str, str]]:
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        mesh = init_device_mesh("cpu", mesh_shape)
         return [check(op, sample, wanted, layout, mesh) for sample, wanted, layout in cases]
 
     try:
-        per_rank = sim.run(WORLD_SIZE, body, races=False, timeout=_SECONDS_PER_OP)
-    except (sim.SimError, TimeoutError):
+        per_rank = sim.run(math.prod(mesh_shape), body, races=False, timeout=_SECONDS_PER_OP)
+    except sim.SimError:
         return None
     found = []
     for verdicts in zip(*per_rank, strict=True):
@@ -323,11 +329,11 @@ def run_on_ranks(op: Any, cases: list[Case]) -> list[tuple[str, str]] | None:
     return found
 
 
-def check_on_processes(name: str, n_samples: int) -> Result:
+def check_on_processes(name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> Result:
     """`check_op` on a real process a rank: on threads, a lock of Python may keep ranks apart."""
-    pool = RankPool(WORLD_SIZE)
+    pool = RankPool(math.prod(mesh_shape))
     try:
-        found = pool.run(check_on_rank, name, n_samples, timeout_s=_SECONDS_PER_OP)
+        found = pool.run(check_on_rank, name, n_samples, mesh_shape, timeout_s=_SECONDS_PER_OP)
     except RankError as error:
         reason = " ".join(str(error).split())[:400]
         return Result(name, family_of(op_variants()[name]), "hang", {}, {"hang": reason})
@@ -341,11 +347,11 @@ def check_on_processes(name: str, n_samples: int) -> Result:
     return Result(name, family_of(op_variants()[name]), verdict, dict(runs), reasons)
 
 
-def check_on_rank(name: str, n_samples: int) -> list[tuple[str, str]]:
+def check_on_rank(name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> list[tuple[str, str]]:
     """Every case of an op, on one rank of a pool."""
     from weft.dtensor import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    mesh = init_device_mesh("cpu", mesh_shape)
     op = op_variants()[name]
     return [
         check(op, sample, wanted, layout, mesh)
@@ -359,9 +365,12 @@ def _work(pipe: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     while True:
-        name, n_samples = pipe.recv()
+        name, n_samples, mesh_shape = pipe.recv()
         try:
-            pipe.send(check_op(name, n_samples))
+            pipe.send(check_op(name, n_samples, mesh_shape))
+        except TimeoutError as error:
+            family = family_of(op_variants()[name])
+            pipe.send(Result(name, family, "hang", {"hang": 1}, {"hang": str(error)[:400]}))
         except Exception as error:  # a sample that cannot be made, say
             reason = " ".join(traceback.format_exc().split())[-400:]
             family = family_of(op_variants()[name])
@@ -382,9 +391,9 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def send(self, name: str, n_samples: int) -> None:
+    def send(self, name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> None:
         self.busy = name
-        self.pipe.send((name, n_samples))
+        self.pipe.send((name, n_samples, mesh_shape))
 
     def result(self) -> Result:
         assert self.busy is not None
@@ -402,7 +411,13 @@ class Worker:
         self.process.join()
 
 
-def count(names: Sequence[str], n_samples: int, jobs: int, show: Any = None) -> list[Result]:
+def count(
+    names: Sequence[str],
+    n_samples: int,
+    jobs: int,
+    mesh_shape: tuple[int, ...] = (4,),
+    show: Any = None,
+) -> list[Result]:
     """Check the op variants in `jobs` processes."""
     workers = [Worker() for _ in range(min(jobs, len(names)))]
     waiting = list(reversed(names))
@@ -410,7 +425,7 @@ def count(names: Sequence[str], n_samples: int, jobs: int, show: Any = None) -> 
     while len(results) < len(names):
         for worker in workers:
             if worker.busy is None and waiting:
-                worker.send(waiting.pop(), n_samples)
+                worker.send(waiting.pop(), n_samples, mesh_shape)
         ready = wait([w.pipe for w in workers if w.busy])
         for worker in workers:
             if worker.pipe in ready:
@@ -421,7 +436,7 @@ def count(names: Sequence[str], n_samples: int, jobs: int, show: Any = None) -> 
         worker.close()
     for i, result in enumerate(results):
         if result.verdict == "hang" and result.runs:
-            results[i] = check_on_processes(result.name, n_samples)
+            results[i] = check_on_processes(result.name, n_samples, mesh_shape)
     return sorted(results, key=lambda r: names.index(r.name))
 
 
@@ -430,7 +445,7 @@ def table(results: list[Result]) -> Any:
     from rich.table import Table
 
     columns = [v for v in (*VERDICTS, "skipped") if any(r.verdict == v for r in results)]
-    shown = Table("family", *columns, "of", title=f"op variants on {WORLD_SIZE} ranks")
+    shown = Table("family", *columns, "of", title="op variants")
     families = sorted({r.family for r in results})
     for family in [*families, "all"]:
         row = Counter(r.verdict for r in results if family in (r.family, "all"))
@@ -449,6 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of ops")
     parser.add_argument("--samples", type=int, default=5, help="sample inputs an op (default: 5)")
+    parser.add_argument("--mesh", choices=MESHES, default="4", help="shape (default: 4)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--again", type=Path, help="only what was not right in this JSON file")
@@ -480,7 +496,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for verdict, reason in result.reasons.items():
                     console.print(f"   {verdict}: {reason}", highlight=False, markup=False)
 
-        results = count(names, options.samples, options.jobs, show)
+        results = count(names, options.samples, options.jobs, MESHES[options.mesh], show)
     console.print(table(results))
     console.print(f"{time.monotonic() - started:.0f} s, torch {torch.__version__}")
     return 0 if all(r.verdict in ("right", "skipped") for r in results) else 1
