@@ -86,8 +86,8 @@ def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
                 f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
                 f"{tuple(given.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, "
                 f"placements) if every rank holds all of it, DTensor.from_local(t, mesh, "
-                f"placements) if each holds its part; or run under experimental.implicit_replication(). "
-                f"(One-element tensors count as replicated.)"
+                f"placements) if each holds its part; or run under "
+                f"experimental.implicit_replication(). (One-element tensors count as replicated.)"
             )
 
 
