@@ -249,6 +249,10 @@ KERNELS: dict[str, Callable[..., None]] = {
     "reduce-scatter": reduce_scatter,
     "one-shot all-reduce": one_shot,
     "two-shot all-reduce": two_shot,
+    "gather of rows, direct": gather_direct,
+    "gather of rows by copy engines": gather_by_copy_engines,
+    "one-shot all-reduce, split": one_shot_split,
+    "straddling reduce-scatter": straddling_scatter,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {
@@ -256,10 +260,6 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
     "collectives that exchange": exchanged,
     "collectives that reduce, one shot": reduced_in_one_shot,
     "collectives that reduce, two shots": reduced_in_two_shots,
-    "gather of rows, direct": gather_direct,
-    "gather of rows by copy engines": gather_by_copy_engines,
-    "one-shot all-reduce, split": one_shot_split,
-    "straddling reduce-scatter": straddling_scatter,
 }
 
 
