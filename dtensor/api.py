@@ -77,6 +77,10 @@ def distribute_tensor(
                 f"different placements {show(wanted)}: use redistribute(placements=...)"
             )
         return tensor
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"distribute_tensor takes dense tensors, got one of {tensor.layout}: use to_dense()"
+        )
     if not tensor.is_leaf:
         raise RuntimeError(
             "`distribute_tensor` should be used to distribute leaf tensors, but got a non-leaf "

@@ -474,9 +474,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name for name in op_variants() if not options.only or any(o in name for o in options.only)
     ]
     if options.again:
-        bad = [
-            r["name"] for r in json.loads(options.again.read_text()) if r["verdict"] in VERDICTS[1:]
-        ]
+        bad = [r["name"] for r in json.loads(options.again.read_text()) if r["verdict"] != "right"]
         names = [name for name in names if name in bad]
     console = Console()
     started = time.monotonic()
