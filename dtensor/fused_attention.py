@@ -1,0 +1,183 @@
+"""Attention of DTensors: of each rank's batch, heads or rows, or round the ring of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+
+from weft.collectives import chunk_sizes
+from weft.dtensor.fused_linear import as_global, is_dtensor, local_part
+from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
+from weft.dtensor.tensor import DTensor, _redistribute
+from weft.kernels import ring_attention
+
+
+def _attention_dim(
+    dim: int, q: Layout, k: Layout, v: Layout, whole_rows: bool
+) -> tuple[Placement, Placement]:
+    """How q, and how k and v, are placed along one mesh dim."""
+    n_batch = len(q.shape) - 2
+    placements = [t.placements[dim] for t in (q, k, v)]
+    for p in placements:
+        if type(p) is Shard and p.dim < n_batch:
+            heads = {t.shape[p.dim] for t in (q, k, v)}
+            cuts = q.place.sizes[dim] * q.place.sizes[0] * q.place.sizes[-1]
+            if len(heads) == 1 or all(n % cuts == 0 for n in heads):
+                return p, p
+    if whole_rows and placements[0] == Shard(n_batch):
+        return Shard(n_batch), Replicate()
+    return Replicate(), Replicate()
+
+
+def _mask_placement(mask: Layout, q: Layout, placement: Placement) -> Placement:
+    if not is_shard(placement):
+        return Replicate()
+    own = shard_dim(placement) - (len(q.shape) - len(mask.shape))
+    return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention`: batch, heads, and (not causal) rows of q may be sharded."""
+    if not all(map(is_dtensor, (query, key, value))):
+        return NotImplemented
+    if attn_mask is not None and not is_dtensor(attn_mask):
+        return NotImplemented
+    q, k, v = query._layout, key._layout, value._layout
+    if not len(q.shape) == len(k.shape) == len(v.shape) or not q.mesh == k.mesh == v.mesh:
+        return NotImplemented
+    if dropout_p > 0:
+        return _attention_step_by_step(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    around = [d for d in range(q.mesh.ndim) if _cut_by_sequence(d, q, k, v)]
+    heads_fit = q.shape[1:2] == k.shape[1:2] or enable_gqa
+    if len(around) == 1 and attn_mask is None and k.shape == v.shape and heads_fit:
+        return _attention_around(around[0], query, key, value, is_causal, scale)
+    pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
+    rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    # Rows of q that only this rank has give a term of the gradients of k and v.
+    of_shared = tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
+    q_local = local_part(_redistribute(query, q.with_placements(rows)), rows)
+    k_local = local_part(_redistribute(key, k.with_placements(shared)), of_shared)
+    v_local = local_part(_redistribute(value, v.with_placements(shared)), of_shared)
+    mask_local = None
+    if attn_mask is not None:
+        mask = attn_mask._layout
+        placed = tuple(_mask_placement(mask, q, p) for p in rows)
+        of_mask = tuple(
+            Partial("sum") if is_shard(p) and not is_shard(m) else m
+            for p, m in zip(rows, placed, strict=True)
+        )
+        mask_local = local_part(_redistribute(attn_mask, mask.with_placements(placed)), of_mask)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    target_shape = (*q.shape[:-1], v.shape[-1])
+
+    def run() -> torch.Tensor:
+        if q_local.numel() == 0:
+            # A rank without heads or rows takes part in the gradients of what it was given.
+            used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
+            return q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
+        return functional.scaled_dot_product_attention(
+            q_local, k_local, v_local, mask_local, 0.0, is_causal, **options
+        )
+
+    y = run()
+    stride = stride_like(y, target_shape)
+    return as_global(y, layout_of(q.mesh, rows, target_shape, stride, y.dtype))
+
+
+def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
+    """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
+    if len(q.shape) != 4 or q.place.sizes[dim] == 1:
+        return False
+    return all(t.placements[dim] == Shard(2) for t in (q, k, v))
+
+
+def _attention_around(
+    dim: int, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
+) -> Any:
+    """Attention to keys that lie along mesh dim `dim`: ring attention, with nothing gathered."""
+    q, k, v = query._layout, key._layout, value._layout
+    rows = tuple(
+        Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
+    )
+    parts = [
+        local_part(_redistribute(t, t._layout.with_placements(rows)), rows)
+        for t in (query, key, value)
+    ]
+    world_size = q.place.sizes[dim]
+    y = ring_attention(
+        parts[0],
+        parts[1],
+        parts[2],
+        q.mesh.get_group(dim),
+        causal=is_causal,
+        scale=scale,
+        sizes=chunk_sizes(q.shape[2], world_size),
+        key_sizes=chunk_sizes(k.shape[2], world_size),
+    )
+    shape = (*q.shape[:-1], v.shape[-1])
+    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
+
+
+def _attention_step_by_step(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: DTensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """Attention whose weights are a DTensor, so that dropout drops what one device would drop."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key = cast(DTensor, key.repeat_interleave(times, -3))
+        value = cast(DTensor, value.repeat_interleave(times, -3))
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    weights: Any = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        rows_and_columns = weights.shape[-2:]
+        seen = torch.ones(rows_and_columns, dtype=torch.bool, device=weights.device).tril()
+        attn_mask = as_global(
+            seen,
+            layout_of(
+                query._layout.mesh,
+                (Replicate(),) * query._layout.mesh.ndim,
+                tuple(seen.shape),
+                seen.stride(),
+                seen.dtype,
+            ),
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        weights = weights.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        weights = weights + attn_mask
+    weights = functional.dropout(weights.softmax(-1), dropout_p)
+    return weights @ value
+
+
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s."""
+    order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
+    stride, step = [0] * len(shape), 1
+    for d in order:
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)
