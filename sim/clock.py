@@ -260,7 +260,7 @@ class Clock:
                 yield self._launch(rank, event)
                 self._launches.append(Span(rank, -1, event.kernel, "kernel", start, engine.now))
             elif isinstance(event, HostOp):
-                yield start + hardware.launch_us
+                yield start + (hardware.collective_us if event.collective else hardware.launch_us)
                 start = engine.now
                 yield from self._host_op(rank, event)
                 self._launches.append(Span(rank, -1, event.name, "kernel", start, engine.now))
@@ -306,8 +306,9 @@ class Clock:
         start = self._engine.now
         parts = Join(1)
         latency = hardware.hbm_latency_us if op.reads else 0.0
+        slower = hardware.link_sustained / hardware.collective_sustained if op.collective else 1.0
         for owner, nbytes in op.reads.items():
-            self._load(rank, owner, None, nbytes, cores, parts)
+            self._load(rank, owner, None, round(nbytes * slower), cores, parts)
             latency = max(latency, self._load_latency(rank, owner))
         for owner, nbytes in op.writes.items():
             self._store(rank, owner, nbytes, cores, parts)

@@ -135,7 +135,7 @@ def operators() -> dict[str, Callable[[Any, Any], Any]]:
         "__radd__": _either(add, moved),
         "__sub__": _either(subtract, back),
     }
-    both_ways = {
+    both_ways: dict[str, Callable[[Any, Any], Any]] = {
         "mul": np.multiply,
         "floordiv": _quotient,
         "mod": np.fmod,

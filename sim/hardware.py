@@ -25,8 +25,6 @@ from weft.collectives.cost import Machine
 
 Topology = Literal["switch", "mesh"]
 
-_COLLECTIVE_US = 15.0  # an all-gather of nothing by NCCL, 8 ranks on one switch: an estimate
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -48,6 +46,9 @@ class Hardware:
         l2_latency_us, hbm_latency_us: of a load.
         link_latency_us: one way to a peer; a remote load takes two and a local one.
         launch_us: from the end of a kernel to the start of the next one on its stream.
+        collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
+        collective_sustained: share of `link_bandwidth` that such a collective reaches. By default
+            what fits NCCL's all-gather on 8 x H100 in the measurements of `weft.sim.scaling`.
     """
 
     name: str
@@ -67,6 +68,8 @@ class Hardware:
     hbm_latency_us: float
     link_latency_us: float
     launch_us: float
+    collective_us: float = 15.0
+    collective_sustained: float = 0.68
 
     def core_flops_per_us(self, dtype: str) -> float:
         """Rate of one core on operands of `dtype` ("bfloat16"), sustained."""
@@ -76,7 +79,7 @@ class Hardware:
 
     def rates(self) -> Machine:
         """What `weft.explain` and the choice of an engine would measure on such chips."""
-        link = self.link_bandwidth * self.link_sustained * (7 if self.topology == "mesh" else 1)
+        port = self.link_bandwidth * (self.ranks - 1 if self.topology == "mesh" else 1) / 1e6
         flops = {
             f"torch.{dtype}": rate * self.sustained / 1e6
             for dtype, rate in self.flops.items()
@@ -84,10 +87,10 @@ class Hardware:
         }
         return Machine(
             flops,
-            copy=link / 1e6,
+            copy=port * self.link_sustained,
             sync_us=self.launch_us + 2 * self.link_latency_us,
-            wire=link / 1e6,
-            wire_us=_COLLECTIVE_US,
+            wire=port * self.collective_sustained,
+            wire_us=self.collective_us,
         )
 
     def without_communication(self) -> Hardware:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from weft.collectives.group import Group
 from weft.sim.team import Meeting, Team
+from weft.sim.untimed import untimed
 
 Tensors = Sequence[torch.Tensor]
 
@@ -82,9 +83,13 @@ class VirtualProcessGroup(dist.ProcessGroup):
         self, call: str, value: Any, finish: Callable[[list[Any]], None] = lambda values: None
     ) -> VirtualWork:
         meeting: Meeting = self._team.arrive(self._me, value, call)
-        return VirtualWork(
-            lambda: finish(self._team.attend(meeting, call)), lambda: meeting.complete
-        )
+
+        def end() -> None:
+            values = self._team.attend(meeting, call)
+            with self._team.timed_as_one(call.split()[0].partition("(")[0]):
+                finish(values)
+
+        return VirtualWork(end, lambda: meeting.complete)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> VirtualWork:
         op = _reduce_op(opts)
@@ -146,7 +151,7 @@ class VirtualProcessGroup(dist.ProcessGroup):
                     part.copy_(value)
 
         call = f"gather {_shapes(inputs)} to rank {self._team.ranks[root]}"
-        return self._call(call, inputs[0].detach().clone(), finish)
+        return self._call(call, _copies(inputs[:1])[0], finish)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
         root = opts.rootRank
@@ -266,7 +271,9 @@ def _reduced(terms: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _copies(tensors: Tensors) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+    # What is sent is sent from where it is: that it is copied here takes no virtual time.
+    with untimed():
+        return [tensor.detach().clone() for tensor in tensors]
 
 
 def _parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:

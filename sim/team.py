@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,6 +98,7 @@ class Team:
                     f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
                 )
         meeting.values[member] = value, call
+        self._world.bring(value)
         if self._world.detector:
             meeting.clock = _joined(meeting.clock, self._clock())
         if meeting.complete:
@@ -115,6 +118,19 @@ class Team:
         self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
         self._join(meeting.clock)
         return [meeting.values[i][0] for i in range(len(self.ranks))]
+
+    @contextmanager
+    def timed_as_one(self, name: str) -> Iterator[None]:
+        """In virtual time, what this rank does inside is one collective of a process group."""
+        recorder = self._world.recorder
+        if recorder is None:
+            yield
+            return
+        # Every member reads all of every other here; in two steps, reduced parts and then results,
+        # an all-reduce moves no more than twice what one member has.
+        share = 2 / len(self.ranks) if name == "all_reduce" else 1.0
+        with recorder.collective(strand_here(), name, share):
+            yield
 
     def gather(self, member: int, value: Any) -> list[Any]:
         """Every member's `value`: nobody goes on before all have come."""
@@ -143,6 +159,7 @@ class Team:
         """Leave `value` for member `target`; never waits."""
         if self._world.scheduler.tracing:
             self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
+        self._world.bring(value)
         clock = self._clock().copy() if self._world.detector else None
         self._mail.setdefault((source, target, tag), deque()).append((value, clock))
 

@@ -8,7 +8,8 @@ bytes and flop; nothing here depends on a chip, so that one trace can be played 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ class HostOp:
     Attributes:
         reads, writes: owner of the memory -> bytes.
         matmul: (M, N, K) and how often, if it is one.
+        collective: whether it is a process group's, of all ranks.
     """
 
     name: str
@@ -96,6 +98,7 @@ class HostOp:
     writes: dict[int, int]
     matmul: tuple[int, int, int, int] | None = None
     dtype: str = "float32"
+    collective: bool = False
 
 
 ProgramEvent = Work | Store | Signal | Wait | Update
@@ -204,6 +207,7 @@ class Recorder:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._owners: list[int] = []
+        self._collectives: dict[int, HostOp] = {}  # rank -> the one that it is in
 
     def add_memory(self, start: int, end: int, owner: int) -> None:
         """`owner`'s symmetric memory; all else belongs to whoever touches it."""
@@ -238,10 +242,35 @@ class Recorder:
         """What `strand` does next: in its program, or on its rank's stream."""
         if not strand.timed:
             return
-        if strand.lane is not None:
+        collective = self._collectives.get(strand.rank)
+        if collective is not None and isinstance(event, HostOp):
+            for mine, theirs in (
+                (collective.reads, event.reads),
+                (collective.writes, event.writes),
+            ):
+                for owner, nbytes in theirs.items():
+                    mine[owner] = mine.get(owner, 0) + nbytes
+        elif strand.lane is not None:
             strand.lane.add(event)  # type: ignore[arg-type]
         else:
             self.trace.streams[strand.rank].append(event)  # type: ignore[arg-type]
+
+    @contextmanager
+    def collective(self, strand: Strand, name: str, share: float) -> Iterator[None]:
+        """The ops of `strand` inside are one collective of a process group.
+
+        Args:
+            share: of what it reads from each peer here, what a good algorithm would move.
+        """
+        whole = self._collectives[strand.rank] = HostOp(name, {}, {}, collective=True)
+        try:
+            yield
+        finally:
+            del self._collectives[strand.rank]
+        whole.reads.pop(strand.rank, None)
+        for peer in whole.reads:
+            whole.reads[peer] = round(whole.reads[peer] * share)
+        self.add(strand, whole)
 
     def launch(self, strand: Strand, kernel: str, warps: int, programs: int) -> list[Lane] | None:
         """A lane for each program of a kernel that `strand` launches; None if it is not timed."""

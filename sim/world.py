@@ -151,6 +151,15 @@ class World:
             self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
         self._alive.append(storage)  # no other tensor may come to lie there
 
+    def bring(self, value: Any) -> None:
+        """Others will read the tensors in `value`: in virtual time, over a link."""
+        if self.recorder:
+            for tensor in _tensors([value]):
+                storage = tensor.untyped_storage()
+                start = storage.data_ptr()
+                self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
+                self._alive.append(storage)  # no other tensor may come to lie there
+
     def read(self, address: int, out: torch.Tensor) -> None:
         """Copy memory that another rank shares."""
         if self.detector and out.numel():
@@ -277,7 +286,9 @@ class World:
     ) -> None:
         """Programs start after all that the host did, and the host goes on after all of them."""
         host = strand_here()
-        timed = self.recorder and self.recorder.launch(host, kernel, warps, len(programs))
+        timed = None
+        if self.recorder:
+            timed = self.recorder.launch(host, kernel, warps, len(programs))
         concurrent = self.programs == "concurrent"
         lanes = len(programs) if concurrent else min(len(programs), _LANES)
         slots = self._lanes.setdefault(host.rank, [])
