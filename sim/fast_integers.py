@@ -144,7 +144,8 @@ def operators() -> dict[str, Callable[[Any, Any], Any]]:
         table[f"__{name}__"] = _integers(op, 32, False)
     table["__rmul__"] = table["__mul__"]
     table["__rshift__"] = _integers(np.right_shift, 32, False)
-    for name, op in (("and", np.bitwise_and), ("or", np.bitwise_or)):
+    bits: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np.bitwise_or}
+    for name, op in bits.items():
         table[f"__{name}__"] = table[f"__r{name}__"] = _integers(op, 1, False)
     comparisons = ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")
     for name, op_name in (*comparisons, ("eq", "equal"), ("ne", "not_equal")):
