@@ -196,6 +196,9 @@ class _Chip:
     hbm: Resource
     l2: Resource
     links: dict[int, Resource]  # of its port out at -1, in at -2; in a mesh, by peer
+    # Regions in L2, by address and bytes: how many programs load each now; and the others, oldest
+    # first.
+    live: dict[tuple[int, int], int] = field(default_factory=dict)
     cached: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
     cached_bytes: int = 0
 
@@ -344,6 +347,7 @@ class Clock:
                     first = start + latency + nbytes / event.turns / per_core
                     end = max(first + dots, end + dots / event.turns)
                 yield end
+                self._release(rank, event.loads)
                 kind = "arithmetic" if event.turns else "moving"
             elif isinstance(event, Store):
                 # One store is under way while the next one is made.
@@ -425,17 +429,34 @@ class Clock:
             resource.add(nbytes, weight, join)
 
     def _cached(self, chip: _Chip, address: int, nbytes: int) -> bool:
-        """Whether the region is in L2; it is now."""
-        key, cached = (address, nbytes), chip.cached
-        if key in cached:
-            cached.move_to_end(key)
+        """Whether the region is in L2; it stays there until `_release`."""
+        key = address, nbytes
+        if key in chip.live:
+            # Programs that walk through a region together share each part of it as it comes.
+            chip.live[key] += 1
             return True
-        cached[key] = None
-        chip.cached_bytes += nbytes
-        while chip.cached_bytes > self._hw.l2_bytes and len(cached) > 1:
-            (_, gone), _ = cached.popitem(last=False)
+        chip.live[key] = 1
+        if key not in chip.cached:
+            return False
+        del chip.cached[key]
+        chip.cached_bytes -= nbytes
+        return True
+
+    def _release(self, rank: int, loads: dict[tuple[int, int], list[int]]) -> None:
+        """A program has loaded these regions: those that nobody loads any more grow old."""
+        chip = self._chips[rank]
+        for (_, owner), (address, nbytes) in loads.items():
+            key = address, nbytes
+            if owner != rank or key not in chip.live:
+                continue
+            chip.live[key] -= 1
+            if not chip.live[key]:
+                del chip.live[key]
+                chip.cached[key] = None
+                chip.cached_bytes += nbytes
+        while chip.cached_bytes > self._hw.l2_bytes:
+            (_, gone), _ = chip.cached.popitem(last=False)
             chip.cached_bytes -= gone
-        return False
 
     # Signals
 
