@@ -238,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling.json"))
     parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
+    parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
     kept = {row.key: row for row in load(args.keep)}
@@ -245,7 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for op in args.ops.split(","):
             for model in args.models.split(","):
                 wanted = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
-                if not wanted or (op == "matmul_all_reduce" and M > _MOST_ROWS_REDUCED):
+                if (
+                    args.no_run
+                    or not wanted
+                    or (op == "matmul_all_reduce" and M > _MOST_ROWS_REDUCED)
+                ):
                     continue
                 for row in measure(op, model, M, args.ranks, wanted, _say):
                     kept[row.key] = row
