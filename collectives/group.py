@@ -160,7 +160,7 @@ def resolve(group: GroupLike = None) -> Group:
         return group
     if group is None and here.world is not None:
         return here.world
-    pg = _process_group(group)
+    pg = process_group(group)
     if here.world is not None:
         virtual: Group = pg.weft_group  # type: ignore[attr-defined]  # one of `weft.sim`
         return virtual
@@ -177,7 +177,8 @@ def alone() -> Group:
     return Group(None, 0, 1, (0,), (Process.here(),))
 
 
-def _process_group(group: GroupLike) -> dist.ProcessGroup:
+def process_group(group: GroupLike) -> dist.ProcessGroup:
+    """The process group behind `group`, without any communication."""
     if group is None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -222,7 +223,7 @@ def group_name(group: GroupLike) -> str:
     """
     if isinstance(group, str):
         return group
-    pg = group.pg if isinstance(group, Group) else _process_group(group)
+    pg = group.pg if isinstance(group, Group) else process_group(group)
     if pg is None:
         raise NotImplementedError("virtual ranks have no process group: call weft untraced there")
     name: str = pg.group_name

@@ -444,8 +444,8 @@ def launch_exchange(
     receive_at = _starts(receives)
     # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
     counts = [*send_at, *sends, *receive_at, *receives]
-    offsets = [x.storage_offset(), out.storage_offset()]  # a view of another dtype needs them, too
-    align = _align(size, [x.data_ptr(), out.data_ptr()], counts + offsets)
+    counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
+    align = _align(size, [x.data_ptr(), out.data_ptr()], counts)
     word = min(align, 8)
     kind = _WORDS[word]
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weft.collectives import collective_ops
+from weft.collectives.group import process_group
 from weft.collectives.movement import chunk_sizes
 
 _library = torch.library.Library("weft", "FRAGMENT")
@@ -75,7 +75,7 @@ def compose(schema: str, run: Callable[..., Any]) -> None:
 
 def world_of(group_name: str) -> tuple[int, int]:
     """Rank and world size of a group, without any communication."""
-    pg = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    pg = process_group(group_name)
     return pg.rank(), pg.size()
 
 

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.collectives import chunk_sizes, kernel_collectives, pull, signals
+from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull, signals
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
@@ -215,6 +215,7 @@ def _workspace() -> Any:
         signal_ptrs=table,
         half_bytes=1 << 36,
         timeout_polls=1 << 27,
+        buffer=SimpleNamespace(multicast_ptr=1 << 40),
     )
 
 
@@ -327,7 +328,7 @@ def _reduce_launches(
         yield case, caught[0]
 
 
-def _collective_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     op, ws = kernel_collectives, _workspace()
     gpu = torch.device("cuda")
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
@@ -350,6 +351,10 @@ def _collective_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
+    if chip.descriptors:  # of the same generation as multicast
+        with catching(multimem) as caught:
+            multimem.launch_all_reduce(x, x, ws)
+        yield "by the switch", caught[0]
 
 
 def _factors(rows: int, columns: int) -> torch.Tensor:
@@ -382,7 +387,7 @@ def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     yield from _all_gather_launches(chip, dtype, empty)
     yield from _reduce_launches(chip, dtype, empty)
     yield from _attention_launches(chip, dtype)
-    yield from _collective_launches(dtype)
+    yield from _collective_launches(chip, dtype)
 
 
 def compile_all(

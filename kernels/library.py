@@ -243,6 +243,8 @@ def _matmul_reduce_scatter_backward(
     length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
     sizes = chunk_sizes(length, group.world_size)
     dx: torch.Tensor | None
+    dw: torch.Tensor | None
+    db: torch.Tensor | None
     engine = choose(scattered_matmul.scatter_problem(x, w, group, scatter_dim), group, x.device)
     if engine == "generic":
         whole = all_gather(dy, group, dim=scatter_dim, sizes=sizes)

@@ -21,7 +21,9 @@ MATRIX = {
     "gfx942": {"v_mfma"},
 }
 
-NO_MATMUL = {"_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel"}
+NO_MATMUL = {
+    "_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel", "_multimem_kernel",
+}  # fmt: skip
 
 
 @cache

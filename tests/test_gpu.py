@@ -113,3 +113,120 @@ def graph_body(engine: weft.settings.Engine) -> None:
 @pytest.mark.parametrize("engine", ["triton", "host"])
 def test_cuda_graph(gpu_ranks: RankPool, engine: str) -> None:
     gpu_ranks.run(graph_body, engine, timeout_s=120)
+
+
+def collective_body(engine: weft.settings.Engine) -> None:
+    """Collectives of many sizes against sums and concatenations by hand."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with weft.engine(engine):
+        for count in (0, 1, 1000, 65_536, 300_001):
+            for dtype in (torch.bfloat16, torch.float32, torch.int64):
+                every = [torch.arange(count, device="cuda").to(dtype) % 13 + r for r in range(4)]
+                every, x = every[:world_size], every[rank]
+                total = torch.stack(every).sum(0, dtype=torch.float64).to(dtype)
+                assert torch.equal(collectives.all_reduce(x), total)
+                assert torch.equal(collectives.all_gather(x), torch.cat(every))
+                sizes = weft.collectives.chunk_sizes(count, world_size)
+                mine = total.split(sizes)[rank]
+                assert torch.equal(collectives.reduce_scatter(x), mine)
+                whole = torch.cat([x] * world_size)
+                assert torch.equal(collectives.all_to_all(whole), torch.cat(every))
+
+
+@pytest.mark.parametrize("engine", ["triton", "host", "auto"])
+def test_collectives(gpu_ranks: RankPool, engine: str) -> None:
+    gpu_ranks.run(collective_body, engine, timeout_s=300)
+
+
+def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    call()  # workspaces grow, kernels are compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+def collective_graph_body() -> None:
+    """Capture each collective, and a pull, and replay them with new inputs."""
+    from weft.dtensor import DTensor, Partial, Shard, init_device_mesh
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world_size,))
+    x = torch.zeros(32 * world_size, 24, device="cuda", dtype=torch.bfloat16)
+
+    def pull() -> torch.Tensor:
+        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        local: torch.Tensor = partial.redistribute(placements=[Shard(1)]).to_local()
+        return local
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_reduce": lambda: collectives.all_reduce(x),
+        "all_gather": lambda: collectives.all_gather(x, sizes=[len(x)] * world_size),
+        "reduce_scatter": lambda: collectives.reduce_scatter(x),
+        "all_to_all": lambda: collectives.all_to_all(x),
+        "pull": pull,
+    }
+    with weft.engine("triton"):
+        graphs = {name: captured(call) for name, call in calls.items()}
+        for seed in range(4):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * seed + rank)))
+            for name, (graph, result) in graphs.items():
+                graph.replay()
+                replayed = result.clone()
+                assert torch.equal(replayed, calls[name]()), name
+
+
+def test_cuda_graphs_of_collectives(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(collective_graph_body, timeout_s=200)
+
+
+def compiled_body(mode: str | None) -> None:
+    """torch.compile of a forward and backward against eager, with new inputs."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        weft.ColumnParallelLinear(64, 32 * world_size, device="cuda"),
+        torch.nn.GELU(),
+        weft.RowParallelLinear(32 * world_size, 64, device="cuda"),
+    )
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(10 * seed + rank)
+        x = torch.randn(32, 64, generator=generator).cuda().requires_grad_()
+        gradients = []
+        for module in (model, compiled):
+            y = module(x)
+            gradients.append(torch.autograd.grad(y.square().mean(), [x, *model.parameters()]))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled(gpu_ranks: RankPool, mode: str | None) -> None:
+    gpu_ranks.run(compiled_body, mode, timeout_s=300)
+
+
+def switch_body() -> bool:
+    """The switch's sums, where there is one: exact for small integers."""
+    from weft.collectives import multimem, workspace
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for dtype in multimem.DTYPES:
+        for count in (1, 1000, 300_001):
+            nbytes = multimem.workspace_bytes(count * dtype.itemsize, world_size)
+            ws = workspace(None, nbytes, channel="multimem", device="cuda")
+            if not ws.buffer.multicast_ptr:
+                return False
+            x = (torch.arange(count, device="cuda") % 5 + rank).to(dtype)
+            out = torch.empty_like(x)
+            multimem.launch_all_reduce(x, out, ws)
+            ws.launched("all_reduce")
+            expected = sum(torch.arange(count, device="cuda") % 5 + r for r in range(world_size))
+            assert torch.equal(out, torch.as_tensor(expected).to(dtype))
+    return True
+
+
+def test_sums_by_the_switch(gpu_ranks: RankPool) -> None:
+    if not all(gpu_ranks.run(switch_body, timeout_s=100)):
+        pytest.skip("this memory has no multicast address")

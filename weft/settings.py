@@ -6,6 +6,7 @@ Environment variables, read when they are used:
     WEFT_CHECK       1: compare every call's op, shapes and dtypes across ranks before it starts (0)
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
+    WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
     WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
 """
 
@@ -47,6 +48,11 @@ def check_calls() -> bool:
 def direct_reads() -> bool:
     """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
     return os.environ.get("WEFT_DIRECT", "1") not in ("", "0")
+
+
+def multimem() -> bool:
+    """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
+    return os.environ.get("WEFT_MULTIMEM", "0") not in ("", "0")
 
 
 def cache_dir() -> Path:
