@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-import weft
 from weft import settings
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -97,7 +96,7 @@ def timeline_of(
     """One call of `op` on `engine`."""
 
     def body(rank: int) -> None:
-        with weft.engine(engine):
+        with settings.engine(engine):
             call(op, M, N, K, rank, ranks)
 
     results = run(ranks, body, hardware=hardware, numerics=False, timeout=_TIMEOUT_S)
@@ -116,7 +115,7 @@ def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> s
         raise _ChosenError(decision.engine)
 
     def body(rank: int) -> None:
-        with weft.engine("auto"), settings.listening(told):
+        with settings.engine("auto"), settings.listening(told):
             call(op, M, N, K, rank, ranks)
 
     try:
