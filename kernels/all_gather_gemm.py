@@ -42,7 +42,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
-from weft.kernels import copy_engines, gathers, splits, tiles
+from weft.kernels import copy_engines, gathers, splits, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.epilogues import Activation
 from weft.kernels.operands import described_weights, link_of, matrix, scales_of
@@ -104,7 +104,8 @@ def config_for(
         keep: the gathered matrix is wanted too.
         keep_sums: what an activation is applied to is wanted too.
     """
-    tiling = tiling_for(chip, M, N, dtype)
+    choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
+    tiling = choice.tiling or tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
     if pair:  # two sums at a time
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
@@ -122,6 +123,7 @@ def config_for(
     # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB (8 warps)
     # a program in one load, from an eighth of the cores. With one rank nothing is fetched.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
+    copy_programs = choice.copy_programs or copy_programs
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 16
     chunk_rows = 16 if interpreted else 32

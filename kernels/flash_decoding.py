@@ -66,8 +66,12 @@ class Config:
 def config_for(items: int, D: int, dtype: torch.dtype, chip: Chip) -> Config:
     """The launch for `items` pairs of a sequence and a key head."""
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
-    block_n = 16 if chip.name == "interpreter" else 32 if D > 128 or dtype == torch.float32 else 64
-    return Config(max(1, min(chip.programs, items * split)), split, block_n)
+    # At 64 keys a kernel with pages spills on sm_90.
+    block_n = 16 if chip.name == "interpreter" else 32
+    # Triton 3.7 cannot translate the pipelined loop for AMD.
+    num_stages = 1 if chip.name.startswith("gfx") else 2
+    programs = max(1, min(chip.programs, items * split))
+    return Config(programs, split, block_n, num_stages=num_stages)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.kernels import gemm_one_shot, partial_sums, tiles
+from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
 from weft.kernels.operands import described, link_of
@@ -72,14 +72,17 @@ def config_for(
 ) -> Config | gemm_one_shot.Config:
     """The launch for a sum of (M, N) matrices. K plays no part, as ranks may differ in it."""
     one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else _ONE_SHOT_BYTES
+    choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
     if world_size <= 2 or one_shot_bytes >= M * N * 4:
-        return gemm_one_shot.config_for(M, N, dtype, chip)
-    return two_shot_config_for(M, N, dtype, chip)
+        return gemm_one_shot.config_for(M, N, dtype, chip, choice.tiling)
+    return two_shot_config_for(M, N, dtype, chip, choice.tiling)
 
 
-def two_shot_config_for(M: int, N: int, dtype: torch.dtype, chip: Chip) -> Config:
+def two_shot_config_for(
+    M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
+) -> Config:
     """The same, in two shots whatever the size."""
-    tiling = tiling_for(chip, M, N, dtype)
+    tiling = tiling or tiling_for(chip, M, N, dtype)
     return Config(
         tiling,
         programs=max(1, min(chip.programs, tile_count(M, N, tiling))),

@@ -66,9 +66,11 @@ class Config:
 _TYPICAL_K = 2048
 
 
-def config_for(M: int, N: int, dtype: torch.dtype, chip: Chip) -> Config:
+def config_for(
+    M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
+) -> Config:
     """The launch for a sum of (M, N) matrices."""
-    tiling = tiling_for(chip, M, N, dtype)
+    tiling = tiling or tiling_for(chip, M, N, dtype)
     count = tile_count(M, N, tiling)
     split = splits.programs_a_tile(count, _TYPICAL_K, tiling, chip)
     return Config(

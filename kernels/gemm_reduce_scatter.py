@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.kernels import gemm_one_shot, partial_sums, tiles
+from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
 from weft.kernels.chips import Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described, link_of
 from weft.kernels.partial_sums import factors_of, finish_of
@@ -79,9 +79,11 @@ def config_for(
     chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | gemm_one_shot.Config:
     """The launch for chunks of at most (chunk, N). K plays no part, as ranks may differ in it."""
-    tiling = tiling_for(chip, chunk, N, dtype, world_size)
+    op, M = "matmul_reduce_scatter", world_size * chunk
+    choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
+    tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
     if world_size > 1 and chunk < tiling.block_m:
-        return gemm_one_shot.config_for(world_size * chunk, N, dtype, chip)
+        return gemm_one_shot.config_for(M, N, dtype, chip, choice.tiling)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(
         tiling,

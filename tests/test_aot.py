@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from weft.kernels.aot import occupancy, widest_load
 from weft.kernels.chips import KNOWN
 
 SHARED = {chip.name: chip.shared_bytes for chip in KNOWN}
@@ -25,11 +26,17 @@ NO_MATMUL = {
     "_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel", "_multimem_kernel",
 }  # fmt: skip
 
+# One case of each kernel that multiplies, and those where matrix units must be the newest. The
+# sweep compiles all of them.
+WIDE = ("up", "gate and up", "weight gradient", "down", "two shots")
+SAMPLE = (*WIDE, "one shot", "attention", "decode, pages", "pull of sums")
+
 
 @cache
-def compiled(arch: str, dtype: str) -> list[dict[str, Any]]:
+def compiled(arch: str, dtype: str, *cases: str) -> list[dict[str, Any]]:
     """In a process of its own, as kernels of this one are interpreted."""
     command = [sys.executable, "-m", "weft.kernels.aot", "--json", "--arch", arch, "--dtype", dtype]
+    command += ["--case", *cases] if cases else []
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
     )
@@ -37,33 +44,67 @@ def compiled(arch: str, dtype: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def check(arch: str, dtype: str) -> None:
-    reports = compiled(arch, dtype)
-    assert len({report["kernel"] for report in reports}) >= 6
+def check(arch: str, dtype: str, *cases: str) -> None:
+    reports = compiled(arch, dtype, *cases)
+    assert len({report["kernel"] for report in reports}) >= (8 if cases else 10)
     for report in reports:
         assert report["spills"] == 0, report
         assert report["registers"] > 0, report
         assert report["shared_bytes"] <= SHARED[arch], report
+        assert report["programs_a_core"] >= 1 and 0 < report["occupancy"] <= 1, report
+        assert report["widest_load"] or "multimem" in report["kernel"], report
         if report["kernel"] not in NO_MATMUL and dtype != "float32":
-            assert report["matrix_instruction"] in MATRIX[arch], report
+            assert set(report["matrix_instruction"].split("+")) <= MATRIX[arch], report
 
 
-@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "gfx942"])
 def test_bfloat16(arch):
-    check(arch, "bfloat16")
+    check(arch, "bfloat16", *SAMPLE)
 
 
 def test_wide_tiles_use_the_newest_matrix_unit_and_hardware_copies():
-    for arch, matrix in (("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")):
-        reports = {report["case"]: report for report in compiled(arch, "bfloat16")}
-        for case in ("up", "qkv", "columns", "weight gradient", "down", "d(qkv)", "two shots"):
+    # No other kind of matrix instruction occurs, so that is what the loop over K issues.
+    for arch, matrix in (("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")):
+        reports = {report["case"]: report for report in compiled(arch, "bfloat16", *SAMPLE)}
+        for case in WIDE:
+            if "publish" in reports[case]["kernel"]:
+                continue
             assert reports[case]["matrix_instruction"] == matrix, reports[case]
-        for case in ("down", "two shots"):
-            assert reports[case]["copy_instruction"] == "UTMALDG", reports[case]
+            widest = reports[case]["widest_load"]
+            assert widest == "UTMALDG" or (arch == "gfx942" and "x4" in widest), reports[case]
+
+
+def test_occupancy_is_the_scarcest_resource():
+    # 65536 registers a core, in portions of 8 a lane; 4 schedulers with a quarter each.
+    assert occupancy("sm_90", 128, 100 << 10, 8) == (2, 0.25)
+    assert occupancy("sm_90", 255, 1 << 10, 8) == (1, 0.125)
+    assert occupancy("sm_90", 32, 8, 8) == (8, 1.0)
+    assert occupancy("sm_90", 16, 0, 1) == (32, 0.5)  # programs
+    assert occupancy("sm_90", 255, 0, 12) == (0, 0.0)  # 8 warps of 256 registers fit
+    assert occupancy("gfx942", 128, 40 << 10, 8) == (1, 0.25)
+    assert occupancy("gfx942", 256, 0, 4) == (2, 0.25)
+
+
+def test_the_widest_load_is_found_in_a_disassembly():
+    assert widest_load("LDG.E R1, [R2]; LDGSTS.E.BYPASS.128 [R2]; LDG.E.64 R4") == (
+        "LDGSTS.E.BYPASS.128"
+    )
+    assert widest_load("LDG.E.U16 R1; LDG.E.U8 R2") == "LDG.E.U16"
+    assert widest_load("UTMALDG.2D [UR8]; LDG.E.128 R4") == "UTMALDG"
+    assert widest_load("global_load_ushort v1; global_load_dwordx4 v[0:3]; buffer_load_dword") == (
+        "global_load_dwordx4"
+    )
+    assert widest_load("STG.E.128") == ""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_case(arch):
+    check(arch, "bfloat16")
 
 
 def test_float32_on_sm_90():
-    check("sm_90", "float32")
+    check("sm_90", "float32", *SAMPLE)
 
 
 @pytest.mark.sweep

@@ -19,6 +19,7 @@ _COMMANDS = {
         "weft.dtensor.checkpoint_cli",
         "look at a checkpoint, check it, merge it, cut it",
     ),
+    "tune": ("weft.bench.tune", "find the quickest launches of the fused matmuls on this machine"),
     "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
 }
 

@@ -1,0 +1,127 @@
+"""`weft tune`: search the launches of the fused matmuls on this machine's GPUs, and keep a table.
+
+All ranks try the same launches in the same order, and the slowest rank's time counts; what is kept
+goes before the heuristics from then on, on every rank that reads the same table: see
+`weft.kernels.tuning`. On a CPU the kernels are interpreted: the protocol is the same, the times
+mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft import collectives, settings
+from weft.bench import ops_suite, shapes
+from weft.bench.cli import add_machine_options, machine_options
+from weft.bench.measure import Ranks
+from weft.bench.problem import Options, Spec, backend_for
+from weft.collectives import chunk_sizes
+from weft.demo.launch import launch
+from weft.kernels import tuning
+from weft.kernels.chips import chip_of, tiling_for
+
+_ROUNDS = 7
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search, print what was found, write the table. The exit status is 0 unless a rank fails."""
+    parser = argparse.ArgumentParser(
+        prog="weft tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_machine_options(parser)
+    parser.add_argument(
+        "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", required=True,
+        help="tokens, features out, features in of whole linears, or a model's name",
+    )  # fmt: skip
+    parser.add_argument("--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS))
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"a launch ({_ROUNDS})")
+    parser.add_argument(
+        "--out", type=Path, default=tuning.folder(), metavar="DIR",
+        help="folder of the table ($WEFT_TUNED, else weft's own)",
+    )  # fmt: skip
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    options = replace(
+        machine_options(args, parser),
+        shapes=tuple(entry for entries in args.shapes for entry in entries),
+        engines=("triton",),
+        rounds=args.rounds,
+    )
+    try:
+        specs = [spec for spec in ops_suite.cases(options) if spec.params["op"] in args.ops]
+    except ValueError as error:
+        parser.error(str(error))
+    found = launch(
+        options.ranks, _rank_main, specs, options,
+        backend=backend_for(options), threads=options.threads, on_progress=_show,
+        stall_s=settings.timeout_s() + 300,
+    )  # fmt: skip
+    chip, entries = found[0]
+    if any(other != found[0] for other in found):
+        raise RuntimeError(f"ranks came to different tables: {found}")
+    path = args.out / f"{chip}.json"
+    tuning.write(path, chip, entries)
+    print(f"wrote {path}: {len(entries)} entries")
+    return 0
+
+
+def _show(event: Any) -> None:
+    kind, text = event
+    if kind == "line":
+        print(text, flush=True)
+
+
+def _rank_main(
+    rank: int, progress: Callable[[Any], None], specs: Sequence[Spec], options: Options
+) -> tuple[str, list[dict[str, Any]]]:
+    """This rank's part of the search; the chip and the entries, the same on every rank."""
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(0)
+    ranks = Ranks(options, progress)
+    chip, entries = chip_of(torch.device(options.device)), []
+    for spec in specs:
+        call = ops_suite.prepare(spec, options).variants["triton"]
+        op, M, N, K = (spec.params[name] for name in ("op", *ops_suite.SIZES))
+        columns = chunk_sizes(N, options.ranks)[0] if op == "all_gather_matmul" else N
+        key = tuning.key_of(
+            op, M, columns, K if op == "all_gather_matmul" else 0, options.dtype, options.ranks
+        )
+        choices = tuning.candidates(
+            op, chip, options.dtype, tiling_for(chip, M, columns, options.dtype)
+        )
+
+        def measured(once: Callable[[], torch.Tensor]) -> float:
+            rounds = options.rounds or _ROUNDS
+            ranks.alive()
+            times = [ranks.seconds(lambda _: once(), 0)[0] for _ in range(rounds)]
+            return statistics.median(times) * 1e6
+
+        best, trials = tuning.search(
+            choices,
+            lambda call=call: call(0),  # type: ignore[misc] # this turn's call
+            measured,
+            ranks.gather,
+            ops_suite.TOLERANCE[options.dtype],
+        )
+        entries.append(tuning.entry_of(key, best, trials[0]))
+        failed = sum(bool(trial.failure) for trial in trials)
+        progress(("line", (
+            f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "
+            f"launches ({failed} failed): {best.choice}"
+        )))  # fmt: skip
+    collectives.barrier()
+    collectives.close()
+    torch.distributed.destroy_process_group()
+    return chip.name, entries

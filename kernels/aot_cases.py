@@ -1,0 +1,292 @@
+"""What every kernel is launched with, caught instead of made: the cases of `weft aot`.
+
+The launchers themselves run, on tensors without memory, so that the arguments, their alignment and
+the configuration are the real ones. The sizes are those of a 70B Llama on 8 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+
+from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    flash_decoding,
+    gathers,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+    ring_flash,
+    ring_flash_backward,
+)
+from weft.kernels.cached_attention import Cache
+from weft.kernels.chips import Chip
+from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Visibility
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was caught instead of made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class _Catcher:
+    def __init__(self, kernel: Any, caught: list[Launch]) -> None:
+        self._kernel, self._caught = kernel, caught
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = self._kernel.arg_names
+            options = {k: v for k, v in kwargs.items() if k not in names}
+            named = {k: v for k, v in kwargs.items() if k in names}
+            arguments = dict(zip(names, args, strict=False)) | named
+            if missing := set(names) - set(arguments):
+                raise TypeError(f"{self._kernel.__name__} misses {sorted(missing)}")
+            self._caught.append(Launch(self._kernel, grid, arguments, options))
+
+        return launch
+
+
+@contextmanager
+def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
+    """Collect the launches of the kernels of `modules` instead of making them."""
+    kernels = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+    ]
+    caught: list[Launch] = []
+    try:
+        for module, name, kernel in kernels:
+            setattr(module, name, _Catcher(kernel, caught))
+        yield caught
+    finally:
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)
+
+
+def _workspace() -> Any:
+    table = torch.empty(_W, dtype=torch.int64, device="meta")
+    return SimpleNamespace(
+        rank=0,
+        world_size=_W,
+        device=table.device,
+        buffer_ptrs=table,
+        signal_ptrs=table,
+        half_bytes=1 << 36,
+        timeout_polls=1 << 27,
+        buffer=SimpleNamespace(multicast_ptr=1 << 40),
+    )
+
+
+# Widths of a 70B Llama on 8 ranks; `tokens` decides between the tiles for prefill and for decode.
+_W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
+
+
+def _all_gather_launches(
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+) -> Iterator[tuple[str, Launch]]:
+    op = all_gather_gemm
+    scaled = dtype.itemsize == 1
+    for case, tokens, widths, activation, keep in (
+        ("up", 8192, (_FFN,), None, False),
+        ("up, gelu", 8192, (_FFN,), "gelu", False),
+        ("up, gelu, kept", 8192, (_FFN,), "gelu", not scaled),
+        ("gate and up", 8192, (_FFN, _FFN), "swiglu", False),
+        ("qkv", 8192, _QKV, None, False),
+        ("up, 128 tokens", 128, (_FFN,), "silu", False),
+        ("up, 8 tokens", 8, (_FFN,), None, False),
+        ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
+    ):
+        # nn.Linear holds (N, K): its transpose is contiguous along K.
+        weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
+        config = op.config_for(
+            tokens, sum(widths), _HIDDEN, dtype, _W, chip,
+            activation=activation, keep_sums=keep,
+        )  # fmt: skip
+        with catching(op, gathers) as caught:
+            op.launch_all_gather_matmul(
+                empty(share, _HIDDEN),
+                weights,
+                _workspace(),
+                [share] * _W,
+                activation=activation,
+                keep_sums=keep,
+                scale_a=_factors(share, 1) if scaled else None,
+                scales_b=[_factors(1, n) for n in widths] if scaled else None,
+                out_dtype=torch.bfloat16 if scaled else None,
+                config=config,
+            )
+        # One publish kernel serves all.
+        yield from ((case, launch) for launch in caught[0 if case == "up" else 1 :])
+    if scaled:
+        return  # weights have no gradients
+    for case, x, transposed in (
+        ("columns", empty(8192, _HIDDEN // _W), False),
+        ("weight gradient", empty(8192 // _W, _HIDDEN), True),
+    ):
+        contract = all_gather_contract.config_for(8192, _FFN, dtype, _W, chip)
+        with catching(all_gather_contract, gathers) as caught:
+            all_gather_contract.launch_all_gather_contract(
+                x,
+                empty(8192, _FFN),
+                _workspace(),
+                [1024] * _W,
+                transposed=transposed,
+                config=contract,
+            )
+        yield case, caught[-1]
+
+
+def _reduce_launches(
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+) -> Iterator[tuple[str, Launch]]:
+    scaled = dtype.itemsize == 1
+    scale_b = _factors(1, _HIDDEN) if scaled else None
+    out_dtype = torch.bfloat16 if scaled else dtype
+    for case, tokens, depths in (
+        ("down", 8192, (_FFN,)),
+        ("d(qkv)", 8192, _QKV),
+        ("down, 128 tokens", 128, (_FFN,)),
+        ("down, 8 tokens", 8, (_FFN,)),
+    ):
+        if scaled and len(depths) > 1:
+            continue
+        sizes = [tokens // _W] * _W
+        config = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
+        xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
+        residual = torch.empty(sizes[0], _HIDDEN, dtype=out_dtype, device="meta")
+        with catching(gemm_reduce_scatter, gemm_one_shot) as caught:
+            gemm_reduce_scatter.launch_matmul_reduce_scatter(
+                xs,
+                weights,
+                _workspace(),
+                sizes,
+                residual=residual,
+                scale_a=_factors(tokens, 1) if scaled else None,
+                scale_b=scale_b,
+                out_dtype=out_dtype,
+                config=config,
+            )
+        yield case, caught[0]
+    for case, tokens, columns in (
+        ("two shots", 8192, _HIDDEN),
+        ("one shot", 16, _HIDDEN),
+        ("one shot, narrow", 16, 1024),
+    ):
+        reduce = gemm_all_reduce.config_for(tokens, columns, dtype, _W, chip)
+        with catching(gemm_all_reduce, gemm_one_shot) as caught:
+            gemm_all_reduce.launch_matmul_all_reduce(
+                empty(tokens, _FFN),
+                empty(columns, _FFN).T,
+                _workspace(),
+                scale_a=_factors(tokens, 1) if scaled else None,
+                scale_b=_factors(1, columns) if scaled else None,
+                out_dtype=out_dtype,
+                config=reduce,
+            )
+        yield case, caught[0]
+
+
+def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    op, ws = kernel_collectives, _workspace()
+    gpu = torch.device("cuda")
+    for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
+        x = torch.empty(count, dtype=dtype, device="meta")
+        sizes = [count // _W] * _W if case == "collective" else chunk_sizes(count, _W)
+        nbytes = max(sizes) * dtype.itemsize
+        with catching(op) as caught:
+            part, whole = x[: sizes[0]], x
+            config = op.config_for("all_gather", nbytes, _W, gpu)
+            op.launch_all_gather(part, whole, ws, sizes, config)
+            config = op.config_for("reduce_scatter", nbytes, _W, gpu)
+            op.launch_reduce(x, part, ws, sizes, "sum", config)
+            config = op.config_for("all_reduce", 1 << 20, _W, gpu)
+            op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
+        yield from ((case, launch) for launch in caught)
+    x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
+    for case, holders, reduce_op in (("pull", (1,), None), ("pull of sums", everyone, "sum")):
+        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        with catching(pull) as caught:
+            pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
+        yield from ((case, launch) for launch in caught)
+    if chip.descriptors:  # of the same generation as multicast
+        with catching(multimem) as caught:
+            multimem.launch_all_reduce(x, x, ws)
+        yield "by the switch", caught[0]
+
+
+def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, kv_heads = 8, 1
+    for case, rows, D, before in (
+        ("attention", 1024, 128, UNBOUNDED),
+        ("attention, window", 1024, 64, 4096),
+        ("attention, D 256", 1024, 256, UNBOUNDED),
+        ("attention, 16 rows", 16, 128, UNBOUNDED),
+    ):
+        sizes = (rows,) * _W
+        geometry = Geometry(sizes, sizes, "zigzag", Visibility(rows * _W, before, 0, None))
+        q, k = empty(1, heads, rows, D), empty(1, kv_heads, rows, D)
+        shape = (heads, kv_heads, rows, D, dtype, _W, chip)
+        with catching(ring_flash, ring_flash_backward) as caught:
+            out, lse = ring_flash.launch_ring_attention(
+                q, k, k, _workspace(), geometry, 0.1, config=ring_flash.config_for(*shape)
+            )
+            ring_flash_backward.launch_ring_attention_backward(
+                q, k, k, out, lse, q, None, _workspace(), geometry, 0.1,
+                config=ring_flash_backward.config_for(*shape),
+            )  # fmt: skip
+        yield from ((case, launch) for launch in caught)
+    for case, batch, tokens, paged in (
+        ("decode", 512, 1, False),
+        ("decode, pages", 4, 1, True),
+        ("decode, 4 tokens", 4, 4, False),
+    ):
+        D, page = 128, 64
+        table = torch.empty(batch, 64, dtype=torch.int32, device="meta") if paged else None
+        keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
+        q = empty(batch, heads, tokens, D)
+        lengths = torch.empty(batch, dtype=torch.int64, device="meta")
+        config = flash_decoding.config_for(batch * kv_heads, D, dtype, chip)
+        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")
+        rows = max(16, triton.next_power_of_2(heads // kv_heads * tokens))
+        cache = Cache(keys, keys, table, page, 0, _W)
+        with catching(flash_decoding) as caught:
+            flash_decoding.launch(
+                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config, rows, D
+            )
+        yield from ((case, launch) for launch in caught)
+
+
+def _factors(rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=torch.float32, device="meta")
+
+
+def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """(case, launch) of every kernel, in the configurations that the heuristics choose."""
+
+    def empty(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    yield from _all_gather_launches(chip, dtype, empty)
+    yield from _reduce_launches(chip, dtype, empty)
+    yield from _collective_launches(chip, dtype)
+    if dtype.itemsize > 1:
+        yield from _attention_launches(chip, dtype)

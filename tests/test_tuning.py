@@ -1,0 +1,170 @@
+"""Tables of tuned launches: what they override, and the search that makes them, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench import tune
+from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, tuning
+from weft.kernels.chips import INTERPRETER, KNOWN, Tiling
+from weft.kernels.tuning import Choice
+
+H100 = next(chip for chip in KNOWN if chip.name == "sm_90")
+TILING = Tiling(64, 128, 64, num_warps=4)
+
+
+def entry(op: str, M: int, N: int, K: int, W: int = 8, **choice: object) -> dict[str, object]:
+    key = {"op": op, "M": M, "N": N, "K": K, "dtype": "bfloat16", "W": W}
+    return key | {"choice": choice, "us": 1.0, "heuristic_us": 2.0}
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
+    tiling = vars(TILING)
+    tuning.write(
+        tmp_path / "sm_90.json",
+        "sm_90",
+        [
+            entry("all_gather_matmul", 8192, 3584, 8192, tiling=tiling, copy_programs=5),
+            entry("matmul_reduce_scatter", 8192, 8192, 0, tiling=tiling),
+            entry("matmul_all_reduce", 8192, 8192, 0, tiling=tiling),
+        ],
+    )
+    return tmp_path / "sm_90.json"
+
+
+def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) -> None:
+    bf16 = torch.bfloat16
+
+    def gather(M: int, N: int = 3584, K: int = 8192, W: int = 8, dtype=bf16) -> tuple[Tiling, int]:
+        config = all_gather_gemm.config_for(M, N, K, dtype, W, H100)
+        return config.tiling, config.copy_programs
+
+    assert gather(8192) == (TILING, 5)
+    assert gather(4097) == (TILING, 5)  # the same power of two
+    for other in (
+        gather(4096), gather(8193), gather(8192, N=3585), gather(8192, K=4096), gather(8192, W=4),
+        gather(8192, dtype=torch.float16),
+    ):  # fmt: skip
+        assert other != (TILING, 5) and other[1] != 5
+    scatter = gemm_reduce_scatter.config_for(1024, 8192, bf16, 8, H100)
+    assert scatter.tiling == TILING
+    assert scatter.programs == H100.programs
+    assert gemm_all_reduce.config_for(8192, 8192, bf16, 8, H100).tiling == TILING
+    # Grids follow the tiles: 64 rows of 8192 columns are 1 x 64 of them.
+    with tuning.trying(Choice(TILING)):
+        assert gemm_all_reduce.config_for(64, 8192, bf16, 8, H100).programs == 64
+    table.unlink()
+    tuning.load.cache_clear()
+    assert gather(8192)[0] != TILING
+
+
+def test_what_is_written_adds_to_what_was(table: Path) -> None:
+    tuning.write(
+        table,
+        "sm_90",
+        [
+            entry("matmul_all_reduce", 8192, 8192, 0),
+            entry("matmul_all_reduce", 16, 8192, 0, copy_programs=3),
+        ],
+    )
+    known = tuning.load(str(table.parent), "sm_90")
+    assert len(known) == 4
+    key = tuning.key_of("matmul_all_reduce", 5000, 8192, 0, torch.bfloat16, 8)
+    assert known[key] == tuning.HEURISTIC
+    before = table.read_text()
+    tuning.write(table, "sm_90", [])
+    assert table.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"entries": [{"op": 1}]}', '{"entries": [{"op": "x", "M": 1, "N": 1, "K": 1, '
+     '"dtype": "bfloat16", "W": 2, "choice": {"tile": 3}}]}'],
+)  # fmt: skip
+def test_no_table_is_an_error_that_names_the_file(text: str, table: Path) -> None:
+    table.write_text(text)
+    tuning.load.cache_clear()
+    with pytest.raises(ValueError, match=r"sm_90\.json is not a table of tuned launches"):
+        all_gather_gemm.config_for(16, 16, 16, torch.bfloat16, 8, H100)
+
+
+def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
+    for chip in KNOWN:
+        for op in tuning.OPS:
+            found = tuning.candidates(op, chip, torch.bfloat16, Tiling(128, 128, 64, num_stages=2))
+            assert found[0] == tuning.HEURISTIC
+            assert len(set(found)) == len(found) > 3
+            for choice in found:
+                if tiling := choice.tiling:
+                    tile = (tiling.block_m + tiling.block_n) * tiling.block_k * 2
+                    assert tile * tiling.num_stages <= chip.shared_bytes
+
+
+def search_body() -> tuple[Choice, list[float]]:
+    """Ranks see different times, and one candidate is wrong on one rank: all must agree."""
+    rank = dist.get_rank()
+    choices = [Choice(), *(Choice(copy_programs=n) for n in (1, 2, 3))]
+    own = {None: (9.0, 9.0), 1: (1.0, 8.0), 2: (5.0, 4.0), 3: (0.1, 0.1)}
+    order = []
+
+    def call() -> torch.Tensor:
+        trying = tuning.choice_for("x", INTERPRETER, 1, 1, 1, torch.float32, 2).copy_programs
+        order.append(trying)
+        return torch.ones(2) * (2.0 if trying == 3 and rank == 1 else 1.0)
+
+    def gather(value: object) -> list[object]:
+        every: list[object] = [None, None]
+        dist.all_gather_object(every, value)
+        return every
+
+    best, trials = tuning.search(choices, call, lambda _: own[order[-1]][rank], gather, 1e-3)
+    assert order == [None, 1, 2, 3]
+    assert "wrong" in trials[3].failure and trials[3].us == math.inf
+    return best.choice, [trial.us for trial in trials]
+
+
+def test_the_slowest_rank_decides_and_ranks_agree(ranks) -> None:
+    found = ranks(2, search_body)
+    assert found == [(Choice(copy_programs=2), [9.0, 8.0, 5.0, math.inf])] * 2
+
+
+def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
+    asked = ["--device", "cpu", "--ranks", "2", "--shapes", "40,48,32", "--rounds", "1"]
+    assert tune.main([*asked, "--out", str(tmp_path)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    entries = json.loads((tmp_path / "interpreter.json").read_text())["entries"]
+    assert [each["op"] for each in entries] == sorted(tuning.OPS)
+    sizes = {each["op"]: (each["M"], each["N"], each["K"], each["W"]) for each in entries}
+    assert sizes["all_gather_matmul"] == (64, 24, 32, 2)
+    assert sizes["matmul_reduce_scatter"] == sizes["matmul_all_reduce"] == (64, 48, 0, 2)
+    for each in entries:
+        assert 0 < each["us"] <= each["heuristic_us"]
+
+
+def tuned_body() -> None:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=generator) for s in ((40, 32), (32, 24)))
+    choices = tuning.candidates("matmul_all_reduce", INTERPRETER, x.dtype, Tiling(32, 32, 32))
+    for choice in choices:
+        with tuning.trying(choice), weft.engine("triton"):
+            y = weft.all_gather_matmul(x[20 * rank : 20 * rank + 20], w)
+            part = slice(16 * rank, 16 * rank + 16)
+            z = weft.matmul_reduce_scatter(x[:, part], w[part])
+            s = weft.matmul_all_reduce(x[:, part], w[part])
+        for got, want in ((y, x @ w), (z, (x @ w).chunk(2)[rank]), (s, x @ w)):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_every_choice_gives_the_right_result(ranks) -> None:
+    ranks(2, tuned_body)
