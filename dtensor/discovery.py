@@ -121,15 +121,12 @@ def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]
 
 def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     """Whether a rank of the mesh may have nothing of a dim that is cut."""
-    most = max(call.inputs[0].place.sizes)
     ranks = len(call.inputs[0].place.ranks)
-    for layout, dim in zip(call.inputs, dims, strict=True):
-        if dim is not None:
-            size = layout.shape[dim]
-            # Nested shards divide what is left once more: only an even division is sure.
-            if (size % ranks and -(-size // -(-size // most)) < most) or size < ranks:
-                return True
-    return False
+    nested = call.mesh.ndim > 1  # of shards of shards, only an even division is sure
+    sizes = {
+        layout.shape[dim] for layout, dim in zip(call.inputs, dims, strict=True) if dim is not None
+    }
+    return any(n % ranks and (nested or -(-n // -(-n // ranks)) < ranks) for n in sizes)
 
 
 def _shrunk(call: Call) -> dict[int, int]:

@@ -175,6 +175,8 @@ class Layout:
     shape: Shape
     stride: Shape
     dtype: torch.dtype
+    # Whether the boxes are other ones than the placements say: see `with_boxes`.
+    has_own_boxes = False
 
     def __init__(
         self,
@@ -319,6 +321,7 @@ def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:
     """The same tensor, of which each rank holds the box that is given: they may overlap."""
     given = Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
     given.__dict__["boxes"] = boxes
+    given.has_own_boxes = True
     return given
 
 

@@ -124,6 +124,8 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
 
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     steps = plan(source, target).steps
+    if target.has_own_boxes:
+        return steps  # no collective knows them
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
     return collective_plan(source, target).steps

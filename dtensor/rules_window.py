@@ -23,6 +23,7 @@ from weft.dtensor.call import Call, Choices, Strategy, rule
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,
+    Shape,
     distinct,
     is_shard,
     shard_dim,
@@ -143,6 +144,32 @@ def _with_groups(call: Call, x: Layout, args: list[Any]) -> list[Any]:
     return [*args, *values[len(args) :]]
 
 
+def _convolved(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, shape: Shape, options: list[Any]
+) -> torch.Tensor:
+    """The local convolution; of no rows or channels, which torch refuses, the bias."""
+    if x.numel() and w.numel():
+        result: torch.Tensor = torch.ops.aten.convolution(x, w, bias, *options)
+        return result
+    zero = x.new_zeros(shape)
+    return zero if bias is None else zero + bias.view(-1, *[1] * (len(shape) - 2))
+
+
+def _gradients(
+    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, options: list[Any]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of x, w and bias, those that the last of the options asks for."""
+    if grad.numel() and x.numel() and w.numel():
+        backward: Any = torch.ops.aten.convolution_backward
+        return tuple(backward(grad, x, w, [grad.shape[1]], *options))
+    of_x, of_w, of_bias = options[-1]
+    return (
+        torch.zeros_like(x) if of_x else None,
+        torch.zeros_like(w) if of_w else None,
+        grad.sum([0, *range(2, grad.dim())]) if of_bias else None,
+    )
+
+
 @rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(call: Call) -> Choices:
     """(x (N, C, ...), w, bias, stride, padding, dilation, transposed, output_padding, groups)."""
@@ -152,14 +179,7 @@ def convolution(call: Call) -> Choices:
         cut = _cut_dims(x)
         rest = _with_groups(call, x, [None] * 3)[3:]
         if not cut:
-
-            def whole(local: torch.Tensor, w: torch.Tensor, b: Any, *_: Any) -> Any:
-                if local.numel() and w.numel():
-                    return call.op(local, w, b, *rest)
-                zero = local.new_zeros(y.local_shape)
-                return zero if b is None else zero + b.view(-1, *[1] * (zero.dim() - 2))
-
-            return whole
+            return lambda local, w, b, *_: _convolved(local, w, b, y.local_shape, rest)
         windows = _Windows(call, inputs[1])
 
         def below(rank: int, dim: int) -> Range:
@@ -176,7 +196,7 @@ def convolution(call: Call) -> Choices:
             if 0 in y.local_shape:
                 return local.new_zeros(y.local_shape)
             padded = _padded(pulled, y, windows, cut, slab)
-            return torch.ops.aten.convolution(padded, w, b, *options)
+            return _convolved(padded, w, b, y.local_shape, options)
 
         return run
 
@@ -212,7 +232,6 @@ def _padded(
 @rule("convolution_backward")
 def convolution_backward(call: Call) -> Choices:
     """(of y, x, w, bias_sizes, stride, ..., groups, output_mask) -> (of x, of w, of bias)."""
-    backward = torch.ops.aten.convolution_backward
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         of_y, x, w = inputs
@@ -221,19 +240,7 @@ def convolution_backward(call: Call) -> Choices:
         rest = _with_groups(call, x, [None] * 4)[4:]
 
         if not cut:
-
-            def whole(
-                grad: torch.Tensor, local: torch.Tensor, weight: torch.Tensor, *_: Any
-            ) -> Any:
-                if grad.numel() and local.numel() and weight.numel():
-                    return backward(grad, local, weight, [grad.shape[1]], *rest)
-                return (
-                    torch.zeros_like(local) if mask[0] else None,
-                    torch.zeros_like(weight) if mask[1] else None,
-                    grad.sum([0, *range(2, grad.dim())]) if mask[2] else None,
-                )
-
-            return whole
+            return lambda grad, local, weight, *_: _gradients(grad, local, weight, rest)
         windows = _Windows(call, w)
 
         def below(rank: int, dim: int) -> Range:
@@ -272,8 +279,7 @@ def convolution_backward(call: Call) -> Choices:
                 take.append(slice(first - start, max(first, last) - start))
                 put.append(slice(first - own[0], max(first, last) - own[0]))
             like = grad.new_empty(shape)
-            only = [True, False, False]
-            whole = backward(pulled, like, weight, None, *options, only)[0]
+            whole = _gradients(pulled, like, weight, [*options, [True, False, False]])[0]
             result[tuple(put)] = whole[tuple(take)]
             return result
 
@@ -281,14 +287,9 @@ def convolution_backward(call: Call) -> Choices:
             first = of_input(grad, weight) if mask[0] else None
             if not (mask[1] or mask[2]):
                 return first, None, None
-            pulled = move(local, x, slab)
-            if 0 in grad.shape:
-                zero = weight.new_zeros(weight.shape) if mask[1] else None
-                return first, zero, weight.new_zeros(grad.shape[1]) if mask[2] else None
-            padded = _padded(pulled, of_y, windows, cut, slab)
+            padded = _padded(move(local, x, slab), of_y, windows, cut, slab)
             only = [False, mask[1], mask[2]]
-            _, second, third = backward(grad, padded, weight, [grad.shape[1]], *options, only)
-            return first, second, third
+            return first, *_gradients(grad, padded, weight, [*options, only])[1:]
 
         return run
 
@@ -340,16 +341,22 @@ def images(call: Call) -> Choices:
     for layout in call.inputs:
         for p in layout.placements:
             batch = len(layout.shape) - _IMAGES[call.name]
-            if is_shard(p) and shard_dim(p) < batch and not layout.has_empty_shard:
+            if is_shard(p) and shard_dim(p) < batch:
                 strategies.append(Strategy((p,) * count, (p,) * n_out))
-    return Choices(strategies, _with_local_size if "input_size" in call.bound else None)
+    return Choices(strategies, _of_images)
 
 
-def _with_local_size(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+def _of_images(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
     names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
-    at, size, op = names.index("input_size"), list(outputs[0].local_shape), call.op
+    at = names.index("input_size") if "input_size" in names else None
+    size, op = outputs[0].local_shape, call.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return op(*args[:at], size, *args[at + 1 :], **kwargs)
+        if 0 in size:  # not every kernel takes an empty batch
+            return args[0].new_empty(size)
+        own = list(args)
+        if at is not None:
+            own[at] = list(size)
+        return op(*own, **kwargs)
 
     return run

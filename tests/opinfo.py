@@ -243,9 +243,10 @@ def check(op: Any, sample: Any, expected: Expected, layout: str, mesh: Any) -> t
         )
         got = call(op, ours, 0)
         reason = compare(got, expected.outputs, "result")
-        if reason is None:
-            inputs = list(leaves([value, args, kwargs]))
-            reason = compare(gradients(got, inputs, layout, mesh), expected.gradients, "gradient")
+        inputs = list(leaves([value, args, kwargs]))
+        got_gradients = gradients(got, inputs, layout, mesh)
+        of_gradients = compare(got_gradients, expected.gradients, "gradient")
+        reason = reason or of_gradients
     except Exception as error:  # whatever an op raises is what is counted here
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:400]
@@ -257,17 +258,21 @@ def check(op: Any, sample: Any, expected: Expected, layout: str, mesh: Any) -> t
 
 
 def compare(ours: list[Any], theirs: list[Any], what: str) -> str | None:
-    """The first difference of two lists of results. A gradient of zeros may be given as none."""
+    """The first difference of two lists of results. A gradient of zeros may be given as none.
+
+    All are compared, also where one differs, as that gathers them from the ranks.
+    """
     if len(ours) != len(theirs):
         return f"{len(ours)} {what}s, not {len(theirs)}"
+    found: list[str | None] = []
     for i, (o, e) in enumerate(zip(ours, theirs, strict=True)):
         if what == "gradient" and (o is None or e is None):
             given = o if e is None else e
-            if given is not None and not bool((given == 0).all()):
-                return f"gradient {i} is {'missing' if o is None else 'there'}"
-        elif reason := differs(o, e, f"{what} {i}"):
-            return reason
-    return None
+            zero = given is None or bool((given == 0).all())
+            found.append(None if zero else f"gradient {i} is {'missing' if o is None else 'there'}")
+        else:
+            found.append(differs(o, e, f"{what} {i}"))
+    return next((reason for reason in found if reason), None)
 
 
 def samples_of(op: Any, count: int) -> list[Any]:
