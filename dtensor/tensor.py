@@ -138,7 +138,7 @@ class DTensor(torch.Tensor):
         """
         arguments = (device_mesh, placements, run_check, shape, stride, grad_placements)
         if torch.compiler.is_compiling():
-            return cast(DTensor, _from_local_in_graph(local_tensor, _kept_for_graph(*arguments)))
+            return _from_local_in_graph(local_tensor, _kept_for_graph(*arguments))
         return _from_local(local_tensor, *arguments)
 
     @property

@@ -176,7 +176,10 @@ def all_gather_matmul(
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).reshape(-1, 1))
             run = _host_forward if engine == "host" else _triton_forward
             made = run(flat, weights, biases, where, rows, return_gathered, activation, scaling)
-            results = (*made.ys, made.gathered) if return_gathered else tuple(made.ys)
+            results = tuple(made.ys)
+            if return_gathered:
+                assert made.gathered is not None
+                results = (*results, made.gathered)
         else:
             results = _AllGatherMatmul.apply(
                 flat, where, rows, engine, return_gathered, activation, len(weights),

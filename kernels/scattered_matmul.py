@@ -327,6 +327,7 @@ def _triton_backward(
         )
         (dx,), gathered = made.ys, made.matrix
         if needs_w:
+            assert gathered is not None
             dw = torch.empty_like(w)
             mm(x.t(), gathered, out=dw)
     else:
@@ -337,6 +338,7 @@ def _triton_backward(
         )
     ws.launched(op)
     if needs_b:
+        assert gathered is not None
         db = gathered.sum(0, dtype=torch.float32)
         db = (db * group.world_size if average else db).to(w.dtype)
     return dx if needs_x else None, dw, db

@@ -37,6 +37,9 @@ _BACKEND = "virtual"
 _numbers = itertools.count(1)
 
 
+c10d: Any = distributed_c10d  # its private names
+
+
 class _RankWorld(distributed_c10d._World):
     """What torch.distributed keeps of process groups, of one rank."""
 
@@ -73,7 +76,7 @@ class _RankWorld(distributed_c10d._World):
     def forget(self) -> None:
         """Let go of all groups: others may still hold the mesh that one was made for."""
         for pg, name in self.pg_names.items():
-            distributed_c10d._unregister_process_group(name)
+            c10d._unregister_process_group(name)
             del pg.weft_group
 
 
@@ -147,7 +150,6 @@ def installed() -> Iterator[None]:
     """torch.distributed means the virtual world on threads of its ranks, inside the block."""
     if missing := requirements():
         raise RuntimeError(f"weft.sim does not know this torch: {'; '.join(missing)}")
-    c10d: Any = distributed_c10d
     helper, name_of = c10d._new_process_group_helper, c10d._process_group_name
     rendezvous, barrier, make_mesh = c10d.rendezvous, c10d._store_based_barrier, DeviceMesh.__init__
     signature = inspect.signature(helper)
@@ -173,7 +175,7 @@ def installed() -> Iterator[None]:
         ):
             if told not in (-1, is_so):
                 raise ValueError(f"init_process_group({what}={told}), but here it is {is_so}")
-        yield dist.HashStore(), own.rank, own.virtual.world_size
+        yield c10d.HashStore(), own.rank, own.virtual.world_size
 
     def store_based_barrier(*args: Any, **kwargs: Any) -> None:
         if _local.world is None:

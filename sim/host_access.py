@@ -79,7 +79,7 @@ def python_reads(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
         note(tensor)
         return tolist(tensor)
 
-    torch.Tensor.tolist = noted  # type: ignore[method-assign]
+    torch.Tensor.tolist = noted  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -53,7 +53,11 @@ class VirtualWork(dist.Work):
         self.wait()
 
 
-class VirtualProcessGroup(dist.ProcessGroup):
+# Its methods are those that torch calls, which are not those that its stubs describe.
+_Base: Any = dist.ProcessGroup
+
+
+class VirtualProcessGroup(_Base):  # type: ignore[misc]
     """A virtual rank's handle on a `Team`. Methods are torch's (`torch.distributed.ProcessGroup`).
 
     Attributes:

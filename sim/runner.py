@@ -242,13 +242,13 @@ def _run_one(
         scheduler.join(_UNWIND_S)
     error = scheduler.failure
     if error is not None:
-        again = f"shown again by sim.run(..., {seed=}, {schedule=})"
+        shown = f"shown again by sim.run(..., {seed=}, {schedule=})"
         if isinstance(error, SimError):
             error.seed, error.schedule = seed, schedule
-            error.args = (f"{error.args[0]}\n{again}",)
+            error.args = (f"{error.args[0]}\n{shown}",)
         elif hasattr(error, "add_note"):  # Python 3.11
             where = scheduler.failed_rank
-            error.add_note(again if where is None else f"on virtual rank {where}; {again}")
+            error.add_note(shown if where is None else f"on virtual rank {where}; {shown}")
         raise error
     return results, world
 

@@ -101,7 +101,7 @@ class Choice(NamedTuple):
 
     chosen: int
     default: int
-    count: int
+    options: int
 
 
 def _changes_of(made: Sequence[Choice]) -> Changes:
@@ -113,7 +113,7 @@ def _changed(made: Sequence[Choice], steps: Iterable[int]) -> list[Changes]:
     return [
         (*_changes_of(made[:step]), (step, other))
         for step in steps
-        for other in range(made[step].count)
+        for other in range(made[step].options)
         if other != made[step].chosen
     ]
 
