@@ -247,7 +247,7 @@ def _matmul_reduce_scatter_backward(
     db: torch.Tensor | None
     engine = choose(scattered_matmul.scatter_problem(x, w, group, scatter_dim), group, x.device)
     if engine == "generic":
-        whole = cast(torch.Tensor, all_gather(dy, group, dim=scatter_dim, sizes=sizes))
+        whole: torch.Tensor = all_gather(dy, group, dim=scatter_dim, sizes=sizes)
         db = whole.flatten(0, -2).sum(0)
         whole = whole / group.world_size if average else whole
         dx, dw = matmul(whole, w.t()), matmul(_flat(x, 0).t(), _flat(whole, 0))

@@ -263,7 +263,7 @@ def _reduce_op(opts: Any) -> str:
         return "SUM"
     for name in _REDUCE:
         if opts.reduceOp == getattr(dist.ReduceOp, name):
-            return name
+            return str(name)
     raise NotImplementedError(f"virtual ranks reduce by {', '.join(_REDUCE)}, not {opts.reduceOp}")
 
 
