@@ -29,6 +29,7 @@ from weft.kernels import (
 )
 from weft.kernels.cached_attention import Cache
 from weft.kernels.chips import Chip
+from weft.kernels.epilogues import Activation
 from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Visibility
 
 
@@ -101,7 +102,7 @@ def _all_gather_launches(
 ) -> Iterator[tuple[str, Launch]]:
     op = all_gather_gemm
     scaled = dtype.itemsize == 1
-    for case, tokens, widths, activation, keep in (
+    cases: list[tuple[str, int, tuple[int, ...], Activation | None, bool]] = [
         ("up", 8192, (_FFN,), None, False),
         ("up, gelu", 8192, (_FFN,), "gelu", False),
         ("up, gelu, kept", 8192, (_FFN,), "gelu", not scaled),
@@ -110,7 +111,8 @@ def _all_gather_launches(
         ("up, 128 tokens", 128, (_FFN,), "silu", False),
         ("up, 8 tokens", 8, (_FFN,), None, False),
         ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
-    ):
+    ]
+    for case, tokens, widths, activation, keep in cases:
         # nn.Linear holds (N, K): its transpose is contiguous along K.
         weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
         config = op.config_for(
