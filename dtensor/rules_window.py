@@ -287,7 +287,9 @@ def convolution_backward(call: Call) -> Choices:
             first = of_input(grad, weight) if mask[0] else None
             if not (mask[1] or mask[2]):
                 return first, None, None
-            padded = _padded(move(local, x, slab), of_y, windows, cut, slab)
+            padded = move(local, x, slab)
+            if grad.numel():
+                padded = _padded(padded, of_y, windows, cut, slab)
             only = [False, mask[1], mask[2]]
             return first, *_gradients(grad, padded, weight, [*options, only])[1:]
 
