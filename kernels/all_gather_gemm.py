@@ -125,7 +125,7 @@ def config_for(
     copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
     copy_programs = choice.copy_programs or copy_programs
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
-    copy_m = 32 if interpreted else 16
+    copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
     chunk_rows = 16 if interpreted else 32
     if direct:
         split = splits.programs_a_tile(count, K, tiling, chip)
@@ -372,6 +372,11 @@ class Gathered:
     matrix: torch.Tensor | None
     ys: list[torch.Tensor]
     sums: list[torch.Tensor]
+
+    def whole(self) -> torch.Tensor:
+        """The gathered rows, of a launch that keeps them."""
+        assert self.matrix is not None
+        return self.matrix
 
 
 def launch_all_gather_matmul(

@@ -159,7 +159,9 @@ def all_gather_matmul(
     engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
     pairs = list(zip(weights, biases, strict=True))
     if engine == "generic":
-        gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
+        # Process groups move no fp8, but its bytes.
+        sent = x.view(torch.uint8) if scaling else x
+        gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
         if scaling:
             factors = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
             zs = [
@@ -176,10 +178,7 @@ def all_gather_matmul(
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).reshape(-1, 1))
             run = _host_forward if engine == "host" else _triton_forward
             made = run(flat, weights, biases, where, rows, return_gathered, activation, scaling)
-            results = tuple(made.ys)
-            if return_gathered:
-                assert made.gathered is not None
-                results = (*results, made.gathered)
+            results = tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
         else:
             results = _AllGatherMatmul.apply(
                 flat, where, rows, engine, return_gathered, activation, len(weights),
@@ -253,7 +252,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx.save_for_backward(x, *weights, *made.kept)
         ctx.group, ctx.rows, ctx.engine, ctx.keep, ctx.count = group, rows, engine, keep, count
         ctx.activation = activation
-        return (*made.ys, made.gathered) if made.gathered is not None and keep else tuple(made.ys)
+        return tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
