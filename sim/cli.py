@@ -14,6 +14,9 @@ from weft.sim.errors import SimError
 from weft.sim.hardware import PRESETS
 from weft.sim.runner import run
 from weft.sim.timeline import Timeline
+from weft.sim.world import Programs
+
+_MOST_TIMED = 20  # schedules, with and without races
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--no-races", action="store_true", help="look for deadlocks only")
     parser.add_argument(
+        "--cost", action="store_true", help="tell what it takes to look for races, too"
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         help="seconds a schedule may take (default 60; without numerics 3600)",
@@ -61,16 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
+    function = _function(args.script, given[end + 1 :])
+    programs: Programs = "concurrent" if args.concurrent else "sequential"
     start = time.perf_counter()
     try:
         results = run(
             args.ranks,
-            _function(args.script, given[end + 1 :]),
+            function,
             seed=args.seed,
             schedules=schedules,  # type: ignore[arg-type]
             schedule=args.schedule,
             races=not args.no_races,
-            programs="concurrent" if args.concurrent else "sequential",
+            programs=programs,
             timeout=args.timeout or (3600.0 if args.no_numerics else 60.0),
             hardware=args.hardware,
             numerics=not args.no_numerics,
@@ -86,9 +94,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: {found} in "
         f"{time.perf_counter() - start:.1f} s"
     )
+    if args.cost:
+        print(_cost(args.ranks, function, programs, min(results.schedules, _MOST_TIMED)))
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
     return 0
+
+
+def _cost(ranks: int, function: Callable[[int], Any], programs: Programs, schedules: int) -> str:
+    """What looking for races costs, in a sentence."""
+    ms = []
+    for races in (True, False):
+        start = time.process_time()
+        run(ranks, function, schedules=schedules, races=races, programs=programs)
+        ms.append((time.process_time() - start) / schedules * 1e3)
+    checked, plain = ms
+    return (
+        f"a schedule takes {checked:.0f} ms of processor time, {checked / plain:.1f} times as long "
+        f"as without looking for races"
+    )
 
 
 def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:

@@ -41,10 +41,16 @@ class Observer(Protocol):
         """A load ("reads") or store ("writes") of the elements at `addresses` comes next."""
 
     def atomic(
-        self, addresses: Array, itemsize: int, sem: str, scope: str, run: Callable[[], Any]
+        self,
+        addresses: Array,
+        itemsize: int,
+        sem: str,
+        scope: str,
+        run: Callable[[], Any],
+        wanted: int | None = None,
     ) -> Any:
         """An atomic: `run()` does it and returns (what it returned, whether memory changed, the
-        values seen)."""
+        values seen). `wanted` is what a loop around it waits for, if that can be told."""
 
     def barrier(self) -> None:
         """tl.debug_barrier."""
@@ -205,9 +211,8 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
             swapped = out.data == cmp.data
             return out, bool((swapped & (val.data != out.data)).any()), out.data
 
-        return observer.atomic(
-            ptr.data.reshape(-1), _itemsize(ptr), _name(sem, "acq_rel"), _name(scope, "gpu"), run
-        )
+        order, reach, wanted = _name(sem, "acq_rel"), _name(scope, "gpu"), int(cmp.data.flat[0])
+        return observer.atomic(ptr.data.reshape(-1), _itemsize(ptr), order, reach, run, wanted)
 
     def atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         def run() -> tuple[Any, bool, Array]:
@@ -218,29 +223,35 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
 
         return _atomic(ptr, mask, sem, scope, run)
 
-    def atomic_load(ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
+    def atomic_load(
+        ptr: Any, mask: Any, sem: Any, scope: Any, wanted: int | None = None
+    ) -> Any:  # Triton 3.9
         def run() -> tuple[Any, bool, Array]:
             out = load(ptr, mask, None, None, True)
             return out, False, out.data
 
-        return _atomic(ptr, mask, sem, scope, run)
+        return _atomic(ptr, mask, sem, scope, run, wanted)
 
     def atomic_store(ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
         return _atomic(ptr, mask, sem, scope, lambda: (store(ptr, val, mask, None), True, val.data))
 
-    def _atomic(ptr: Any, mask: Any, sem: Any, scope: Any, run: Any) -> Any:
+    def _atomic(
+        ptr: Any, mask: Any, sem: Any, scope: Any, run: Any, wanted: int | None = None
+    ) -> Any:
         live = np.broadcast_to(mask.data, ptr.data.shape)
         if not observer.active() or not live.any():
             return run()[0]
         order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
-        return observer.atomic(ptr.data[live].reshape(-1), _itemsize(ptr), order, reach, run)
+        addresses = ptr.data[live].reshape(-1)
+        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted)
 
     def atomic_poll(ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
         if not observer.active():
             return builder_poll(ptr, expected, timeout_ns, sem, scope)
         every = types.SimpleNamespace(data=np.ones(ptr.data.shape, bool))
+        wanted = int(expected.data.flat[0])
         while True:
-            matched = atomic_load(ptr, every, sem, scope).data == expected.data
+            matched = atomic_load(ptr, every, sem, scope, wanted).data == expected.data
             if matched.all():
                 return interpreter.TensorHandle(matched, tl.int1)
 

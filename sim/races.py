@@ -109,12 +109,13 @@ class Signal:
 
 @dataclass(frozen=True)
 class Event:
-    """One access of a strand."""
+    """One access of a strand, to elements of `itemsize` bytes."""
 
     site: int
     what: str
     kind: str
     scope: str
+    itemsize: int
 
 
 class Detector:
@@ -153,6 +154,14 @@ class Detector:
         if at < 0 or address >= self._regions[at].end:
             return None
         return self._regions[at]
+
+    def writers(self, region: Region, address: int) -> list[int]:
+        """The ranks that have written the granule at `address`."""
+        at = (address - region.start) // region.granule
+        slots = {int(region.writer[at]) - 1} - {-1}
+        if region.atomics is not None:
+            slots |= set(np.flatnonzero(region.atomics[at]).tolist())
+        return sorted({self._ranks[slot] for slot in slots})
 
     # Clocks
 
@@ -272,12 +281,13 @@ class Detector:
         index = offsets // granule
         if itemsize > granule:
             index = (index[:, None] + np.arange(itemsize // granule)).reshape(-1)
-        self._check(region, strand, index, kind, scope)
+        self._check(
+            region, strand, index, Event(self._sites.here(), strand.what, kind, scope, itemsize)
+        )
 
-    def _check(self, region: Region, strand: Strand, index: Array, kind: str, scope: str) -> None:
-        slot = strand.slot
+    def _check(self, region: Region, strand: Strand, index: Array, event: Event) -> None:
+        slot, kind = strand.slot, event.kind
         clock = self.clocks[slot]
-        event = Event(self._sites.here(), strand.what, kind, scope)
         events = self._events[slot]
         number = len(events)
         events.append(event)
@@ -296,7 +306,8 @@ class Detector:
                 never &= ~region.atomics[index].any(1)
             if never.any():
                 raise RaceError(
-                    f"rank {strand.rank}, {strand.what}, {kind} {self._where(region, index[never])}"
+                    f"rank {strand.rank}, {strand.what}, {kind} "
+                    f"{self._where(region, index[never], event)}"
                     f", which nobody has written: symmetric memory is not cleared\n"
                     f"  {self._sites.text(event.site)}"
                 )
@@ -356,7 +367,7 @@ class Detector:
         else:
             why = self._missing(slot, number, rank, strand)
         raise RaceError(
-            f"{self._where(region, index)}:\n"
+            f"{self._where(region, index, event)}:\n"
             f"  rank {rank}, {earlier.what}, {earlier.kind} it at "
             f"{self._sites.text(earlier.site)}\n"
             f"  rank {strand.rank}, {event.what}, {event.kind} it at "
@@ -380,8 +391,10 @@ class Detector:
         )
 
     @staticmethod
-    def _where(region: Region, index: Array) -> str:
+    def _where(region: Region, index: Array, event: Event) -> str:
         low, high = int(index.min()) * region.granule, (int(index.max()) + 1) * region.granule
         if region.granule == 8:
             return f"{region.name}, words {low // 8} to {high // 8 - 1}"
-        return f"{region.name}, bytes {low} to {high - 1}"
+        size = event.itemsize
+        elements = f"elements {low // size} to {(high - 1) // size} of {size} bytes"
+        return f"{region.name}, bytes {low} to {high - 1} ({elements})"

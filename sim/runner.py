@@ -144,7 +144,7 @@ def run(
                 timeout=timeout,
                 hardware=machine,
                 numerics=numerics,
-                again=results is not None,
+                again=schedule is not None or results is not None,
             )
             if results is None:
                 results = Results(values)
@@ -207,7 +207,7 @@ def _run_one(
     numerics: bool,
     again: bool,
 ) -> tuple[list[Any], World]:
-    """One schedule; `again` if what does not depend on it was checked in another."""
+    """One schedule; `again` if what does not depend on the schedule was checked before."""
     sites = Sites()
     scheduler = Scheduler(policy, sites)
     world = World(world_size, scheduler, sites, races, programs, hardware, numerics)

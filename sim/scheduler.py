@@ -57,6 +57,7 @@ class Strand:
     waits_for: Callable[[], str] | None = None
     blocked: Callable[[], bool] | None = None
     words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then
+    wanted: dict[int, int | None] = field(default_factory=dict)  # likewise -> value, if known
     vain: int = 0
     seen_before: int = 0  # hash of what it saw, but for the last
     random_state: torch.Tensor | None = None
@@ -95,6 +96,8 @@ class Scheduler:
         self.policy, self.sites = policy, sites
         self.live: list[Strand] = []
         self.versions: dict[int, int] = {}  # address of a signal word -> times it changed
+        # Tells what a word is, given its address and the value that is wanted in it.
+        self.explain: Callable[[int, int | None], str] = lambda address, wanted: hex(address)
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None  # if its own code raised the failure
         self.finished = threading.Event()
@@ -188,8 +191,9 @@ class Scheduler:
             strand.words.clear()
             strand.vain = 0
 
-    def polled(self, strand: Strand, address: int) -> None:
+    def polled(self, strand: Strand, address: int, wanted: int | None = None) -> None:
         """`strand` has read the word at `address`, and may do so again until it changes."""
+        strand.wanted[address] = wanted
         version = self.versions.get(address, 0)
         if strand.words.get(address) == version:
             strand.vain += 1
@@ -243,8 +247,8 @@ class Scheduler:
     def _deadlock(self) -> DeadlockError:
         for strand in self.live:
             if strand.waits_for is None and strand.words:
-                words = ", ".join(hex(word) for word in strand.words)
-                strand.waits_for = lambda words=words: f"a change of the words at {words}"
+                told = [self.explain(word, strand.wanted.get(word)) for word in strand.words]
+                strand.waits_for = lambda told=told: ", ".join(told)
         return DeadlockError(f"no rank can move:\n{self.describe()}")
 
     def _switch(self, strand: Strand) -> None:

@@ -6,6 +6,7 @@ interpreter (`interpreter_hooks.Observer`), torch ops (`host_access`) and host-s
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,9 +58,12 @@ class World:
         self.hardware, self.numerics = hardware, numerics
         self.recorder = Recorder(world_size) if hardware else None
         self._sites = sites
+        scheduler.explain = self._awaited
         self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
         self._blocks: list[tuple[int, int, Hashable]] = []  # start, end, name of each segment
+        self._starts: list[int] = []  # of segments, in order
+        self._ends: list[int] = []
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
@@ -126,6 +130,9 @@ class World:
             self.recorder.add_memory(start, start + total, rank)
         # Their addresses are others in every schedule.
         self._blocks.append((start, start + total, (team.ranks, team.calls, rank)))
+        at = bisect.bisect(self._starts, start)
+        self._starts.insert(at, start)
+        self._ends.insert(at, start + total)
         if self.detector:
             data, end = start + pad_bytes, start + total
             what = f"symmetric buffer {number} of rank {rank}"
@@ -191,6 +198,15 @@ class World:
         if kind == WRITE:
             self.scheduler.progressed(strand)
             self._stored(strand, accessed)
+        elif accessed.size == 1 and self._is_shared(int(accessed[0])):
+            # A loop may wait by plain loads: a race, but others must be able to go on.
+            self.scheduler.polled(strand, int(accessed[0]))
+            if strand.vain:
+                self.scheduler.point(strand)
+
+    def _is_shared(self, address: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]
 
     def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any]) -> None:
         # A plain store may be what another strand polls for: a race, but no deadlock.
@@ -198,6 +214,8 @@ class World:
         for address in self._values:
             if low <= address <= high:
                 self.scheduler.changed(address)
+        if accessed.size == 1 and low not in self._values:
+            self.scheduler.changed(low)
 
     def atomic(
         self,
@@ -206,6 +224,7 @@ class World:
         sem: str,
         scope: str,
         run: Callable[[], tuple[Any, bool, np.ndarray[Any, Any]]],
+        wanted: int | None = None,
     ) -> Any:
         strand, scheduler = strand_here(), self.scheduler
         first = int(accessed[0])
@@ -230,7 +249,7 @@ class World:
                 scheduler.changed(address)
             scheduler.progressed(strand)
         else:
-            scheduler.polled(strand, first)
+            scheduler.polled(strand, first, wanted)
         if self.recorder:
             for address in map(int, accessed):
                 self._time_atomic(strand, address, changed, sem)
@@ -268,13 +287,20 @@ class World:
         self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
         return 0
 
-    def _awaited(self, address: int, value: int) -> str:
+    def _awaited(self, address: int, value: int | None) -> str:
+        """What a strand waits for that polls the word at `address`."""
+        want = "another value" if value is None else str(value)
         seen = self._values.get(address, 0)
         for start, (team, rank, nbytes) in self._pads.items():
             word = (address - start) // pad.WORD_BYTES
             if start <= address < start + nbytes:
-                return f"{value} in {_word(team, rank, word)}, which is {seen}"
-        return f"{value} in the word at {address:#x}, which is {seen}"
+                return f"{want} in {_word(team, rank, word)}, which is {seen}"
+        region = self.detector.find(address) if self.detector else None
+        if self.detector is None or region is None:
+            return f"{want} in the word at {address:#x}, which is {seen}"
+        writers = self.detector.writers(region, address)
+        who = f", written by rank {', '.join(map(str, writers))}" if writers else ", never written"
+        return f"{want} at byte {address - region.start} of {region.name}{who}, which is {seen}"
 
     def launch(
         self,

@@ -19,14 +19,19 @@ from weft.collectives.movement import chunk_sizes
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
+    flash_decoding,
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
+    ring_flash,
+    ring_flash_backward,
     to_zigzag,
     zigzag_sizes,
 )
+from weft.kernels.cached_attention import Cache
 from weft.kernels.chips import INTERPRETER
 from weft.kernels.sequence_attention import attention_reference
+from weft.kernels.sharded_sequence import Geometry, Visibility
 from weft.sim.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
@@ -42,6 +47,9 @@ class Modules:
     movement: Any = movement
     collective: Any = kernel_collectives
     pull: Any = pull
+    ring: Any = ring_flash
+    ring_backward: Any = ring_flash_backward
+    decode: Any = flash_decoding
 
 
 OURS = Modules()
@@ -243,6 +251,64 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
         torch.testing.assert_close(out, sum(terms)[:, first : first + 3])
 
 
+def causal(rank: int, W: int) -> tuple[Geometry, list[torch.Tensor], list[torch.Tensor]]:
+    """A causal attention over uneven shards: its geometry, and q, k, v whole and of this rank."""
+    sizes = (17, *(1 + r % 3 for r in range(1, W)))
+    geometry = Geometry(sizes, sizes, "contiguous", Visibility(sum(sizes), after=0))
+    whole = [matrix(sum(sizes), 4, seed).view(1, 1, -1, 4) for seed in range(3)]
+    return geometry, whole, [x.split(sizes, 2)[rank].clone() for x in whole]
+
+
+def ring(rank: int, ours: Modules = OURS) -> None:
+    W = resolve(None).world_size
+    geometry, whole, (q, k, v) = causal(rank, W)
+    want, want_lse = attention_reference(*whole, causal=True)
+    ws = ours.ring.workspace_for(k, resolve(None), geometry)
+    for call in range(CALLS):
+        out, lse = ours.ring.launch_ring_attention(q, k, v * (call + 1), ws, geometry, 0.5)
+        mine = want.split(geometry.q_sizes, 2)[rank] * (call + 1)
+        torch.testing.assert_close(out, mine, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse, want_lse.split(geometry.q_sizes, 2)[rank])
+
+
+def ring_backward(rank: int, ours: Modules = OURS) -> None:
+    W = resolve(None).world_size
+    geometry, whole, (q, k, v) = causal(rank, W)
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out, lse = attention_reference(*leaves, causal=True)
+    grad_out = matrix(geometry.sees.keys, 4, 9).view(1, 1, -1, 4)
+    out.backward(grad_out)
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().split(geometry.q_sizes, 2)[rank].clone()
+
+    ws = ours.ring_backward.workspace_for(k, resolve(None), geometry)
+    for call in range(CALLS):
+        grads = ours.ring_backward.launch_ring_attention_backward(
+            q, k, v, mine(out), mine(lse), mine(grad_out) * (call + 1), None, ws, geometry, 0.5
+        )
+        for grad, leaf in zip(grads, leaves, strict=True):
+            assert leaf.grad is not None
+            wanted = mine(leaf.grad) * (call + 1)
+            torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
+
+
+def decoding(rank: int, ours: Modules = OURS) -> None:
+    """Few items, so that the keys of each are split among programs; then more, that are not."""
+    W, D = resolve(None).world_size, 4
+    for items, calls in ((1, CALLS), (4, 1)):
+        q = matrix(items, D, 0).view(items, 1, 1, D)
+        k, v = (matrix(items * 16 * W, D, seed).view(items, 1, -1, D) for seed in (1, 2))
+        lengths = torch.full((items,), 16 * W - 1)
+        want, want_lse = attention_reference(q, k[:, :, :-1], v[:, :, :-1])
+        mine = [x.unflatten(2, (4, W, 4))[:, :, :, rank].flatten(2, 3) for x in (k, v)]
+        cache = Cache(*(x.contiguous() for x in mine), None, 4, rank, W)
+        for _ in range(calls):
+            out, lse = ours.decode.launch_flash_decode(q, cache, lengths, 0.5, resolve(None))
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows": gather_rows,
     "gather of the contraction": gather_contraction,
@@ -253,6 +319,9 @@ KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows by copy engines": gather_by_copy_engines,
     "one-shot all-reduce, split": one_shot_split,
     "straddling reduce-scatter": straddling_scatter,
+    "ring attention": ring,
+    "ring attention, backward": ring_backward,
+    "decoding": decoding,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

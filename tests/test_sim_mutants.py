@@ -8,18 +8,22 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sim_cases import COLLECTIVES, HOST, KERNELS, with_mutants
+from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, with_mutants
 
 from weft import sim
-from weft.collectives import kernel_collectives, movement, pull, signals
+from weft.collectives import direct, kernel_collectives, movement, pull, signals
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
+    flash_decoding,
     gathers,
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
     partial_sums,
+    ring_flash,
+    ring_flash_backward,
+    ring_keys,
     splits,
     tiles,
 )
@@ -55,10 +59,15 @@ HOME = {
     "gather of rows, direct": ("gather", all_gather_gemm),
     "one-shot all-reduce, split": ("reduce", gemm_all_reduce),
     "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
+    "ring attention": ("ring", ring_flash),
+    "ring attention, backward": ("ring_backward", ring_flash_backward),
+    "decoding": ("decode", flash_decoding),
 }
-PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:]
+PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
+RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
+BACKWARD = RINGS[1:]
 # What the kernels are made of: each imports those before it only.
-PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot)
+PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot, ring_keys, ring_flash)
 
 
 @dataclass(frozen=True)
@@ -497,21 +506,167 @@ IN_COLLECTIVES = [
 ]
 
 
+HALF_OF_KEYS = "half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, k_ptr."
+WAIT_KEYS = "signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, max_polls"
+GATHERED = "                out = gathered_ptr + shard_offset("
+ANNOUNCE = """                signals.signal_local(
+                    signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, source, program), generation
+                )
+"""
+
+IN_ATTENTION = [
+    fault(
+        "keys are published after the signal",
+        ring_keys,
+        HALF_OF_KEYS,
+        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, tl.program_id(0), generation)\n    "
+        + HALF_OF_KEYS,
+        RINGS,
+    ),
+    fault(
+        "keys are published in the other half",
+        ring_keys,
+        HALF_OF_KEYS,
+        HALF_OF_KEYS.replace("generation", "generation + 1"),
+        RINGS,
+    ),
+    fault(
+        "keys are fetched before they are there",
+        ring_keys,
+        WAIT_KEYS,
+        WAIT_KEYS.replace("generation", "generation - 1"),
+        RINGS,
+    ),
+    fault(
+        "keys are announced before they are copied",
+        ring_keys,
+        GATHERED,
+        ANNOUNCE + GATHERED,
+        RINGS,
+    ),
+    fault(
+        "queries do not wait for keys",
+        ring_keys,
+        "if (come >> step & 1) == 0:",
+        "if (come >> step & 1) == 2:",
+        RINGS,
+    ),
+    fault(
+        "one row of keys too many",
+        ring_keys,
+        "tl.minimum(COPY_M, rows - first),",
+        "tl.minimum(COPY_M, rows - first) + 1,",
+        RINGS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "gradients of keys do not wait",
+        ring_flash_backward,
+        "        if signals.wait_for_peers(",
+        "        if rank < WORLD_SIZE or signals.wait_for_peers(",
+        BACKWARD,
+    ),
+    fault(
+        "gradients of keys go to one slot",
+        ring_flash_backward,
+        "slots_offset // 4 + rank * 2 * slot_stride",
+        "slots_offset // 4 + 0 * 2 * slot_stride",
+        BACKWARD,
+    ),
+    fault(
+        "gradients of keys are not announced to the next rank",
+        ring_flash_backward,
+        "            if step > 0:\n                signals.signal(",
+        "            if step > 1:\n                signals.signal(",
+        BACKWARD,
+        DEADLOCK,
+        message="should have signalled",
+    ),
+    fault(
+        "gradients of keys overlap the keys",
+        ring_flash_backward,
+        "slot += slots_offset // 4 + rank",
+        "slot += rank",
+        BACKWARD,
+        (RACE, AssertionError),
+    ),
+    fault(
+        "parts are merged before they are there",
+        flash_decoding,
+        "complete &= signals.wait_local(word, generation, polls)",
+        "complete &= polls >= 0",
+        DECODING,
+    ),
+    fault(
+        "ranks are merged before they are there",
+        flash_decoding,
+        "        complete &= signals.wait_for_peers(",
+        "        complete &= rank < WORLD_SIZE or signals.wait_for_peers(",
+        DECODING,
+    ),
+    fault(
+        "the result of a rank goes to the first slot",
+        flash_decoding,
+        "place = rank * slot_stride",
+        "place = 0 * slot_stride",
+        DECODING,
+    ),
+    fault(
+        "parts share a place",
+        flash_decoding,
+        "mine = base + part * SIZE",
+        "mine = base + 0 * SIZE",
+        DECODING,
+    ),
+]
+
+IN_DIRECT = [
+    fault(
+        "a tensor is written while others read it",
+        direct,
+        "        agree(self._group, self._op, 0)",
+        "        pass",
+        ("direct reads",),
+    ),
+    fault(
+        "a tensor is read before it is there",
+        direct,
+        "self._addresses = agree(group, op, x.data_ptr())",
+        "self._addresses = [x.data_ptr()] * group.world_size",
+        ("direct reads",),
+        (RACE, AssertionError),
+    ),
+]
+
+
+def of_copies(module: ModuleType, copies: dict[ModuleType, ModuleType]) -> dict[str, object]:
+    """What `module` has from the modules copied, as the copies have it."""
+    by_name = {original.__name__: copy for original, copy in copies.items()}
+    found: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, ModuleType):
+            if value in copies:
+                found[name] = copies[value]
+        elif (home := getattr(getattr(value, "fn", None), "__module__", "")) in by_name:
+            found[name] = getattr(by_name[home], name)
+    return found
+
+
 def broken(planted: Fault, case: str):
     """The case, on copies of the modules between it and the fault."""
+    options = DIRECT if case == "direct reads" else {}
     if planted.module is movement:
-        return with_mutants(HOST[case], {"movement": mutant(movement, *planted.edits)})
+        return with_mutants(HOST[case], {"movement": mutant(movement, *planted.edits, **options)})
+    if planted.module is direct:
+        copy = mutant(direct, *planted.edits)
+        return with_mutants(HOST[case], {"movement": mutant(movement, direct=copy, **options)})
     if planted.module is exchange:
         copy = mutant(exchange, *planted.edits)
         return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
     role, home = HOME[case]
     copies = {planted.module: mutant(planted.module, *planted.edits)}
     for module in (*PARTS, home):
-        inside = {
-            n: copies[m]
-            for n, m in vars(module).items()
-            if isinstance(m, ModuleType) and m in copies
-        }
+        inside = of_copies(module, copies)
         if inside and module not in copies:
             copies[module] = mutant(module, **inside)
     roles = {role: copies[home]}
@@ -520,11 +675,28 @@ def broken(planted: Fault, case: str):
     return with_mutants((KERNELS | COLLECTIVES)[case], roles)
 
 
-FAULTS = (*IN_SIGNALS, *IN_KERNELS, *IN_EXCHANGES, *IN_COLLECTIVES)
-TABLE = [(f, case) for f in FAULTS for case in f.cases]
+FAULTS = (
+    *IN_SIGNALS,
+    *IN_KERNELS,
+    *IN_EXCHANGES,
+    *IN_COLLECTIVES,
+    *IN_ATTENTION,
+    *IN_DIRECT,
+)
+# One kernel a fault in `make test`, the others in `make test-all`.
+TABLE = [
+    pytest.param(
+        planted,
+        case,
+        id=f"{planted.name}-{case}",
+        marks=[pytest.mark.sweep] if number else [],
+    )
+    for planted in FAULTS
+    for number, case in enumerate(planted.cases)
+]
 
 
-@pytest.mark.parametrize("planted, case", TABLE, ids=[f"{f.name}-{case}" for f, case in TABLE])
+@pytest.mark.parametrize("planted, case", TABLE)
 def test_planted_faults_are_found(planted: Fault, case: str) -> None:
     with pytest.raises(planted.found) as caught:
         sim.run(3, broken(planted, case), schedules=SCHEDULES, programs=planted.programs)

@@ -1,0 +1,238 @@
+"""Each kind of race, out-of-bounds access and deadlock, and what its message says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from weft import collectives, sim
+from weft.collectives import signals
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+needs_interpreter = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
+
+
+def found(
+    body: Callable[[int], object], kind: type[sim.SimError] = sim.RaceError, ranks: int = 2
+) -> str:
+    """The message of what is found in `body`; accesses are of this file."""
+    with pytest.raises(kind) as caught:
+        sim.run(ranks, body, schedules=20)
+    text = str(caught.value)
+    assert re.search(r"seed=0, schedule=\d+\)$", text)
+    return text
+
+
+@triton.jit
+def _hand_over_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, FAULT: tl.constexpr) -> None:
+    """Rank 0 hands eight numbers to rank 1, twice."""
+    offs = tl.arange(0, 8)
+    data = signals.peer_ptr(buffer_ptrs, 1, tl.float32) + offs
+    ready = signals.slot_ptr(signal_ptrs, 1, 2, 0, 0, 0)
+    done = signals.slot_ptr(signal_ptrs, 0, 2, 0, 1, 0)
+    for turn in range(1, 3):
+        if rank == 0:
+            if FAULT == "signal first":
+                signals.signal(ready, turn)
+            tl.store(data, offs.to(tl.float32) * turn)
+            tl.debug_barrier()
+            if FAULT == "relaxed":
+                tl.atomic_xchg(ready, turn, sem="relaxed", scope="sys")
+            elif FAULT == "gpu":
+                tl.atomic_xchg(ready, turn, sem="release", scope="gpu")
+            elif FAULT == "cta":
+                tl.atomic_xchg(ready, turn, sem="release", scope="cta")
+            elif FAULT != "no signal" and FAULT != "signal first":
+                signals.signal(ready, turn)
+            if FAULT != "overwrite":
+                signals.wait(done, turn, 1 << 30)
+        else:
+            if FAULT == "relaxed wait":
+                while tl.atomic_add(ready, 0, sem="relaxed", scope="sys") < turn:
+                    pass
+            elif FAULT == "plain":
+                while tl.load(ready) < turn:
+                    pass
+            elif FAULT != "no wait":
+                signals.wait(ready, turn, 1 << 30)
+            tl.store(out_ptr + offs, tl.load(data))
+            signals.signal(done, turn)
+
+
+def hand_over(fault: str) -> Callable[[int], None]:
+    def body(rank: int) -> None:
+        buffer, out = collectives.empty((8,)), torch.zeros(8)
+        _hand_over_kernel[(1,)](buffer.buffer_ptrs, buffer.signal_ptrs, out, rank, FAULT=fault)
+        assert rank == 0 or out[7] == 14
+
+    return body
+
+
+@needs_interpreter
+def test_the_right_one_is_right() -> None:
+    sim.run(2, hand_over(""), schedules=50)
+    sim.run(2, hand_over(""), schedules=10, programs="concurrent")
+
+
+BUFFER = "symmetric buffer 1 of rank 1, bytes 0 to 31 (elements 0 to 7 of 4 bytes)"
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "fault, missing",
+    [
+        ("signal first", r"rank 0 has released nothing to other ranks since"),
+        ("no wait", r"rank 0 has .*"),
+        ("relaxed", r"rank 0 has released nothing to other ranks since"),
+        ("gpu", r"both are atomic, but at scope gpu and sys: ranks need sys"),
+        ("cta", r"both are atomic, but at scope cta and sys: ranks need sys"),
+        ("relaxed wait", r"rank 0 has signalled after it, first at .*rank 1 has not waited"),
+        ("overwrite", r"rank [01] has .*"),
+    ],
+)
+def test_a_hand_over_with_a_fault(fault: str, missing: str) -> None:
+    text = found(hand_over(fault))
+    if "scope" in missing:  # found at the signal itself
+        assert "signal pad of symmetric buffer 1 of rank 1, words" in text, text
+    elif "which nobody has written" not in text:
+        assert BUFFER in text, text
+        verbs = re.findall(r"rank (\d), kernel _hand_over_kernel, program 0, (\w+) it at", text)
+        wanted = {("0", "writes"), ("1", "reads")}
+        assert set(verbs) == wanted, text
+        lines = re.findall(r"tests/test_sim_races\.py:(\d+) _hand_over_kernel", text)
+        assert len(set(lines)) >= 2, text
+    if "which nobody has written" not in text:
+        assert re.search(f"with nothing between to order them: {missing}", text), text
+
+
+@needs_interpreter
+def test_a_signal_read_as_data() -> None:
+    text = found(hand_over("plain"))
+    assert "signal pad of symmetric buffer 1 of rank 1, words" in text
+    assert "updates it at" in text and "reads it at" in text
+
+
+@triton.jit
+def _count_kernel(buffer_ptrs, SCOPE: tl.constexpr, PLAIN: tl.constexpr) -> None:
+    """Every rank adds 1 to a number on rank 0."""
+    word = signals.peer_ptr(buffer_ptrs, 0, tl.int32)
+    if PLAIN:
+        tl.store(word, tl.load(word) + 1)
+    else:
+        tl.atomic_add(word, 1, sem="relaxed", scope=SCOPE)
+
+
+@needs_interpreter
+def test_atomics_on_data() -> None:
+    def body(rank: int, scope: str, plain: bool, early: bool) -> None:
+        buffer = collectives.empty((1,), torch.int32)
+        buffer.local.zero_()
+        buffer.barrier()
+        _count_kernel[(1,)](buffer.buffer_ptrs, SCOPE=scope, PLAIN=plain)
+        if not early:
+            buffer.barrier()
+        total = buffer.get_buffer(0, (1,), torch.int32).item()
+        assert early or total == 3
+
+    sim.run(3, lambda r: body(r, "sys", False, False), schedules=20)
+    text = found(lambda r: body(r, "gpu", False, False), ranks=3)
+    assert "at scope gpu and gpu: ranks need sys" in text
+    text = found(lambda r: body(r, "sys", True, False), ranks=3)
+    assert "elements 0 to 0 of 4 bytes" in text and text.count("_count_kernel") >= 2
+    text = found(lambda r: body(r, "sys", False, True), ranks=3)  # the sum, before all have added
+    assert "updates it at" in text and "host, reads it at" in text
+
+
+def test_two_unordered_writes() -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((4, 4))
+        buffer.get_buffer(0, (4, 4), torch.float32)[:, rank : rank + 2].fill_(rank)
+
+    text = found(body)
+    assert "symmetric buffer 1 of rank 0, bytes 4 to 55 (elements 1 to 13 of 4 bytes)" in text
+    assert text.count("host, writes it at") == 2
+
+
+def test_a_write_over_what_a_peer_still_reads_in_the_next_call() -> None:
+    def body(rank: int, barriers: int) -> None:
+        buffer = collectives.empty((2,), torch.bfloat16)
+        for call in range(3):
+            buffer.local.fill_(call)
+            buffer.barrier()
+            buffer.get_buffer(1 - rank, (2,), torch.bfloat16).sum()
+            if barriers == 2:
+                buffer.barrier(channel=1)
+
+    sim.run(2, lambda r: body(r, 2), schedules=20)
+    text = found(lambda r: body(r, 1))
+    assert "elements 0 to 1 of 2 bytes" in text
+    assert "host, reads it at" in text and "host, writes it at" in text
+
+
+def test_never_written_memory() -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((4,))
+        buffer.local[:3].zero_()
+        buffer.barrier()
+        buffer.get_buffer(1 - rank, (4,), torch.float32).clone()
+
+    text = found(body)
+    assert "bytes 12 to 15 (elements 3 to 3 of 4 bytes), which nobody has written" in text
+
+
+def test_what_is_told_to_the_host_as_a_list() -> None:
+    def body(rank: int) -> list[float]:
+        buffer = collectives.empty((2,))
+        buffer.local.fill_(rank)
+        return buffer.get_buffer(0, (2,), torch.float32).tolist()
+
+    found(body)
+
+
+@triton.jit
+def _spin_kernel(buffer_ptrs, signal_ptrs, rank, HOW: tl.constexpr) -> None:
+    """Wait for a number that never comes; rank 1 has left another one."""
+    word = signals.peer_ptr(buffer_ptrs, rank, tl.int64)
+    if HOW == "cas":
+        while tl.atomic_cas(word, 7, 7, sem="acquire", scope="sys") != 7:
+            pass
+    elif HOW == "add":
+        while tl.atomic_add(word, 0, sem="acquire", scope="sys") != 7:
+            pass
+    else:
+        signals.wait(signals.slot_ptr(signal_ptrs, rank, 2, 1, 1 - rank, 3), 5, 1 << 30)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "how, wanted",
+    [
+        ("cas", "7 at byte 0 of symmetric buffer 1 of rank 0, written by rank 1, which is 3"),
+        ("add", "another value at byte 0 of symmetric buffer 1 of rank 0, written by rank 1"),
+        ("wait", "5 in word (phase 1, rank 1, program 3) of rank 0's pad: rank 1 should have"),
+    ],
+)
+def test_deadlocks_name_the_word_and_the_values(how: str, wanted: str) -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((1,), torch.int64)
+        buffer.local.zero_()
+        buffer.barrier()
+        if rank == 1:
+            buffer.get_buffer(0, (1,), torch.int64).fill_(3)
+        buffer.barrier()
+        if rank == 0:
+            _spin_kernel[(1,)](buffer.buffer_ptrs, buffer.signal_ptrs, rank, HOW=how)
+        else:
+            buffer.barrier(channel=2)
+
+    text = found(body, sim.DeadlockError)
+    assert f"waits for {wanted}" in text, text
+    assert re.search(r"rank 0, kernel _spin_kernel, program 0: tests/test_sim_races\.py:\d+", text)
+    assert re.search(r"rank 1, host: .*/test_sim_races\.py:\d+ body, waits for 1 in word", text)
