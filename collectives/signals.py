@@ -184,7 +184,8 @@ def signal_local(ptr, value):
 
 
 # Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no
-# read-modify-write.
+# read-modify-write. 3.9 also has tl.atomic_poll, but that waits for one value: a peer may already
+# have announced its next call when a waiter looks.
 @triton.jit
 def _acquire(ptr, scope: tl.constexpr):
     if _HAS_ATOMIC_LOAD:

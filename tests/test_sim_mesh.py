@@ -263,6 +263,23 @@ def test_races_in_the_dispatch_of_dtensor_are_seen() -> None:
         sim.run(2, body, schedules=4)
 
 
+def test_races_in_custom_ops_are_seen() -> None:
+    def body(rank: int, early: bool) -> None:
+        dist.init_process_group()
+        buffer = collectives.empty((4,))
+        buffer.local.fill_(rank)
+        shared = buffer.get_buffer(0, (4,), torch.float32)
+        name = dist.group.WORLD.group_name
+        if not early:
+            buffer.barrier()
+        total = torch.ops.weft.all_reduce(shared, name)
+        assert early or not total.any()
+
+    sim.run(2, lambda rank: body(rank, False), schedules=3)
+    with pytest.raises(sim.RaceError, match="symmetric buffer 1 of rank 0"):
+        sim.run(2, lambda rank: body(rank, True), schedules=4)
+
+
 def test_torch_has_all_that_is_hooked() -> None:
     missing = distributed_hooks.requirements()
     assert not missing, f"adapt sim/distributed_hooks.py to torch {torch.__version__}: {missing}"
