@@ -103,6 +103,7 @@ def test_every_case(arch):
     check(arch, "bfloat16")
 
 
+@pytest.mark.sweep
 def test_float32_on_sm_90():
     check("sm_90", "float32", *SAMPLE)
 
