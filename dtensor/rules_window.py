@@ -280,6 +280,7 @@ def convolution_backward(call: Call) -> Choices:
                 put.append(slice(first - own[0], max(first, last) - own[0]))
             like = grad.new_empty(shape)
             whole = _gradients(pulled, like, weight, [*options, [True, False, False]])[0]
+            assert whole is not None
             result[tuple(put)] = whole[tuple(take)]
             return result
 

@@ -175,7 +175,8 @@ def installed() -> Iterator[None]:
         ):
             if told not in (-1, is_so):
                 raise ValueError(f"init_process_group({what}={told}), but here it is {is_so}")
-        yield dist.HashStore(), own.rank, own.virtual.world_size
+        store: Any = dist
+        yield store.HashStore(), own.rank, own.virtual.world_size
 
     def store_based_barrier(*args: Any, **kwargs: Any) -> None:
         if _local.world is None:
