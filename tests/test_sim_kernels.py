@@ -17,7 +17,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 @needs_interpreter
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels(case: Callable[..., None], world_size: int) -> None:
     sim.run(world_size, case, schedules=3)

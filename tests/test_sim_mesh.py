@@ -104,8 +104,9 @@ def test_a_dtensor_script_is_right_under_any_schedule(world_size: int, schedules
     check(sim.run(world_size, lambda rank: train(), schedules=schedules), world_size)
 
 
-def test_a_dtensor_script_on_64_ranks() -> None:
-    check(sim.run(64, lambda rank: train(), timeout=300), 64)
+@pytest.mark.parametrize("world_size", [16, pytest.param(64, marks=pytest.mark.sweep)])
+def test_a_dtensor_script_on_many_ranks(world_size: int) -> None:
+    check(sim.run(world_size, lambda rank: train(), timeout=300), world_size)
 
 
 def collect(rank: int) -> None:

@@ -407,8 +407,8 @@ IN_KERNELS = [
     ),
 ]
 
-SLOT = """part = parts[peer][start : start + window]
-                ex.local(tuple(part.shape), x.dtype, peer"""
+PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
+SLOT = "starts[peer] + end, peer * slot_bytes)"
 POST_ALL = """        for peer in self.peers():
             self._waiter.post(peer, self.generation)"""
 MOVED = ("movement of bytes",)
@@ -454,8 +454,8 @@ IN_EXCHANGES = [
     fault(
         "all-gather signals before it writes",
         movement,
-        "            own = mine[start:stop]\n            ex.local(",
-        "            own = mine[start:stop]\n            ex.signal_all()\n            ex.local(",
+        f"            {PUT}\n            ex.signal_all()\n",
+        f"            ex.signal_all()\n            {PUT}\n",
         MOVED,
     ),
     fault(
@@ -476,7 +476,7 @@ IN_EXCHANGES = [
         "reduce-scatter writes to another peer's slot",
         movement,
         SLOT,
-        SLOT.replace("dtype, peer", "dtype, (peer + 1) % 3"),
+        SLOT.replace("end, peer", "end, (peer + 1) % 3"),
         MOVED,
         (RACE, AssertionError),
     ),
