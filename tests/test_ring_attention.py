@@ -141,7 +141,7 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("W", [1, 2, 3, 4])
+@pytest.mark.parametrize("W", [1, 2, 3, pytest.param(4, marks=pytest.mark.sweep)])
 def test_random_shapes(ranks: Any, W: int, engine: str) -> None:
     ranks(W, run_cases, random_cases(W, engine, 3 if engine == "triton" else 20))
 
@@ -173,7 +173,7 @@ def repeated_body(engine: str, W: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("W", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> None:
     ranks(W, repeated_body, engine, W)
 
