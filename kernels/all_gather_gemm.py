@@ -373,11 +373,6 @@ class Gathered:
     ys: list[torch.Tensor]
     sums: list[torch.Tensor]
 
-    def whole(self) -> torch.Tensor:
-        """The gathered rows, of a launch that keeps them."""
-        assert self.matrix is not None
-        return self.matrix
-
 
 def launch_all_gather_matmul(
     x: torch.Tensor,

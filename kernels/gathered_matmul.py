@@ -159,16 +159,17 @@ def all_gather_matmul(
     engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
     pairs = list(zip(weights, biases, strict=True))
     if engine == "generic":
-        # Process groups move no fp8, but its bytes.
-        sent = x.view(torch.uint8) if scaling else x
-        gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
         if scaling:
+            # Process groups move no fp8, but its bytes.
+            sent = x.view(torch.uint8)
+            gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
             factors = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
             zs = [
                 scaled_mm(gathered, w, factors, scale, b, scaling.out_dtype)
                 for (w, b), scale in zip(pairs, scaling.columns, strict=True)
             ]
         else:
+            gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
             zs = [matmul(gathered, *pair) for pair in pairs]
         ys = activate(zs, activation)
     else:

@@ -325,7 +325,7 @@ def _triton_backward(
         made = all_gather_gemm.launch_all_gather_matmul(
             own, [w.t()], ws, rows, with_own=whole, config=config
         )
-        (dx,), gathered = made.ys, made.whole()
+        (dx,), gathered = made.ys, made.matrix
         if needs_w:
             assert gathered is not None
             dw = torch.empty_like(w)
