@@ -27,7 +27,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, exchange, resolve
-from weft.collectives.exchange import agree, check_call
+from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, alone
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.sequence_attention import ring_attention
@@ -78,16 +78,17 @@ def ulysses_attention(
             f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    B, H, _, D = q.shape
-    call = f"ulysses_attention of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}"
-    rows = _lengths(q, inner, call, sizes)
-    key_rows = _lengths(k, inner, call + " keys", sizes if key_sizes is None else key_sizes)
+    H = q.shape[1]
+    op = "ulysses_attention"
+    rows = tuple(known_sizes(q, inner, 2, sizes, op))
+    key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, op))
     mine, shared = _heads(H, k.shape[1], inner.world_size)
 
     q = _Swap.apply(q, inner, mine, rows)
     k, v = (_Swap.apply(x, inner, shared, key_rows) for x in (k, v))
     if settings.tracing():
-        settings.record("ulysses_attention", _way(inner, q), "heads exchanged", call)
+        shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"
+        settings.record(op, _way(inner), "heads exchanged", shapes)
     if mine[inner.rank]:
         out, lse = ring_attention(
             q, k, v, outer, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens,
@@ -101,21 +102,6 @@ def ulysses_attention(
     if not return_lse:
         return out
     return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
-
-
-def _lengths(
-    x: torch.Tensor, group: Group, call: str, sizes: Sequence[int] | None
-) -> tuple[int, ...]:
-    check_call(group, call)
-    if sizes is None:
-        told = group.gather_objects(x.shape[2]) if group.why else agree(group, call, x.shape[2])
-        return tuple(told)
-    if len(sizes) != group.world_size or sizes[group.rank] != x.shape[2]:
-        raise ValueError(
-            f"sizes holds the length of every rank's shard along dim 2: got {list(sizes)} for "
-            f"{group.world_size} ranks, with {x.shape[2]} here (rank {group.rank})"
-        )
-    return tuple(sizes)
 
 
 Heads = tuple[tuple[int, ...], ...]
@@ -173,7 +159,7 @@ class _SwapBack(torch.autograd.Function):
         return _forth(grad, *ctx.args), None, None, None
 
 
-def _way(group: Group, x: torch.Tensor) -> str:
+def _way(group: Group) -> str:
     """How a swap goes: the same on every rank."""
     if group.world_size == 1 or group.why:
         return "generic"
@@ -188,7 +174,7 @@ def _forth(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) 
     mine = list(heads[group.rank])
     starts = offsets(sizes)
     out = x.new_empty(B, len(mine), sum(sizes), D)
-    if _way(group, x) == "generic":
+    if _way(group) == "generic":
         whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
         return out.copy_(whole[:, mine])
     picked = slice(mine[0], mine[-1] + 1) if _is_run(mine) else mine
@@ -225,7 +211,7 @@ def _back(
         else:
             out[:, heads[source][0] : heads[source][-1] + 1] = part
 
-    if _way(group, x) == "generic":
+    if _way(group) == "generic":
         counts = [len(each) for each in heads]
         whole = all_gather(x, group, dim=1, sizes=counts) if group.world_size > 1 else x
         for source, part in enumerate(whole.split(counts, 1)):
