@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 format_torch = show
-_STRIDED = r"_S(?:tridedShard)?\((?:dim=)?(-?\d+), *(?:sf=)?(\d+)\)"
 
 
 def parse_torch(text: str) -> Placements:
