@@ -70,7 +70,9 @@ def functions(backend: str) -> None:
         )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
 def test_functions(ranks, backend: str) -> None:
     ranks(2, functions, backend)
 

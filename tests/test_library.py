@@ -163,7 +163,11 @@ def compile_body(backend: str) -> None:
 BACKENDS = [
     "aot_eager",
     pytest.param(
-        "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+        "inductor",
+        marks=[
+            pytest.mark.sweep,
+            pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"),
+        ],
     ),
 ]
 
