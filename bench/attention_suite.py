@@ -1,39 +1,72 @@
-"""Ring attention over long sequences, a training step, beside scaled_dot_product_attention.
+"""Attention of sequences that the ranks share, and of new tokens to caches that they share.
 
-The variants, and the bound that torch's attention is: `weft.bench.context_block`. For GPUs:
-`weft.bench.gpu` runs it.
+    step      forward and backward          forward      forward alone: `weft.bench.context_block`
+    decode    a new token of each of 8 sequences to all before it: `weft.bench.decode_block`
+
+A shape is the whole sequence's; a model gives its heads.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from weft.bench import context_block
+from weft.bench import context_block, decode_block
 from weft.bench.problem import Options, Prepared, Spec
-from weft.bench.shapes import sized
+from weft.bench.shapes import TOKENS, Model, sized
 
-NAME = "ring attention"
+NAME = "attention"
 WORLD: Literal["ranks", "one"] = "ranks"
 SIZES = ("tokens", "heads", "kv_heads", "head_dim")
 
-# Heads of Llama 3 8B.
-_SHAPES = ((4096, 32, 8, 128), (16384, 32, 8, 128))
-_QUICK = ((64, 8, 4, 16),)
+_KINDS = ("step causal", "step full", "forward causal", "decode")
+# Kind and shape. On a GPU the heads of Llama 3 8B.
+_QUICK = tuple((kind, (64, 8, 4, 16)) for kind in _KINDS)
+_CPU = (
+    ("step causal", (1024, 8, 8, 64)),
+    ("step causal", (4096, 8, 8, 64)),
+    ("step causal", (4096, 8, 2, 64)),
+    ("step full", (4096, 8, 8, 64)),
+    ("forward causal", (4096, 8, 8, 64)),
+    ("forward causal", (8192, 8, 8, 64)),
+    ("decode", (1024, 8, 2, 64)),
+    ("decode", (8192, 8, 2, 64)),
+    ("decode", (32768, 8, 2, 64)),
+)
+_GPU = tuple(
+    (kind, (tokens, 32, 8, 128))
+    for kind in ("step causal", "forward causal", "decode")
+    for tokens in (4096, 16384)
+)
 
 
 def cases(options: Options) -> list[Spec]:
-    """Whole sequences, causal, zigzag over the ranks."""
-    shapes = options.shapes or (_QUICK if options.quick else _SHAPES)
+    """The suite's cases, or every kind of the user's shapes."""
+    given: Any = _QUICK if options.quick else _GPU if options.device == "cuda" else _CPU
+    if options.shapes:
+        shapes = [_of_model(s, options) if isinstance(s, Model) else s for s in options.shapes]
+        given = [(kind, sized(shape, SIZES, NAME)) for shape in shapes for kind in _KINDS]
     dtype = str(options.dtype).split(".")[1]
-    specs = []
-    for shape in shapes:
-        sizes = sized(shape, SIZES, NAME)
-        params = dict(zip(SIZES, sizes, strict=True)) | {"dtype": dtype}
-        specs.append(Spec(f"ring attention {'x'.join(map(str, sizes))}", params))
-    return specs
+    return [
+        Spec(
+            f"{kind} {'x'.join(map(str, shape))}",
+            {"kind": kind, "dtype": dtype} | dict(zip(SIZES, shape, strict=True)),
+        )
+        for kind, shape in given
+    ]
+
+
+def _of_model(model: Model, options: Options) -> tuple[int, ...]:
+    full = options.full_size or options.device == "cuda"
+    sizes = model if full else model.mirrored(options.ranks)
+    tokens = TOKENS["full" if full else "mirrored"]
+    return tokens, sizes.heads, sizes.kv_heads, sizes.head_dim
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
-    """The step of each variant on this rank."""
-    tokens, heads, kv_heads, head_dim = (spec.params[name] for name in SIZES)
-    return context_block.prepare(tokens, heads, kv_heads, head_dim, options)
+    """One case, on this rank."""
+    what, _, extent = spec.params["kind"].partition(" ")
+    sizes = [spec.params[name] for name in SIZES]
+    if what == "decode":
+        return decode_block.prepare(*sizes, options)
+    problem = context_block.Problem(*sizes, causal=extent == "causal", backward=what == "step")
+    return context_block.prepare(problem, options)

@@ -35,6 +35,7 @@ or sizes with commas:
   ops M,N,K         tokens, features out, features in of the whole linear layer
   scaling M,N,K     likewise                    mlp S,H,F         tokens, hidden, ffn
   collectives BYTES a rank                      redistribute ROWS,COLUMNS
+  attention TOKENS,HEADS,KV_HEADS,HEAD_DIM of the whole sequence
 
 examples:
   weft bench ops --quick --out report       a minute; then open report/index.html

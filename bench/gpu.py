@@ -3,7 +3,8 @@
     1. the tests that are marked gpu; if one fails, nothing is timed
     2. the plain matmul beside torch.mm, in one process
     3. every fused op by each engine, beside its unfused self and its bounds
-    4. ring attention beside torch's attention
+    4. attention over sharded sequences and caches, beside torch's: of whole sequences, round its
+       ring, and with the exchanges not overlapped
 
 With one GPU the ranks, 2 and then 4, share it through torch's symmetric memory: protocols are real
 there, overlap is not, as the ranks take turns. With more, a rank has a GPU of its own, from 2 ranks

@@ -1,9 +1,8 @@
-"""A training step of the blocks of published models: SwiGLU, attention, ring attention.
+"""A training step of the blocks of published models: SwiGLU and attention, tensor parallel.
 
 On a CPU the models are mirrored down to a width of 512, proportions kept (--full-size: as they
-are). Feed-forward and attention are tensor parallel, with sequence-sharded input and output
-(variants and bound: `weft.bench.blocks`); ring attention is that of a sequence too long for one
-rank (`weft.bench.context_block`).
+are). Input and output are sequence-sharded; variants and bound: `weft.bench.blocks`. Sequences too
+long for one rank are in the suite "attention".
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Literal
 
-from weft.bench import blocks, context_block
+from weft.bench import blocks
 from weft.bench.problem import Options, Prepared, Spec
 from weft.bench.shapes import MODELS, TOKENS, Model
 
@@ -41,14 +40,12 @@ def cases(options: Options) -> list[Spec]:
     return specs
 
 
-_BLOCKS = ("mlp", "attention", "ring attention")
+_BLOCKS = ("mlp", "attention")
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One block, on this rank."""
     p = spec.params
-    if p["block"] == "ring attention":
-        return context_block.prepare(p["tokens"], p["heads"], p["kv_heads"], p["head_dim"], options)
     if p["block"] == "mlp":
         block = blocks.swiglu(p["tokens"], p["hidden"], p["ffn"], options.ranks)
     else:

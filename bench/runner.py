@@ -170,6 +170,7 @@ def _rank_main(
 ) -> None:
     # What torch calls its collectives is none of the user's business.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)
     if options.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())

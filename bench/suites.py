@@ -17,6 +17,7 @@ SUITES = {
     "dispatch": "host time of DTensor operations, beside torch's, in one process",
     "redistribute": "bytes, steps and time between all pairs of layouts, beside torch's",
     "layers": "feed-forward and attention blocks of published models, a training step",
+    "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",
     "scaling": "the fused ops on 2 to 64 virtual ranks of other chips: virtual time",
     "model": "the training step of weft demo's Llama, beside torch's DTensor",
 }

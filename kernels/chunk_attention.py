@@ -20,19 +20,38 @@ from torch.nn import functional
 from weft.kernels.sharded_sequence import Piece, Visibility
 
 
-class PartialAttention:
-    """Attention of queries (B, H, S, D) to the keys seen so far: fp32 or better.
+class Total:
+    """A sum (B, H, S, D), in `memory`, of parts that come one after another, each of some rows.
 
-    Attributes:
-        out: (B, H, S, D).
-        lse: (B, H, S), -inf where nothing was seen.
+    Nothing is filled with zeros where the first part has all rows.
     """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._begun = memory, False
+
+    def add(self, rows: slice, part: torch.Tensor) -> None:
+        """Add `part` to these rows."""
+        if self._begun:
+            self._memory[:, :, rows].add_(part)
+        elif part.shape == self._memory.shape:
+            self._memory.copy_(part)
+        else:
+            self._memory.zero_()[:, :, rows].copy_(part)
+        self._begun = True
+
+    def result(self) -> torch.Tensor:
+        return self._memory if self._begun else self._memory.zero_()
+
+
+class PartialAttention:
+    """Attention of queries (B, H, S, D) to the keys seen so far: fp32 or better."""
 
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
         self._q, self._sees, self._scale = q, sees, scale
         wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        self.lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        self._out = torch.empty(q.shape, dtype=wide, device=q.device)
+        self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+        self._begun = False
 
     def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Iterable[Piece]) -> None:
         """Attend to more keys, k and v (B, H_kv, S_k, D), in the `pieces` that are seen."""
@@ -51,11 +70,29 @@ class PartialAttention:
             )
             if mask is not None:  # torch's kernel says 0 for queries that see nothing
                 lse = lse.masked_fill((mask < 0).all(-1), -torch.inf)
-            seen = self.lse[:, :, rows]
-            # Of two that saw nothing, -inf - -inf.
-            weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
-            self.out[:, :, rows].lerp_(out.to(self.out.dtype), weight.unsqueeze(-1))
-            torch.logaddexp(seen, lse, out=seen)
+            self._merge(rows, out, lse)
+
+    def _merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if not self._begun and lse.shape == self._lse.shape:
+            self._begun = True
+            self._out.copy_(out)
+            self._lse.copy_(lse)
+            return
+        total, seen = (x[:, :, rows] for x in self.result())
+        # Of two that saw nothing, -inf - -inf.
+        weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
+        total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
+        torch.logaddexp(seen, lse, out=seen)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (B, H, S, D), and (B, H, S), the log-sum-exp: 0 and -inf where nothing was
+        seen.
+        """
+        if not self._begun:
+            self._begun = True
+            self._out.zero_()
+            self._lse.fill_(-torch.inf)
+        return self._out, self._lse
 
 
 class AttentionGrad:
@@ -66,7 +103,7 @@ class AttentionGrad:
             gradients, the latter None where lse was not used.
 
     Attributes:
-        dq: (B, H, S, D) of the pieces so far, fp32 or better.
+        dq: that of the pieces so far, fp32 or better.
     """
 
     def __init__(
@@ -81,7 +118,7 @@ class AttentionGrad:
     ) -> None:
         self._sees, self._scale, self._width = sees, scale, q.shape[3]
         self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is no nan
-        self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        self.dq = Total(torch.empty(q.shape, dtype=lse.dtype, device=q.device))
         self._columns = 0
         if grad_lse is not None:
             # d(score) = p * (dp - sum(grad_out * out) + grad_lse): one more column does it, in
@@ -89,7 +126,7 @@ class AttentionGrad:
             self._columns = 1
             out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
             grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
-        self._q = functional.pad(q, (0, self._columns))
+        self._q = self._widened(q)
         self._out, self._grad_out = out, grad_out
 
     def add(
@@ -97,13 +134,13 @@ class AttentionGrad:
         k: torch.Tensor,
         v: torch.Tensor,
         pieces: Iterable[Piece],
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        dk: Total,
+        dv: Total,
     ) -> None:
         """Add to `dq`, and to dk and dv (B, H_kv, S_k, D), what the `pieces` give."""
         if not _any_work(self._q, k):
             return
-        k, v = functional.pad(k, (0, self._columns)), functional.pad(v, (0, self._columns))
+        k, v = self._widened(k), self._widened(v)
         for piece in pieces:
             rows, keys = slice(*piece.queries), slice(*piece.keys)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -118,9 +155,12 @@ class AttentionGrad:
                 attn_mask=_mask(piece, self._sees, self._q),
                 scale=self._scale,
             )
-            sums = (self.dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
-            for total, grad in zip(sums, grads, strict=True):
-                total.add_(grad[..., : self._width])
+            where = ((self.dq, rows), (dk, keys), (dv, keys))
+            for (total, part), grad in zip(where, grads, strict=True):
+                total.add(part, grad[..., : self._width])
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(x, (0, self._columns)) if self._columns else x
 
 
 def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from torch.nn import functional
 from weft.collectives import Exchange, Group, all_gather, exchange, resolve
 from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike
-from weft.kernels.chunk_attention import AttentionGrad, PartialAttention
+from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
@@ -289,7 +289,8 @@ def _host_forward(
         for peer in ex.peers():
             if seen := pieces_between(geometry, group.rank, peer):
                 partial.add(*_peers_keys(ex, peer, k, geometry), seen)
-    return partial.out.to(q.dtype), partial.lse
+    out, lse = partial.result()
+    return out.to(q.dtype), lse
 
 
 def _host_backward(
@@ -306,11 +307,12 @@ def _host_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", lse.dtype
     grad = AttentionGrad(q, out, lse, grad_out, grad_lse, geometry.sees, scale)
-    total = torch.zeros(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
+    own = torch.empty(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
+    dk, dv = Total(own[0]), Total(own[1])
     nbytes = _shown_bytes(k, geometry, k.dtype)
     with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
         _publish_keys(keys, k, v)
-        grad.add(k, v, pieces_between(geometry, rank, rank), total[0], total[1])
+        grad.add(k, v, pieces_between(geometry, rank, rank), dk, dv)
         nbytes = _shown_bytes(k, geometry, wide)
         for step in range(1, W):
             if not any(pieces_between(geometry, r, (r + step) % W) for r in range(W)):
@@ -318,14 +320,17 @@ def _host_backward(
             owner, source = (rank + step) % W, (rank - step) % W
             with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
                 if seen := pieces_between(geometry, rank, owner):
-                    part = ex.local(_shape_of(k, owner, geometry), wide).zero_()
-                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, part[0], part[1])
+                    parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
+                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
+                    for part in parts:
+                        part.result()  # in place, also where there was nothing to add
                 ex.signal_all()
                 if pieces_between(geometry, source, rank):
                     ex.wait(source)
-                    total.add_(ex.peer(source, tuple(total.shape), wide))
-    dk, dv = total.to(k.dtype)
-    return grad.dq.to(q.dtype), dk, dv
+                    dk_part, dv_part = ex.peer(source, tuple(own.shape), wide)
+                    dk.add(slice(None), dk_part)
+                    dv.add(slice(None), dv_part)
+    return grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
 
 
 def _triton_forward(

@@ -233,6 +233,8 @@ def pieces_between(geometry: Geometry, rank: int, source: int) -> tuple[Piece, .
             joined.pop()
             piece = larger
         joined.append(piece)
+        if len(joined) > 2 and (triangle := _triangle(*joined[-3:])):
+            joined[-3:] = [triangle]
     return tuple(joined)
 
 
@@ -244,6 +246,21 @@ def _join(a: Piece, b: Piece) -> Piece | None:
         if a.keys == b.keys and a.queries[1] == b.queries[0]:
             return Piece((a.queries[0], b.queries[1]), a.keys, "full")
     return None
+
+
+def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
+    """One causal piece in place of two, and of what the second's queries see of the first's keys.
+
+    Such are a rank's two chunks in the zigzag layout.
+    """
+    square = a.queries[1] - a.queries[0] == a.keys[1] - a.keys[0]
+    if (a.kind, b.kind, c.kind) != ("causal", "full", "causal") or not square:
+        return None
+    if b.keys != a.keys or b.queries != c.queries:
+        return None
+    if (a.queries[1], a.keys[1]) != (c.queries[0], c.keys[0]):
+        return None
+    return Piece((a.queries[0], c.queries[1]), (a.keys[0], c.keys[1]), "causal")
 
 
 def needed_rows(geometry: Geometry, rank: int, source: int) -> list[tuple[int, int]]:

@@ -43,13 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-MAIN = {"ops": "auto", "scaling": "host"}
+MAIN = {"ops": "auto", "scaling": "host", "attention": "ring"}
 PEERS = {
     "ops": "collective + matmul",
     "collectives": "gloo",
     "dispatch": "torch",
     "redistribute": "torch",
     "scaling": "generic",
+    "attention": "gather + attention",
 }
 
 
@@ -65,9 +66,9 @@ def test_every_suite_is_read_back(name: str, folder: Path) -> None:
     assert [case.name for case in result.cases] == [spec.name for spec in cases]
     for case in result.cases:
         assert not case.failure
-        assert case.main == MAIN.get(name, "weft")
-        gathered = case.name.endswith("ring attention")
-        assert case.peer == ("generic" if gathered else PEERS.get(name, "torch DTensor"))
+        decoding = case.name.startswith("decode")
+        assert case.main == ("flash_decode" if decoding else MAIN.get(name, "weft"))
+        assert case.peer == PEERS.get(name, "torch DTensor")
         assert {case.main, case.peer} <= set(case.timed)
         assert case.gain is not None and case.gain.low <= case.gain.median <= case.gain.high
         for timing in case.timed.values():

@@ -39,7 +39,7 @@ def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
     arguments = ["--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]
     assert gpu.main(["--device", "cpu", "--quick", "--ranks", "2", *arguments]) == 0
     result = Result.read(tmp_path / "cpu.json")
-    assert {case.suite for case in result.cases} == {"matmul", "ops", "ring attention"}
+    assert {case.suite for case in result.cases} == {"matmul", "ops", "attention"}
     for case in result.cases:
         assert case.main in case.timed, case
         assert case.name.endswith("2 ranks") == (case.suite != "matmul")
