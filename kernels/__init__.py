@@ -4,6 +4,7 @@ if not __name__.startswith("weft."):
     raise ImportError("import weft.kernels: the top-level name is not ours")
 
 from weft.kernels import library as library  # registers torch.ops.weft
+from weft.kernels import library_attention as library_attention
 from weft.kernels.cached_attention import flash_decode
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.head_exchange import ulysses_attention

@@ -28,7 +28,7 @@ import torch
 
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike, alone
+from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.kernels.engines import Problem, choose
 
 
@@ -112,6 +112,16 @@ def flash_decode(
         2 ranks, P = 1, q = 0, lengths 3, values 1, 3 on rank 0 and 5 on rank 1 (positions 0, 2 and
         1) give out = 3 on both.
     """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+        raise NotImplementedError(
+            "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
+        )
+    if is_traced(q):  # see `library_attention`
+        op: Any = torch.ops.weft.flash_decode
+        out, lse = op(
+            q, k_cache, v_cache, lengths, group_name(group), scale, shard, block_size, block_table
+        )
+        return (out, lse) if return_lse else out
     where = resolve(group)
     by_head = shard == "head"
     _check(q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
@@ -164,10 +174,6 @@ def _check(
 ) -> None:
     """Raise for what does not fit."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise NotImplementedError(
-            "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
-        )
     if shard not in ("sequence", "head"):
         raise ValueError(f'shard must be "sequence" or "head", got {shard!r}')
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[3] != q.shape[3]:

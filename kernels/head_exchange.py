@@ -28,9 +28,9 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.collective_ops import known_sizes
-from weft.collectives.group import GroupLike, alone
+from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.sequence_attention import ring_attention
+from weft.kernels.sequence_attention import as_op_arguments, ring_attention
 from weft.kernels.sharded_sequence import SequenceLayout
 
 
@@ -71,6 +71,14 @@ def ulysses_attention(
     Example:
         2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
     """
+    if is_traced(q):  # see `library_attention`
+        op: Any = torch.ops.weft.ulysses_attention
+        ring_name = "" if ring_group is None else group_name(ring_group)
+        out, lse = op(
+            q, k, v, group_name(group), ring_name, causal, scale, layout,
+            *as_op_arguments(window, cu_seqlens), return_lse, sizes, key_sizes,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     inner = resolve(group)
     outer = alone() if ring_group is None else resolve(ring_group)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[1] % max(1, k.shape[1]):
@@ -95,13 +103,19 @@ def ulysses_attention(
             layout=layout, return_lse=True,
         )  # fmt: skip
     else:
-        # Nothing to compute, but backward swaps on this rank as well.
-        out = q + 0 * (k.sum() + v.sum())
-        lse = out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
+        out, lse = no_heads(q, k, v)
     out = _SwapBack.apply(out, inner, mine, rows)
     if not return_lse:
         return out
     return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
+
+
+def no_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of a rank that computes nothing: backward swaps on this rank as well."""
+    out = q + 0 * (k.sum() + v.sum())
+    return out, out.sum(-1).to(torch.promote_types(q.dtype, torch.float32))
 
 
 Heads = tuple[tuple[int, ...], ...]

@@ -16,29 +16,28 @@ the end of the step. An owner so adds up its own part, then those of rank - 1, r
 in that order, so that gradients are bitwise the same from run to run. No rank ever holds more than
 two shards beside its own, however many ranks there are.
 
-The triton engine is in `ring_flash` and `ring_flash_backward`.
-
+The triton engine is in `ring_flash` and `ring_flash_backward`, the generic in `gathered_attention`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from weft.collectives import Exchange, Group, all_gather, exchange, resolve
+from weft.collectives import Exchange, Group, exchange, resolve
 from weft.collectives.exchange import agree, check_call
-from weft.collectives.group import GroupLike
+from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
 from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.gathered_attention import gathered_attention, gathered_gradients
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
     Geometry,
     SequenceLayout,
-    Span,
     Visibility,
     pieces_between,
 )
@@ -99,6 +98,55 @@ def ring_attention(
         2 ranks, one head of width 1, all q = 0: every score is 0. v = [[1.], [2.]] on rank 0 and
         [[3.], [6.]] on rank 1 give out = 3 for every query; causal, [1, 1.5] and [2, 3].
     """
+    if is_traced(q):  # see `library_attention`
+        op: Any = torch.ops.weft.ring_attention
+        out, lse = op(
+            q, k, v, group_name(group), causal, scale, layout, *as_op_arguments(window, cu_seqlens),
+            sizes, key_sizes,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    call = plan(q, k, v, group, causal, scale, layout, window, cu_seqlens, sizes, key_sizes)
+    if call.engine == "generic":
+        out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
+    else:
+        out, lse = _RingAttention.apply(q, k, v, call)
+    return (out, lse) if return_lse else out
+
+
+def as_op_arguments(
+    window: int | tuple[int, int] | None, cu_seqlens: torch.Tensor | Sequence[int] | None
+) -> tuple[list[int] | None, torch.Tensor | None]:
+    """`window` and `cu_seqlens` as the ops of torch.library take them."""
+    reach = None if window is None else [window, -1] if isinstance(window, int) else list(window)
+    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
+        return reach, cu_seqlens
+    return reach, torch.tensor(cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the arguments of a call, alike on all ranks."""
+
+    group: Group
+    geometry: Geometry
+    scale: float
+    engine: RunnableEngine
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike,
+    causal: bool,
+    scale: float | None,
+    layout: SequenceLayout,
+    window: int | tuple[int, int] | None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    key_sizes: Sequence[int] | None,
+) -> Plan:
+    """Check the arguments of `ring_attention`, and find out what it is to do."""
     where = resolve(group)
     _check_tensors(q, k, v, layout)
     before, after = _reach(causal, window)
@@ -130,12 +178,7 @@ def ring_attention(
         moved_bytes=2 * B * k.shape[1] * D * (total - total // W) * k.element_size(),
         host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
     )
-    engine = choose(problem, where, q.device)
-    if engine == "generic":
-        out, lse = _gathered_attention(q, k, v, where, geometry, scale, return_lse)
-    else:
-        out, lse = _RingAttention.apply(q, k, v, where, geometry, scale, engine)
-    return (out, lse) if return_lse else out
+    return Plan(where, geometry, scale, choose(problem, where, q.device))
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -218,37 +261,45 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: Group,
-        geometry: Geometry,
-        scale: float,
-        engine: RunnableEngine,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = _host_forward if engine == "host" else _triton_forward
-        out, lse = run(q, k, v, group, geometry, scale)
+        run = _host_forward if call.engine == "host" else _triton_forward
+        out, lse = run(q, k, v, call.group, call.geometry, call.scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.geometry, ctx.scale, ctx.engine = group, geometry, scale, engine
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out, grad_lse = grads
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        run = _host_backward if ctx.engine == "host" else _triton_backward
-        dq, dk, dv = run(
-            q, k, v, out, lse, grad_out, grad_lse, ctx.group, ctx.geometry, ctx.scale
-        )  # fmt: skip
-        return dq, dk, dv, None, None, None, None
+        return *ring_gradients(ctx.call, *ctx.saved_tensors, *grads), None
+
+
+def ring_gradients(
+    call: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, given the results and their gradients: None is 0."""
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if call.engine == "generic":
+        return gathered_gradients(
+            q, k, v, grad_out, grad_lse, call.group, call.geometry, call.scale
+        )
+    run = _host_backward if call.engine == "host" else _triton_backward
+    return run(q, k, v, out, lse, grad_out, grad_lse, call.group, call.geometry, call.scale)
 
 
 def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
     """Show this rank's k and v (B, H_kv, m, D) to all peers."""
+    if ex.world_size == 1:
+        return
     shown = ex.local((2, *k.shape), k.dtype)
     shown[0].copy_(k)
     shown[1].copy_(v)
@@ -270,6 +321,8 @@ def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]
 
 
 def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
+    if len(geometry.k_sizes) == 1:
+        return 0
     return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
 
 
@@ -372,67 +425,6 @@ def _triton_backward(
     )
     ws.launched(op)
     return grads
-
-
-def _gathered_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The generic engine: gather keys and values, then torch's attention with an explicit mask."""
-    k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
-    mask = _whole_mask(geometry, group.rank, q.device)
-    blind = None
-    if mask is not None:
-        # Softmax over nothing is nan, in gradients as well: such queries see all, and are zeroed.
-        blind = ~mask.any(-1)
-        mask = mask | blind.unsqueeze(-1)
-    if return_lse or not (q.numel() and k.numel()):
-        out, lse = _plain_attention(q, k, v, mask, scale)
-    else:
-        gqa = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
-        lse = None
-    if blind is not None:
-        out = out.masked_fill(blind.unsqueeze(-1), 0.0)
-        lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
-    return out, lse
-
-
-def _plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q @ k^T * scale) @ v and the log-sum-exp, written out, in fp32 or better."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q.to(wide) * scale) @ k.mT
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)
-
-
-def _whole_mask(geometry: Geometry, rank: int, device: torch.device) -> torch.Tensor | None:
-    """Which gathered keys each query of `rank` sees, (n, M); None: all of them."""
-    sees = geometry.sees
-    if sees.before == sees.after == UNBOUNDED and sees.documents is None:
-        return None
-
-    def positions(spans: Sequence[Span]) -> torch.Tensor:
-        parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
-        return torch.cat(parts)
-
-    mine = positions(geometry.q_spans[rank]).unsqueeze(1)
-    theirs = positions([span for spans in geometry.k_spans for span in spans])
-    mask = (theirs >= mine - sees.before) & (theirs <= mine + sees.after)
-    if sees.documents is not None:
-        starts = torch.tensor(sees.documents, device=device)
-        document = [torch.bucketize(x, starts, right=True) for x in (mine, theirs)]
-        mask &= document[0] == document[1]
-    return mask
 
 
 def attention_reference(

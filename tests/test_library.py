@@ -33,6 +33,9 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     sizes = [3, 1, 2][:W]
     x, w, b = leaf(2, sizes[rank], 8), leaf(8, 6, transposed=True), leaf(6)
     mine = chunk_sizes(5, W)
+    q, k, v = leaf(2, 4, sizes[rank], 8), *(leaf(2, 2, sizes[rank], 8, seed=s) for s in (1, 2))
+    documents = torch.tensor([0, 2, sum(sizes)])
+    cache, lengths = torch.rand(2, 2, 4, 8), torch.tensor([4 * W, 3])
     return [
         (ops.all_gather, (x, name, 1, sizes)),
         (ops.all_gather, (leaf(3, 2), name)),
@@ -48,6 +51,10 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, 1, "avg")),
         (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, -1)),
         (ops.matmul_all_reduce, (leaf(2, 5, 8), w, b, name, "avg")),
+        (ops.ring_attention, (q, k, v, name, True, 0.3, "contiguous", [2, -1], documents)),
+        (ops.tokens_to_heads, (k, name, 4, 2, True, sizes)),
+        (ops.heads_to_tokens, (leaf(2, mine[rank], 2 * W, 8), name, 5, 5, False)),
+        (ops.flash_decode, (torch.rand(2, 4, 1, 8), cache, cache, lengths, name)),
     ]
 
 
@@ -63,8 +70,8 @@ def test_registered_as_torch_demands(ranks: Any) -> None:
 
 def test_every_call_is_an_op() -> None:
     collectives = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-    matmuls = [name for name in weft.kernels.__all__ if "matmul" in name]
-    for name in (*collectives, "barrier", *matmuls):
+    fused = [n for n in weft.kernels.__all__ if "matmul" in n or "attention" in n or "decode" in n]
+    for name in (*collectives, "barrier", *fused):
         assert hasattr(ops, name), name
 
 
@@ -158,6 +165,41 @@ def compile_body(backend: str) -> None:
         for ours, theirs in zip(grads, torch.autograd.grad(expected, args), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2, "recompiled for a batch"
+
+
+def attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Every attention, each used by the next. q, k, v (B, heads, n, 8)."""
+    out = weft.ring_attention(q, k, v, causal=True, layout="zigzag")
+    out, lse = weft.ring_attention(q, k, out[:, :2], window=(3, -1), return_lse=True)
+    out = weft.ulysses_attention(out, k, v, causal=True, cu_seqlens=[0, 3, 4])
+    out, more = weft.ulysses_attention(q + out, k, v, scale=0.2, return_lse=True)
+    lengths = torch.full((q.shape[0],), 3)
+    with torch.no_grad():
+        decoded = weft.flash_decode(q[:, :, :1] * 0 + 1, k, v, lengths)
+    return out.square().mean() + (lse * more).mean() + (out * decoded).mean()
+
+
+def attention_body(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attentions, fullgraph=True, backend=backend)
+    for batch in (1, 2):
+        args = leaf(batch, 4, 2, 8), leaf(batch, 2, 2, 8, seed=1), leaf(batch, 2, 2, 8, seed=2)
+        expected, actual = attentions(*args), compiled(*args)
+        torch.testing.assert_close(actual, expected)
+        grads = torch.autograd.grad(actual, args)
+        for ours, theirs in zip(grads, torch.autograd.grad(expected, args), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_attention_compiled_as_eager(ranks: Any, engine: str) -> None:
+    ranks(2, with_engine, engine, attention_body, "aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_attention_by_inductor(ranks: Any) -> None:
+    ranks(2, attention_body, "inductor", timeout_s=300)
 
 
 BACKENDS = [

@@ -1,0 +1,255 @@
+"""Attention over sharded sequences and caches as ops of torch.library.
+
+    torch.ops.weft.ring_attention               what the public function means, of a group's name
+    torch.ops.weft.ring_attention_backward      its gradients, by the engines' own backward
+    torch.ops.weft.tokens_to_heads, heads_to_tokens
+                                                the swaps of ulysses_attention: each is the other's
+                                                gradient
+    torch.ops.weft.ulysses_attention            made of them
+    torch.ops.weft.flash_decode                 without a gradient, as the function
+
+How ops are registered, and what traced calls assume: `weft.collectives.library`. The lengths of
+shards are found out when ring_attention runs: its results do not depend on them. The swaps take
+them for equal where `sizes` is None, and check it. The group "" is this process by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.collectives import Group, resolve
+from weft.collectives.collective_ops import even_sizes
+from weft.collectives.group import alone
+from weft.collectives.library import compose, define, differentiate, gathered_sizes, world_of
+from weft.kernels import head_exchange
+from weft.kernels.cached_attention import flash_decode
+from weft.kernels.sequence_attention import plan, ring_attention, ring_gradients
+
+_ops: Any = torch.ops.weft
+
+
+def _group(name: str) -> Group:
+    return resolve(name) if name else alone()
+
+
+def _window(reach: list[int] | None) -> tuple[int, int] | None:
+    return None if reach is None else (reach[0], reach[1])
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group_name: str,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: Any = "contiguous",
+    window: list[int] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+    key_sizes: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = ring_attention(
+        q, k, v, _group(group_name), causal=causal, scale=scale, layout=layout,
+        window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
+        key_sizes=key_sizes,
+    )  # fmt: skip
+    return out, lse
+
+
+def _ring_attention_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+
+
+def _ring_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, options[5])
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _ring_attention_grads(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    *saved, cu_seqlens = ctx.saved_tensors
+    group_name, causal, scale, layout, window, _, sizes, key_sizes = ctx.options
+    dq, dk, dv = _ops.ring_attention_backward(
+        *saved, *grads, group_name, causal, scale, layout, window, cu_seqlens, sizes, key_sizes
+    )
+    return dq, dk, dv, *[None] * 8
+
+
+def _ring_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    group_name: str,
+    causal: bool,
+    scale: float | None,
+    layout: Any,
+    window: list[int] | None,
+    cu_seqlens: torch.Tensor | None,
+    sizes: list[int] | None,
+    key_sizes: list[int] | None,
+) -> tuple[torch.Tensor, ...]:
+    call = plan(
+        q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
+        key_sizes,
+    )  # fmt: skip
+    grads = ring_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
+    return tuple(grad.contiguous() for grad in grads)
+
+
+def _heads(heads: int, kv_heads: int, of_keys: bool, world_size: int) -> head_exchange.Heads:
+    return head_exchange._heads(heads, kv_heads, world_size)[of_keys]
+
+
+def _tokens_to_heads(
+    x: torch.Tensor, group_name: str, heads: int, kv_heads: int, of_keys: bool, sizes: Any = None
+) -> torch.Tensor:
+    group = resolve(group_name)
+    rows = tuple(even_sizes(x, group, 2, sizes))
+    return head_exchange._forth(x, group, _heads(heads, kv_heads, of_keys, group.world_size), rows)
+
+
+def _tokens_to_heads_fake(
+    x: torch.Tensor, group_name: str, heads: int, kv_heads: int, of_keys: bool, sizes: Any = None
+) -> torch.Tensor:
+    rank, W = world_of(group_name)
+    mine = _heads(heads, kv_heads, of_keys, W)[rank]
+    rows = gathered_sizes(x.shape[2], group_name, sizes)
+    return x.new_empty(x.shape[0], len(mine), sum(rows), x.shape[3])
+
+
+def _heads_to_tokens(
+    x: torch.Tensor, group_name: str, heads: int, kv_heads: int, of_keys: bool, sizes: Any = None
+) -> torch.Tensor:
+    group = resolve(group_name)
+    W = group.world_size
+    rows = tuple([x.shape[2] // W] * W if sizes is None else sizes)
+    given = _heads(heads, kv_heads, of_keys, W)
+    return head_exchange._back(x, group, given, rows, kv_heads if of_keys else heads)
+
+
+def _heads_to_tokens_fake(
+    x: torch.Tensor, group_name: str, heads: int, kv_heads: int, of_keys: bool, sizes: Any = None
+) -> torch.Tensor:
+    rank, W = world_of(group_name)
+    rows = x.shape[2] // W if sizes is None else sizes[rank]
+    return x.new_empty(x.shape[0], kv_heads if of_keys else heads, rows, x.shape[3])
+
+
+def _swap_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.options = inputs[1:]
+
+
+def _tokens_to_heads_grads(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _ops.heads_to_tokens(grad, *ctx.options), *[None] * 5
+
+
+def _heads_to_tokens_grads(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _ops.tokens_to_heads(grad, *ctx.options), *[None] * 5
+
+
+def _ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group_name: str,
+    ring_group_name: str = "",
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "contiguous",
+    window: list[int] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    sizes: list[int] | None = None,
+    key_sizes: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    heads, key_sizes = (q.shape[1], k.shape[1]), sizes if key_sizes is None else key_sizes
+    q = _ops.tokens_to_heads(q, group_name, *heads, False, sizes)
+    k, v = (_ops.tokens_to_heads(x, group_name, *heads, True, key_sizes) for x in (k, v))
+    if q.shape[1]:
+        out, lse = _ops.ring_attention(
+            q, k, v, ring_group_name, causal, scale, layout, window, cu_seqlens
+        )
+    else:
+        out, lse = head_exchange.no_heads(q, k, v)
+    out = _ops.heads_to_tokens(out, group_name, *heads, False, sizes)
+    if return_lse:
+        lse = _ops.heads_to_tokens(lse.unsqueeze(-1), group_name, *heads, False, sizes)
+    return out, lse.squeeze(-1) if return_lse else None
+
+
+def _flash_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    group_name: str,
+    scale: float | None = None,
+    shard: Any = "sequence",
+    block_size: int | None = None,
+    block_table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = flash_decode(
+        q, k_cache, v_cache, lengths, resolve(group_name), scale=scale, shard=shard,
+        block_size=block_size, block_table=block_table, return_lse=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _flash_decode_fake(
+    q: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_OPTIONS = (
+    "bool causal=False, float? scale=None, str layout='contiguous', int[]? window=None, "
+    "Tensor? cu_seqlens=None"
+)
+_SIZES = "SymInt[]? sizes=None, SymInt[]? key_sizes=None"
+_SWAP = "Tensor x, str group_name, int heads, int kv_heads, bool of_keys, SymInt[]? sizes=None"
+
+define(
+    f"ring_attention(Tensor q, Tensor k, Tensor v, str group_name, {_OPTIONS}, {_SIZES}) "
+    "-> (Tensor, Tensor)",
+    _ring_attention, _ring_attention_fake,
+)  # fmt: skip
+define(
+    "ring_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? grad_out, Tensor? grad_lse, str group_name, bool causal, float? scale, str layout, "
+    "int[]? window, Tensor? cu_seqlens, SymInt[]? sizes, SymInt[]? key_sizes) "
+    "-> (Tensor, Tensor, Tensor)",
+    _ring_attention_backward,
+    lambda q, k, v, *rest: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)  # fmt: skip
+differentiate("ring_attention", _ring_attention_setup, _ring_attention_grads)
+
+define(f"tokens_to_heads({_SWAP}) -> Tensor", _tokens_to_heads, _tokens_to_heads_fake)
+define(f"heads_to_tokens({_SWAP}) -> Tensor", _heads_to_tokens, _heads_to_tokens_fake)
+differentiate("tokens_to_heads", _swap_setup, _tokens_to_heads_grads)
+differentiate("heads_to_tokens", _swap_setup, _heads_to_tokens_grads)
+compose(
+    "ulysses_attention(Tensor q, Tensor k, Tensor v, str group_name, str ring_group_name='', "
+    f"{_OPTIONS}, bool return_lse=False, {_SIZES}) -> (Tensor, Tensor?)",
+    _ulysses_attention,
+)
+
+define(
+    "flash_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, str group_name, "
+    "float? scale=None, str shard='sequence', int? block_size=None, Tensor? block_table=None) "
+    "-> (Tensor, Tensor)",
+    _flash_decode, _flash_decode_fake,
+)  # fmt: skip
