@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all opinfo lint format bench gpu clean
+.PHONY: help demo test test-all opinfo sweeps lint format bench gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -47,6 +47,9 @@ OWN_TORCH := import torch, triton, numpy, rich, pytest, pytest_benchmark as _; 1
 gpu:  ## what needs a GPU: tests, then figures into bench/results and docs/gpu.md
 	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu; \
 	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu; fi
+
+sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (hours; goes on where it was)
+	$(BIN)/python tests/sweeps.py --page docs/sweeps.md
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

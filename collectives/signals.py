@@ -94,13 +94,24 @@ def _sleep(address: int, value: int) -> int:
 on_poll: Callable[[int, int], int] = _sleep
 
 
+# Told of every wait before its first poll.
+on_wait: Callable[[int, int], None] | None = None
+
+
+def _begin(ptr: Any, value: Any, _semantic: Any = None) -> None:
+    """A wait begins. Only interpreted kernels contain it."""
+    if on_wait is not None:
+        on_wait(int(ptr.handle.data.reshape(-1)[0]), int(value))
+
+
 def _pause(ptr: Any, value: Any, _semantic: Any = None) -> int:
     """Let others run before the next poll. Only interpreted kernels contain it."""
     return on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value))
 
 
 # Triton's code generator refuses to look at plain functions, in branches that it drops as well.
-setattr(_pause, tl.core.TRITON_BUILTIN, True)
+for _function in (_begin, _pause):
+    setattr(_function, tl.core.TRITON_BUILTIN, True)
 
 
 @triton.jit
@@ -198,6 +209,8 @@ def _acquire(ptr, scope: tl.constexpr):
 @triton.jit
 def _wait(ptr, value, max_polls, scope: tl.constexpr):
     polls = tl.cast(max_polls, tl.int64)
+    if _INTERPRETED:
+        _begin(ptr, value)
     seen = _acquire(ptr, scope)
     while (seen < value) & (polls > 0):
         if _INTERPRETED:

@@ -24,13 +24,13 @@ class Words:
         return self.plain[index]
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._note(index, WRITE)
+        self._note(index, WRITE, value)
         self.plain[index] = value
 
-    def _note(self, index: int | slice, kind: str) -> None:
+    def _note(self, index: int | slice, kind: str, value: int = 0) -> None:
         indices = range(len(self.plain))[index] if isinstance(index, slice) else (index,)
         for each in indices:
-            self._world.word_access(self.start + each * pad.WORD_BYTES, kind)
+            self._world.word_access(self.start + each * pad.WORD_BYTES, kind, value)
 
 
 class VirtualWaiter(Waiter):
@@ -49,7 +49,7 @@ class VirtualWaiter(Waiter):
         """Tell `peer` that this rank has reached `value`."""
         words, index = self._pads[peer], pad.HOST_SLOTS + pad.LINE * self.rank + word
         address = words.start + index * pad.WORD_BYTES
-        self._world.post(address, lambda: words.plain.__setitem__(index, value))
+        self._world.post(address, value, lambda: words.plain.__setitem__(index, value))
 
     def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
         """Wait until `peer` has reached `value`."""

@@ -29,6 +29,7 @@ from triton.runtime import interpreter
 from weft.sim import fast_integers
 
 Array = npt.NDArray[Any]
+Effect = tuple[Any, ...]
 
 
 class Observer(Protocol):
@@ -37,8 +38,9 @@ class Observer(Protocol):
     def active(self) -> bool:
         """Whether this thread is a virtual rank."""
 
-    def access(self, addresses: Array, itemsize: int, kind: str) -> None:
-        """A load ("reads") or store ("writes") of the elements at `addresses` comes next."""
+    def access(self, addresses: Array, itemsize: int, kind: str, stored: int | None = None) -> None:
+        """A load ("reads") or store ("writes") of the elements at `addresses` comes next;
+        `stored` is the value of one integer that is stored."""
 
     def atomic(
         self,
@@ -48,9 +50,11 @@ class Observer(Protocol):
         scope: str,
         run: Callable[[], Any],
         wanted: int | None = None,
+        effect: Effect | None = None,
     ) -> Any:
         """An atomic: `run()` does it and returns (what it returned, whether memory changed, the
-        values seen). `wanted` is what a loop around it waits for, if that can be told."""
+        values seen). `wanted` is what a loop around it waits for, if that can be told, `effect`
+        what it does to one integer: ("load",), ("add", n), ("set", n), ("swap", if it is, n)."""
 
     def barrier(self) -> None:
         """tl.debug_barrier."""
@@ -182,7 +186,7 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
     execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
     grid = _Grid()
 
-    def note(ptrs: Any, mask: Any, what: str) -> None:
+    def note(ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
         live = np.asarray(mask.data if hasattr(mask, "data") else mask)
         addresses = ptrs.data
         if live.all():
@@ -190,7 +194,9 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
         else:
             live_addresses = addresses[np.broadcast_to(live, addresses.shape)]
         if live_addresses.size:
-            observer.access(live_addresses, _itemsize(ptrs), what)
+            one = value is not None and live_addresses.size == 1 and value.data.dtype.kind in "iu"
+            stored = int(value.data.flat[0]) if one and value.data.size == 1 else None
+            observer.access(live_addresses, _itemsize(ptrs), what, stored)
 
     def masked_load(ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         if observer.active():
@@ -199,7 +205,7 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
 
     def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         if observer.active():
-            note(ptrs, mask, "writes")
+            note(ptrs, mask, "writes", value)
         return store(ptrs, value, mask, *rest, **kwargs)
 
     def atomic_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
@@ -212,7 +218,9 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
             return out, bool((swapped & (val.data != out.data)).any()), out.data
 
         order, reach, wanted = _name(sem, "acq_rel"), _name(scope, "gpu"), int(cmp.data.flat[0])
-        return observer.atomic(ptr.data.reshape(-1), _itemsize(ptr), order, reach, run, wanted)
+        effect = "swap", wanted, int(val.data.flat[0])
+        addresses = ptr.data.reshape(-1)
+        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
     def atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         def run() -> tuple[Any, bool, Array]:
@@ -221,7 +229,9 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
             vain = _name(op, "") in ("add", "fadd", "or") and not val.data.any()
             return out, not vain, out.data
 
-        return _atomic(ptr, mask, sem, scope, run)
+        kind = {"add": "add", "xchg": "set"}.get(_name(op, ""))
+        effect = (kind, int(val.data.flat[0])) if kind and val.data.dtype.kind in "iu" else None
+        return _atomic(ptr, mask, sem, scope, run, effect=effect)
 
     def atomic_load(
         ptr: Any, mask: Any, sem: Any, scope: Any, wanted: int | None = None
@@ -230,20 +240,31 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
             out = load(ptr, mask, None, None, True)
             return out, False, out.data
 
-        return _atomic(ptr, mask, sem, scope, run, wanted)
+        return _atomic(ptr, mask, sem, scope, run, wanted, ("load",))
 
     def atomic_store(ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
-        return _atomic(ptr, mask, sem, scope, lambda: (store(ptr, val, mask, None), True, val.data))
+        effect = ("set", int(val.data.flat[0])) if val.data.dtype.kind in "iu" else None
+
+        def run() -> tuple[Any, bool, Array]:
+            return store(ptr, val, mask, None), True, val.data
+
+        return _atomic(ptr, mask, sem, scope, run, effect=effect)
 
     def _atomic(
-        ptr: Any, mask: Any, sem: Any, scope: Any, run: Any, wanted: int | None = None
+        ptr: Any,
+        mask: Any,
+        sem: Any,
+        scope: Any,
+        run: Any,
+        wanted: int | None = None,
+        effect: Effect | None = None,
     ) -> Any:
         live = np.broadcast_to(mask.data, ptr.data.shape)
         if not observer.active() or not live.any():
             return run()[0]
         order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
         addresses = ptr.data[live].reshape(-1)
-        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted)
+        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
     def atomic_poll(ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
         if not observer.active():

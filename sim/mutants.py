@@ -52,4 +52,5 @@ def mutant(module: ModuleType, *edits: tuple[str, str], **names: Any) -> ModuleT
     vars(copy).update(names)
     if "on_poll" in vars(copy):
         vars(copy)["on_poll"] = lambda address, value: signals.on_poll(address, value)
+        vars(copy)["on_wait"] = lambda *wait: signals.on_wait and signals.on_wait(*wait)
     return copy

@@ -17,22 +17,20 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-import triton.language as tl
 
 from weft.sim.errors import OutOfBoundsError, RaceError
 from weft.sim.sites import Sites
+from weft.sim.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 
 if TYPE_CHECKING:
+    from weft.sim.recording import Tape
     from weft.sim.scheduler import Strand
 
-Array = npt.NDArray[Any]
-
-_BARRIER_BEFORE_ATOMICS = hasattr(tl, "atomic_load")
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
 
 
@@ -51,12 +49,13 @@ class Region:
     Attributes:
         name: what it is, for messages; `guard` regions must not be touched at all.
         defined: whether what was never written may be read.
-        words: a pad: bytes are counted in words in messages.
+        key: the same in every schedule, as its address is not.
     """
 
     start: int
     end: int
     name: str
+    key: Hashable = None
     granule: int = 4
     defined: bool = True
     guard: bool = False
@@ -99,14 +98,6 @@ class Region:
                 setattr(self, name, new)
 
 
-@dataclass
-class Signal:
-    """What has been published at one address: to everybody, and within a rank."""
-
-    everywhere: Array | None = None
-    within: dict[int, Array] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Event:
     """One access of a strand, to elements of `itemsize` bytes."""
@@ -118,20 +109,21 @@ class Event:
     itemsize: int
 
 
-class Detector:
-    """Clocks of all strands, and the history of all memory that several of them can reach."""
+class Detector(Clocks):
+    """Clocks of all strands, and the history of all memory that several of them can reach.
+
+    Attributes:
+        tape: where accesses are noted as well, if the schedule is recorded.
+    """
 
     def __init__(self, sites: Sites) -> None:
+        super().__init__()
         self._sites = sites
         self._starts: list[int] = []
         self._regions: list[Region] = []
-        self._capacity = 16
-        self.clocks: list[Array] = []
         self._events: list[list[Event | None]] = []
-        self._ranks: list[int] = []
-        self._barriers: list[int] = []  # number of the last access before a strand's last barrier
-        self._signals: dict[int, Signal] = {}
         self._releases: list[list[tuple[int, int]]] = []  # (number, site) of each release
+        self.tape: Tape | None = None
 
     # Memory
 
@@ -161,68 +153,29 @@ class Detector:
         slots = {int(region.writer[at]) - 1} - {-1}
         if region.atomics is not None:
             slots |= set(np.flatnonzero(region.atomics[at]).tolist())
-        return sorted({self._ranks[slot] for slot in slots})
+        return sorted({self.ranks[slot] for slot in slots})
 
     # Clocks
 
     def new_slot(self, rank: int) -> int:
         """A clock for one more strand of `rank`."""
-        slot = len(self.clocks)
-        if slot == self._capacity:
-            self._capacity *= 2
-            self.clocks = [np.pad(clock, (0, slot)) for clock in self.clocks]
-            for region in self._regions:
-                if not region.guard:
-                    region.widen(self._capacity)
-            for signal in self._signals.values():
-                signal.within = {r: np.pad(c, (0, slot)) for r, c in signal.within.items()}
-                if signal.everywhere is not None:
-                    signal.everywhere = np.pad(signal.everywhere, (0, slot))
-        self.clocks.append(np.zeros(self._capacity, np.int32))
         self._events.append([None])
-        self._ranks.append(rank)
-        self._barriers.append(0)
         self._releases.append([])
-        return slot
+        return super().new_slot(rank)
 
-    def join(self, slot: int, others: list[int]) -> None:
-        """Strand `slot` goes on after all that `others` have done so far."""
-        clock = self.clocks[slot]
-        for other in others:
-            np.maximum(clock, self.clocks[other], out=clock)
+    def _widen(self) -> None:
+        super()._widen()
+        for region in self._regions:
+            if not region.guard:
+                region.widen(self._capacity)
 
-    def barrier(self, slot: int) -> None:
-        """The threads of a program have met."""
-        self._barriers[slot] = len(self._events[slot]) - 1
-
-    def release(self, slot: int, address: int, scope: str, *, host: bool = False) -> None:
-        """Publish at `address` what strand `slot` is ordered after."""
-        if scope == "cta":
-            return
-        clock, rank = self.clocks[slot].copy(), self._ranks[slot]
-        if not host and not _BARRIER_BEFORE_ATOMICS:
-            if self._barriers[slot] == clock[slot] - 1:
-                self._barriers[slot] += 1  # nothing but the atomic itself came after the barrier
-            clock[slot] = self._barriers[slot]
-        signal = self._signals.setdefault(address, Signal())
-        known = signal.within.get(rank)
-        signal.within[rank] = clock if known is None else np.maximum(known, clock)
-        if scope == "sys":
-            known = signal.everywhere
-            signal.everywhere = clock if known is None else np.maximum(known, clock)
-            self._releases[slot].append((int(clock[slot]), self._events[slot][-1].site))  # type: ignore[union-attr]
-
-    def acquire(self, slot: int, address: int, scope: str) -> None:
-        """Be ordered after what has been published at `address`."""
-        signal = self._signals.get(address)
-        if signal is None or scope == "cta":
-            return
-        clock = self.clocks[slot]
-        own = signal.within.get(self._ranks[slot])
-        if own is not None:
-            np.maximum(clock, own, out=clock)
-        if scope == "sys" and signal.everywhere is not None:
-            np.maximum(clock, signal.everywhere, out=clock)
+    def release(self, slot: int, word: Hashable, scope: str, *, host: bool = False) -> Array | None:
+        """Publish at `word` what strand `slot` is ordered after."""
+        clock = super().release(slot, word, scope, host=host)
+        last = self._events[slot][-1]
+        if clock is not None and last is not None:
+            self._releases[slot].append((int(clock[slot]), last.site))
+        return clock
 
     # Accesses
 
@@ -293,6 +246,8 @@ class Detector:
         events.append(event)
         clock[slot] = number
         region.touched = max(region.touched, int(index.max()) + 1)
+        if self.tape:
+            self.tape.touch(strand, region, index, kind, event.scope)
 
         writer, written = region.writer[index], region.written[index]
         late = written > clock[writer - 1]
@@ -347,7 +302,7 @@ class Detector:
             earlier = self._events[other][number]
             assert earlier is not None
             if event.kind in (ATOMIC, ATOMIC_READ) and earlier.kind in (ATOMIC, ATOMIC_READ):
-                near = self._ranks[other] == strand.rank
+                near = self.ranks[other] == strand.rank
                 enough = ("gpu", "sys") if near else ("sys",)
                 if event.scope in enough and earlier.scope in enough:
                     continue
@@ -358,7 +313,7 @@ class Detector:
     ) -> None:
         earlier = self._events[slot][number]
         assert earlier is not None
-        rank, atomic = self._ranks[slot], (ATOMIC, ATOMIC_READ)
+        rank, atomic = self.ranks[slot], (ATOMIC, ATOMIC_READ)
         if event.kind in atomic and earlier.kind in atomic:
             why = (
                 f"both are atomic, but at scope {earlier.scope} and {event.scope}: "
@@ -386,7 +341,7 @@ class Detector:
             )
         return (
             f"rank {rank} has released nothing to other ranks since (sem release, scope sys"
-            + ("" if _BARRIER_BEFORE_ATOMICS else "; in a kernel after a tl.debug_barrier")
+            + ("" if BARRIER_BEFORE_ATOMICS else "; in a kernel after a tl.debug_barrier")
             + ")"
         )
 

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from weft.sim.errors import DeadlockError
+from weft.sim.recording import Track
 from weft.sim.schedules import Policy, Visiting
 from weft.sim.sites import Sites
 from weft.sim.trace import Lane
@@ -46,6 +48,7 @@ class Strand:
         confined: runs a kernel that can only mean memory of its arguments or symmetric memory.
         waits_for: tells what it waits for, while it sleeps.
         lane: the events of the program that it runs, where virtual time is kept.
+        track: what it has done, where the schedule is recorded.
         timed: whether what it does takes virtual time.
     """
 
@@ -56,13 +59,14 @@ class Strand:
     confined: bool = False
     waits_for: Callable[[], str] | None = None
     blocked: Callable[[], bool] | None = None
-    words: dict[int, int] = field(default_factory=dict)  # polled in vain -> their version then
-    wanted: dict[int, int | None] = field(default_factory=dict)  # likewise -> value, if known
+    words: dict[Hashable, int] = field(default_factory=dict)  # polled in vain -> their version then
+    wanted: dict[Hashable, int | None] = field(default_factory=dict)  # likewise -> value, if known
     vain: int = 0
     seen_before: int = 0  # hash of what it saw, but for the last
     random_state: torch.Tensor | None = None
     lane: Lane | None = None
     timed: bool = True
+    track: Track = field(default_factory=lambda: Track(None))
     name: tuple[int, str] = (0, "")
     baton: threading.Lock = field(default_factory=_held)
 
@@ -95,9 +99,9 @@ class Scheduler:
     def __init__(self, policy: Policy, sites: Sites) -> None:
         self.policy, self.sites = policy, sites
         self.live: list[Strand] = []
-        self.versions: dict[int, int] = {}  # address of a signal word -> times it changed
+        self.versions: dict[Hashable, int] = {}  # address of a signal word -> times it changed
         # Tells what a word is, given its address and the value that is wanted in it.
-        self.explain: Callable[[int, int | None], str] = lambda address, wanted: hex(address)
+        self.explain: Callable[[Any, int | None], str] = lambda address, wanted: str(address)
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None  # if its own code raised the failure
         self.finished = threading.Event()
@@ -133,7 +137,7 @@ class Scheduler:
 
     def begin(self) -> None:
         """Give the baton to the first strand."""
-        self._pick(self.live, None).wake()
+        self.pick(self.live, None).wake()
 
     def join(self, timeout: float) -> None:
         """Wait for all threads to end: one that unwinds while Python exits would abort it."""
@@ -180,7 +184,7 @@ class Scheduler:
         seen = frozenset((s.name, self._seen.get(s.name)) for s in self.live)
         return seen, frozenset(self._writers.items())
 
-    def changed(self, address: int) -> None:
+    def changed(self, address: Hashable) -> None:
         """The signal word at `address` has a new value."""
         self.versions[address] = self.versions.get(address, 0) + 1
 
@@ -191,7 +195,7 @@ class Scheduler:
             strand.words.clear()
             strand.vain = 0
 
-    def polled(self, strand: Strand, address: int, wanted: int | None = None) -> None:
+    def polled(self, strand: Strand, address: Hashable, wanted: int | None = None) -> None:
         """`strand` has read the word at `address`, and may do so again until it changes."""
         strand.wanted[address] = wanted
         version = self.versions.get(address, 0)
@@ -228,14 +232,17 @@ class Scheduler:
 
     def _idle(self, strand: Strand) -> bool:
         # It polls words that have not changed since it last looked at all of them.
-        if not strand.vain:
-            return False
         versions = self.versions
-        return all(versions.get(word, 0) == version for word, version in strand.words.items())
+        return [versions.get(word, 0) for word in strand.words] == list(strand.words.values())
 
-    def _pick(self, live: list[Strand], current: Strand | None) -> Strand:
+    def pick(self, live: list[Strand], current: Strand | None) -> Strand:
+        """Who goes on, of those that can.
+
+        Raises:
+            Stop: nobody can; `failure` says why.
+        """
         able = [s for s in live if s.blocked is None or not s.blocked()]
-        busy = [s for s in able if not self._idle(s)]
+        busy = [s for s in able if not (s.vain and self._idle(s))]
         if not busy:
             spinning = [s for s in able if s.vain <= _VAIN_POLLS]
             if not spinning:
@@ -253,7 +260,7 @@ class Scheduler:
 
     def _switch(self, strand: Strand) -> None:
         self.check()
-        chosen = self._pick(self.live, strand)
+        chosen = self.pick(self.live, strand)
         if chosen is strand:
             return
         self.switches += 1
@@ -273,7 +280,7 @@ class Scheduler:
             self.finished.set()
         elif self.failure is None:
             try:
-                chosen = self._pick(self.live, strand)
+                chosen = self.pick(self.live, strand)
             except Stop:
                 return
             chosen.wake()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ class VirtualMemory:
 class Meeting:
     """One call of all members: what each brought, and what they are all ordered after."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, key: Hashable, size: int) -> None:
+        self.key = key  # the same in every schedule
         self.values: dict[int, Any] = {}
         self.clock = np.zeros(0, np.int32)
         self.number = next(_numbers)
@@ -56,8 +57,9 @@ class Meeting:
 class Team:
     """The ranks `ranks` of a virtual world, in this order; members are numbered in it."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: World, name: str, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
+        self._name = name
         self._world = world
         self._met = [0] * len(ranks)
         self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
@@ -90,7 +92,12 @@ class Team:
         self._met[member] += 1
         if self._world.scheduler.tracing:
             self._world.scheduler.saw(strand_here(), self.ranks, number, False)
-        meeting = self._open.setdefault(number, Meeting(len(self.ranks)))
+        meeting = self._open.get(number)
+        if meeting is None:
+            key = self._name, number
+            meeting = self._open[number] = Meeting(key, len(self.ranks))
+        if self._world.tape:
+            self._world.tape.sync(strand_here(), "arrive", meeting.key)
         for other, (_, theirs) in meeting.values.items():
             if theirs != call:
                 raise MismatchError(
@@ -115,6 +122,8 @@ class Team:
         strand = strand_here()
         if self._world.recorder:
             self._world.recorder.add(strand, Meet(meeting.number, len(self.ranks)))
+        if self._world.tape:
+            self._world.tape.sync(strand, "attend", meeting.key, len(self.ranks))
         self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
         self._join(meeting.clock)
         return [meeting.values[i][0] for i in range(len(self.ranks))]
@@ -162,6 +171,8 @@ class Team:
         self._world.bring(value)
         clock = self._clock().copy() if self._world.detector else None
         self._mail.setdefault((source, target, tag), deque()).append((value, clock))
+        if self._world.tape:
+            self._world.tape.sync(strand_here(), "send", (self._name, source, target, tag))
 
     def receive(self, source: int | None, target: int, tag: int) -> tuple[int, torch.Tensor]:
         """The next value that `source` (None: anybody) left for `target`, and who it was."""
@@ -174,6 +185,10 @@ class Team:
             who = "anybody" if source is None else f"rank {self.ranks[source]}"
             return f"{who} to send it something with tag {tag}"
 
+        if tape := self._world.tape:
+            tape.sync(strand_here(), "receive", (self._name, source, target, tag))
+            if source is None:
+                tape.unfit = "a message from anybody"
         self._world.scheduler.sleep_until(strand_here(), lambda: bool(came()), waits_for)
         sender = came()[0]
         value, clock = self._mail[sender, target, tag].popleft()

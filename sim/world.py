@@ -25,6 +25,7 @@ from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses
 from weft.sim.host_ops import HostOps
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
+from weft.sim.recording import HOST, Tape
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team
@@ -51,31 +52,42 @@ class World:
         programs: Programs,
         hardware: Hardware | None = None,
         numerics: bool = True,
+        tape: Tape | None = None,
     ) -> None:
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
         self.detector = Detector(sites) if races and numerics else None
         self.everybody = tuple(range(world_size))
         self.hardware, self.numerics = hardware, numerics
+        self.tape = tape
+        if self.detector:
+            self.detector.tape = tape
         self.recorder = Recorder(world_size) if hardware else None
         self._sites = sites
         scheduler.explain = self._awaited
         self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
-        self._blocks: list[tuple[int, int, Hashable]] = []  # start, end, name of each segment
+        self._names: dict[int, Hashable] = {}  # of segments, by their starts
         self._starts: list[int] = []  # of segments, in order
         self._ends: list[int] = []
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
+        self._shared = [0] * world_size  # how many tensors each rank has shared
+        self._launches = [0] * world_size
         self._watched: dict[int, tuple[Region, list[int]]] = {}  # arguments of running launches
         self._alive: list[Any] = []
 
     def new_strand(self, rank: int) -> Strand:
         """The host of `rank`, with a clock."""
-        return Strand(rank, self._new_slot(rank))
+        strand = Strand(rank, self._new_slot(rank, HOST))
+        if self.tape:
+            strand.track = self.tape.track(("host", rank))
+        return strand
 
-    def _new_slot(self, rank: int) -> int:
+    def _new_slot(self, rank: int, lane: int) -> int:
         self._slots += 1
+        if self.tape:
+            self.tape.new_slot(rank, lane)
         return self.detector.new_slot(rank) if self.detector else self._slots - 1
 
     @contextmanager
@@ -103,7 +115,7 @@ class World:
         """The group that its members call `name`."""
         team = self._teams.get(name)
         if team is None:
-            team = self._teams[name] = Team(self, ranks)
+            team = self._teams[name] = Team(self, name, ranks)
         if team.ranks != ranks:
             raise MismatchError(
                 f"the ranks make different groups in one call: {team.ranks} and {ranks}"
@@ -129,7 +141,7 @@ class World:
         if self.recorder:
             self.recorder.add_memory(start, start + total, rank)
         # Their addresses are others in every schedule.
-        self._blocks.append((start, start + total, (team.ranks, team.calls, rank)))
+        name = self._names[start] = (team.ranks, team.calls, rank)
         at = bisect.bisect(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, start + total)
@@ -139,8 +151,8 @@ class World:
             last = base + len(block)
             for region in (
                 Region(base, start, f"before {what}", guard=True),
-                Region(start, data, f"signal pad of {what}", granule=8),
-                Region(data, end, what, defined=False),
+                Region(start, data, f"signal pad of {what}", (*name, "pad"), granule=8),
+                Region(data, end, what, (*name, "data"), defined=False),
                 Region(end, last, f"past the end of {what}", guard=True),
             ):
                 if region.end > region.start:
@@ -152,8 +164,11 @@ class World:
         storage = x.untyped_storage()
         start = storage.data_ptr()
         if self.detector and storage.nbytes() and self.detector.find(start) is None:
-            name = f"a tensor of rank {strand_here().rank} that others read in place"
-            self.detector.add(Region(start, start + storage.nbytes(), name))
+            rank = strand_here().rank
+            self._shared[rank] += 1
+            name = f"a tensor of rank {rank} that others read in place"
+            key = "shared", rank, self._shared[rank]
+            self.detector.add(Region(start, start + storage.nbytes(), name, key))
         if self.recorder:
             self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
         self._alive.append(storage)  # no other tensor may come to lie there
@@ -189,33 +204,66 @@ class World:
         strand = local.strand
         return strand is not None
 
-    def access(self, accessed: np.ndarray[Any, Any], itemsize: int, kind: str) -> None:
+    def access(
+        self,
+        accessed: np.ndarray[Any, Any],
+        itemsize: int,
+        kind: str,
+        stored: int | None = None,
+    ) -> None:
         strand = strand_here()
         self.scheduler.check()
         if self.detector:
             with self._reporting():
                 self.detector.access(strand, accessed, itemsize, kind)
         if kind == WRITE:
+            if self.tape:
+                self._record_store(strand, accessed, stored)
             self.scheduler.progressed(strand)
-            self._stored(strand, accessed)
-        elif accessed.size == 1 and self._is_shared(int(accessed[0])):
+            self._stored(accessed)
+        elif accessed.size == 1 and (word := self._word(int(accessed[0]))) is not None:
             # A loop may wait by plain loads: a race, but others must be able to go on.
+            if self.tape:
+                self.tape.note(strand, "look", word)
             self.scheduler.polled(strand, int(accessed[0]))
             if strand.vain:
                 self.scheduler.point(strand)
 
-    def _is_shared(self, address: int) -> bool:
+    def _word(self, address: int) -> Hashable | None:
+        """What the word at `address` is called in every schedule; None if it is not shared."""
         at = bisect.bisect_right(self._starts, address) - 1
-        return at >= 0 and address < self._ends[at]
+        if at < 0 or address >= self._ends[at]:
+            return None
+        start = self._starts[at]
+        return self._names[start], address - start
 
-    def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any]) -> None:
+    def _stored(self, accessed: np.ndarray[Any, Any]) -> None:
         # A plain store may be what another strand polls for: a race, but no deadlock.
+        if accessed.size == 1:
+            self.scheduler.changed(int(accessed[0]))
+            return
+        for address in self._polled_among(accessed):
+            self.scheduler.changed(address)
+
+    def _polled_among(self, accessed: np.ndarray[Any, Any]) -> list[int]:
+        """Words that atomics have seen, of those `accessed`."""
         low, high = int(accessed.min()), int(accessed.max())
-        for address in self._values:
-            if low <= address <= high:
-                self.scheduler.changed(address)
-        if accessed.size == 1 and low not in self._values:
-            self.scheduler.changed(low)
+        if self._word(low) is None:
+            return []
+        near = [address for address in self._values if low <= address <= high]
+        return [address for address in near if (accessed == address).any()]
+
+    def _record_store(
+        self, strand: Strand, accessed: np.ndarray[Any, Any], stored: int | None
+    ) -> None:
+        assert self.tape is not None
+        if accessed.size == 1 and (word := self._word(int(accessed[0]))) is not None:
+            self.tape.note(strand, "put", word, stored)
+            return
+        if strand.words:
+            self.tape.note(strand, "progress")
+        if self._polled_among(accessed):
+            self.tape.unfit = "a store to many words, one of which is a signal"
 
     def atomic(
         self,
@@ -225,6 +273,7 @@ class World:
         scope: str,
         run: Callable[[], tuple[Any, bool, np.ndarray[Any, Any]]],
         wanted: int | None = None,
+        effect: tuple[Any, ...] | None = None,
     ) -> Any:
         strand, scheduler = strand_here(), self.scheduler
         first = int(accessed[0])
@@ -233,6 +282,8 @@ class World:
             scheduler.point(strand)
         else:
             strand.site = self._sites.here()
+        if self.tape:
+            self.tape.flush(strand)
         out, changed, seen = run()
         if self.detector:
             detector, kind = self.detector, ATOMIC if changed else ATOMIC_READ
@@ -243,7 +294,11 @@ class World:
                     detector.acquire(strand.slot, address, scope)
                 if sem in ("release", "acq_rel") and changed:
                     detector.release(strand.slot, address, scope)
-        self._saw(strand, first, int(seen.reshape(-1)[0]), changed)
+        value = int(seen.reshape(-1)[0])
+        if self.tape:
+            known = effect if accessed.size == 1 else None
+            self.tape.atomic(strand, self._word(first), known, value, sem, scope)
+        self._saw(strand, first, value, changed)
         if changed:
             for address in map(int, accessed):
                 scheduler.changed(address)
@@ -270,15 +325,21 @@ class World:
         if value is not None:
             self._values[address] = value
         if self.scheduler.tracing:
-            for start, end, name in self._blocks:
-                if start <= address < end:
-                    self.scheduler.saw(strand, (name, address - start), value, wrote)
-                    return
-            self.scheduler.saw(strand, ("private", strand.rank), value, wrote)
+            word = self._word(address) or ("private", strand.rank)
+            self.scheduler.saw(strand, word, value, wrote)
 
     def barrier(self) -> None:
         if self.detector:
-            self.detector.barrier(strand_here().slot)
+            strand = strand_here()
+            self.detector.barrier(strand.slot)
+            if self.tape:
+                self.tape.sync(strand, "barrier", self.tape.place(strand.slot))
+
+    def expect(self, address: int, value: int) -> None:
+        """A kernel begins to wait for `value` at `address`."""
+        if self.tape:
+            self.tape.flush(strand_here())
+            self.tape.await_value(strand_here(), self._word(address), value)
 
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
@@ -319,11 +380,15 @@ class World:
         lanes = len(programs) if concurrent else min(len(programs), _LANES)
         slots = self._lanes.setdefault(host.rank, [])
         while len(slots) < lanes:
-            slots.append(self._new_slot(host.rank))
+            slots.append(self._new_slot(host.rank, len(slots)))
+        self._launches[host.rank] += 1
         if self.detector:
             for slot in slots[:lanes]:
                 self.detector.join(slot, [host.slot])
                 self.detector.barrier(slot)
+        if self.tape:
+            place, places = self.tape.place(host.slot), self.tape.places(slots[:lanes])
+            self.tape.sync(host, "fork", place, places)
         with self._arguments(arguments) as confined:
             if concurrent:
                 self._run_concurrently(host, kernel, programs, slots, confined, timed, run)
@@ -335,14 +400,22 @@ class World:
                     for number, program in enumerate(programs):
                         host.slot, host.what = slots[number % lanes], _program(kernel, program)
                         host.lane = timed[number] if timed else None
+                        if self.tape:
+                            self.tape.sync(host, "place", self.tape.place(host.slot))
+                            self.tape.note(host, "progress")
                         self.scheduler.progressed(host)
                         run(program)
+                        if self.tape:
+                            self.tape.flush(host)
                 finally:
                     host.slot, host.what = own
                     host.lane = None
                     host.confined = False
         if self.detector:
             self.detector.join(host.slot, slots[:lanes])
+        if self.tape:
+            self.tape.sync(host, "place", place)
+            self.tape.sync(host, "join", place, places)
 
     def _run_concurrently(
         self,
@@ -355,11 +428,14 @@ class World:
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         left, group = set(programs), here.world
+        keys: list[Hashable] = []
 
         def body(program: tuple[int, int, int]) -> Callable[[], None]:
             def run_program() -> None:
                 here.world = group
                 run(program)
+                if self.tape:
+                    self.tape.flush(strand_here())
                 left.discard(program)
 
             return run_program
@@ -367,7 +443,13 @@ class World:
         for number, (program, slot) in enumerate(zip(programs, slots, strict=False)):
             strand = Strand(host.rank, slot, _program(kernel, program), confined)
             strand.lane, strand.timed = timed[number] if timed else None, host.timed
+            if self.tape:
+                key = host.rank, self._launches[host.rank], number
+                strand.track = self.tape.track(key)
+                keys.append(key)
             self.scheduler.start(strand, body(program))
+        if self.tape:
+            self.tape.sync(host, "start", tuple(keys), self.tape.places(slots[: len(keys)]))
         self.scheduler.sleep_until(
             host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
         )
@@ -384,16 +466,20 @@ class World:
             return
         starts = []
         tensors = list(_tensors(arguments))
-        for tensor in tensors:
+        rank = strand_here().rank
+        for number, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
             if start in self._watched:  # two ranks may read one tensor
-                self._watched[start][1].append(1)
+                if self.tape and rank not in self._watched[start][1]:
+                    self.tape.unfit = "two ranks give a kernel the same tensor"
+                self._watched[start][1].append(rank)
                 starts.append(start)
             elif nbytes and detector.find(start) is None:
-                region = Region(start, start + nbytes, f"an argument of {nbytes} bytes")
+                key = "argument", rank, self._launches[rank], number
+                region = Region(start, start + nbytes, f"an argument of {nbytes} bytes", key)
                 detector.add(region)
-                self._watched[start] = region, [1]
+                self._watched[start] = region, [rank]
                 starts.append(start)
         confined = not any(self._holds_addresses(tensor) for tensor in tensors)
         try:
@@ -430,14 +516,18 @@ class World:
         with self._reporting():
             self.detector.access(strand_here(), addresses(tensor), tensor.element_size(), kind)
 
-    def post(self, address: int, write: Callable[[], None]) -> None:
-        """A host-side release: `write` stores the word at `address`."""
+    def post(self, address: int, value: int, write: Callable[[], None]) -> None:
+        """A host-side release: `write` stores `value` in the word at `address`."""
         strand = strand_here()
         self.scheduler.point(strand)
+        if self.tape:
+            self.tape.flush(strand)
         if self.detector:
             with self._reporting():
                 self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC)
             self.detector.release(strand.slot, address, "sys", host=True)
+        if self.tape:
+            self.tape.signal(strand, "post", self._word(address), value)
         write()
         self.scheduler.changed(address)
         if self.recorder:
@@ -449,6 +539,8 @@ class World:
         """A host-side acquire: until the word at `address` is at least `value`."""
         strand = strand_here()
         self.scheduler.point(strand)
+        if self.tape:
+            self.tape.flush(strand)
         while True:
             seen = read()
             self._saw(strand, address, seen, False)
@@ -457,15 +549,21 @@ class World:
                     self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC_READ)
                 self.detector.acquire(strand.slot, address, "sys")
             if seen >= value:
+                if self.tape:
+                    self.tape.signal(strand, "await", self._word(address), value)
                 if self.recorder:
                     version = self.scheduler.versions.get(address, 0)
                     self.recorder.add(strand, Wait(address, version))
                 return
+            if self.tape:
+                self.tape.take(strand)
             self.scheduler.looks_again(strand)
             self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
 
-    def word_access(self, address: int, kind: str) -> None:
-        """The host reads or writes a word of a pad as plain memory."""
+    def word_access(self, address: int, kind: str, value: int = 0) -> None:
+        """The host reads a word of a pad as plain memory, or writes `value` there."""
+        if self.tape and kind == WRITE:
+            self.tape.note(strand_here(), "poke", self._word(address), value)
         if self.detector:
             with self._reporting():
                 self.detector.access(strand_here(), _one(address), pad.WORD_BYTES, kind)

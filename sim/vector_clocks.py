@@ -1,0 +1,99 @@
+"""Vector clocks: what each strand is ordered after, and what has been published at each word."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+
+Array = npt.NDArray[Any]
+
+BARRIER_BEFORE_ATOMICS = hasattr(tl, "atomic_load")  # Triton 3.9 puts one there
+
+
+@dataclass
+class Signal:
+    """What has been published at one word: to everybody, and within a rank."""
+
+    everywhere: Array | None = None
+    within: dict[int, Array] = field(default_factory=dict)
+
+
+class Clocks:
+    """A clock a slot: for each slot, the number of its last access that this one is ordered after.
+
+    A slot is what has an order of its own: a rank's host code, or a program of its launches. The
+    number of its own last access is in its own entry.
+    """
+
+    def __init__(self) -> None:
+        self._capacity = 16
+        self.clocks: list[Array] = []
+        self.ranks: list[int] = []
+        self._barriers: list[int] = []  # number of the last access before a slot's last barrier
+        self._signals: dict[Hashable, Signal] = {}
+
+    def new_slot(self, rank: int) -> int:
+        """A clock for one more strand of `rank`."""
+        slot = len(self.clocks)
+        if slot == self._capacity:
+            self._widen()
+        self.clocks.append(np.zeros(self._capacity, np.int32))
+        self.ranks.append(rank)
+        self._barriers.append(0)
+        return slot
+
+    def _widen(self) -> None:
+        before, self._capacity = self._capacity, self._capacity * 2
+        self.clocks = [np.pad(clock, (0, before)) for clock in self.clocks]
+        for signal in self._signals.values():
+            signal.within = {r: np.pad(c, (0, before)) for r, c in signal.within.items()}
+            if signal.everywhere is not None:
+                signal.everywhere = np.pad(signal.everywhere, (0, before))
+
+    def join(self, slot: int, others: list[int]) -> None:
+        """Slot `slot` goes on after all that `others` have done so far."""
+        clock = self.clocks[slot]
+        for other in others:
+            np.maximum(clock, self.clocks[other], out=clock)
+
+    def barrier(self, slot: int) -> None:
+        """The threads of a program have met."""
+        self._barriers[slot] = int(self.clocks[slot][slot])
+
+    def release(self, slot: int, word: Hashable, scope: str, *, host: bool = False) -> Array | None:
+        """Publish at `word` what `slot` is ordered after; returns what other ranks get of it."""
+        if scope == "cta":
+            return None
+        clock, rank = self.clocks[slot].copy(), self.ranks[slot]
+        if not host and not BARRIER_BEFORE_ATOMICS:
+            if self._barriers[slot] == clock[slot] - 1:
+                self._barriers[slot] += 1  # nothing but the atomic itself came after the barrier
+            clock[slot] = self._barriers[slot]
+        signal = self._signals.get(word)
+        if signal is None:
+            signal = self._signals[word] = Signal()
+        known = signal.within.get(rank)
+        signal.within[rank] = clock if known is None else np.maximum(known, clock)
+        if scope != "sys":
+            return None
+        known = signal.everywhere
+        signal.everywhere = clock if known is None else np.maximum(known, clock)
+        published: Array = clock
+        return published
+
+    def acquire(self, slot: int, word: Hashable, scope: str) -> None:
+        """Be ordered after what has been published at `word`."""
+        signal = self._signals.get(word)
+        if signal is None or scope == "cta":
+            return
+        clock = self.clocks[slot]
+        own = signal.within.get(self.ranks[slot])
+        if own is not None:
+            np.maximum(clock, own, out=clock)
+        if scope == "sys" and signal.everywhere is not None:
+            np.maximum(clock, signal.everywhere, out=clock)
