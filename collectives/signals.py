@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 import triton
 import triton.language as tl
@@ -62,7 +64,17 @@ def interpreter_ready() -> tuple[bool, str]:
             "triton was imported before weft, and so has its own functions compiled; import weft "
             "first, or set TRITON_INTERPRET=1 before Python runs"
         )
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        return False, (
+            f"the interpreter of triton {triton.__version__} makes numbers of arrays in a way that "
+            f"numpy {numpy.__version__} refuses; install numpy < 2.4 or triton >= 3.7"
+        )
     return True, "kernels are interpreted"
+
+
+def _release(module: ModuleType) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def polls_within(seconds: float, device: torch.device) -> int:

@@ -97,7 +97,8 @@ def _replicate_sums(x: DTensor) -> DTensor:
 def softmax(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     dim = _normalized(call.inputs[0], call.args[1])
-    if not _sharded_on(call.inputs[0], dim):
+    # Of no elements there is no maximum.
+    if not _sharded_on(call.inputs[0], dim) or 0 in call.inputs[0].shape:
         return Choices(kept_shards(call, (dim,), True))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype
