@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.bench.problem import Options
     from weft.bench.rows import Case
 
-_COMMANDS = ("compare", "explain", "calibrate", "gpu")
+_COMMANDS = ("compare", "explain", "calibrate", "gpu", "memory")
 
 _EPILOG = """\
 suites (`all` runs every one):
@@ -27,6 +27,7 @@ commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
   gpu                 tests and figures of all that needs a GPU (`make gpu`)
+  memory              peak memory of a rank in attention over longer and longer sequences
   calibrate           measure this machine's rates again, from which auto chooses
 
 shapes, for --shapes: a .yaml file of your own (see weft.bench.shapes), a model

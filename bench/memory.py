@@ -1,0 +1,218 @@
+"""`weft bench memory`: what a rank needs at its peak for attention over ever longer sequences.
+
+The peak holds everything that the call brings with it: this rank's q, k and v, its results, what it
+shows to its peers in symmetric memory, and all that is temporary. Private memory is sampled every
+millisecond while the call runs; a page of symmetric memory that several ranks have mapped counts
+once, in equal parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import collectives
+from weft.bench import terminal
+from weft.bench.tables import Table, figure
+from weft.collectives import resolve
+from weft.demo.launch import launch
+from weft.kernels import zigzag_sizes
+
+_MIB = 2**20
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_SMALL, _LARGE = 64 << 10, 32 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One length on so many ranks; MiB of the rank that needs most.
+
+    Attributes:
+        shard: q, k, v and out of a rank.
+        forward, step: the peak of `ring_attention`, causal; step: with its gradients.
+        gathered: the peak of the forward on the generic engine; None where it was not asked for.
+    """
+
+    ranks: int
+    tokens: int
+    shard: float
+    forward: float
+    step: float
+    gathered: float | None
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """What this process needs at its peak while `call` runs, above what it had before."""
+    stop, most = threading.Event(), 0
+
+    def private() -> int:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (resident - shared) * resource.getpagesize()
+
+    def sample() -> None:
+        nonlocal most
+        while not stop.wait(1e-3):
+            most = max(most, private())
+
+    with _freed_at_once():
+        sampler = threading.Thread(target=sample, daemon=True)
+        before = private()
+        shared = _own_share()
+        sampler.start()
+        value = call()
+        most = max(most, private())
+        stop.set()
+        sampler.join()
+        grown = most - before + _own_share() - shared
+        del value
+    return grown
+
+
+def _own_share() -> int:
+    """Bytes of shared memory, each page divided by the processes that have it."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Shmem:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Tensors that are freed go back to the system: kept memory would hide what is needed."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _SMALL)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def attention_peak(
+    tokens: int, heads: int, head_dim: int, *, backward: bool = False, engine: Any = "auto"
+) -> int:
+    """Peak bytes of this rank in causal attention of a whole sequence of `tokens`, zigzag."""
+    group = resolve(None)
+    sizes = zigzag_sizes(tokens, group.world_size)
+    shape = (1, heads, sizes[group.rank], head_dim)
+
+    def call() -> Any:
+        q, k, v = (torch.randn(shape).requires_grad_(backward) for _ in range(3))
+        with weft.engine(engine):
+            out = weft.ring_attention(q, k, v, causal=True, layout="zigzag", sizes=sizes)
+        if backward:
+            out.backward(out.detach())
+        return q, k, v, out
+
+    collectives.barrier()
+    return peak_bytes(call)
+
+
+def _rank_main(
+    rank: int, progress: Callable[[Any], None], lengths: Sequence[int], heads: int, head_dim: int,
+    gathered_up_to: int,
+) -> list[dict[str, float]]:  # fmt: skip
+    peaks = []
+    attention_peak(lengths[0], heads, head_dim, backward=True)  # what only the first call needs
+    for tokens in lengths:
+        found: dict[str, float] = {}
+        for name in ("forward", "step", "gathered"):
+            if name == "gathered" and tokens > gathered_up_to:
+                continue
+            collectives.barrier()
+            collectives.close()  # workspaces of the last length
+            nbytes = attention_peak(
+                tokens, heads, head_dim, backward=name == "step",
+                engine="generic" if name == "gathered" else "auto",
+            )  # fmt: skip
+            found[name] = nbytes / _MIB
+            progress(("alive", None))
+        peaks.append(found)
+    collectives.barrier()
+    collectives.close()
+    torch.distributed.destroy_process_group()
+    return peaks
+
+
+def measure(
+    ranks: int, lengths: Sequence[int], heads: int, head_dim: int, gathered_up_to: int
+) -> list[Row]:
+    """A row for each length, on this machine's ranks."""
+    found = launch(
+        ranks, _rank_main, lengths, heads, head_dim, gathered_up_to, on_progress=lambda _: None
+    )
+    rows = []
+    for i, tokens in enumerate(lengths):
+        most = {name: max(peaks[i][name] for peaks in found) for name in found[0][i]}
+        shard = 4 * 4 * heads * head_dim * tokens / ranks / _MIB
+        rows.append(Row(ranks, tokens, shard, most["forward"], most["step"], most.get("gathered")))
+    return rows
+
+
+def table(rows: Sequence[Row], heads: int, head_dim: int) -> Table:
+    """The rows, and what they grow with."""
+    header = [
+        "tokens", "ranks", "q, k, v, out of a rank, MiB", "forward, MiB", "/ 1k tokens of a rank",
+        "step, MiB", "/ 1k tokens of a rank", "gather + attention, MiB",
+    ]  # fmt: skip
+    cells = []
+    for row in rows:
+        share = row.tokens / row.ranks / 1024
+        cells.append([
+            str(row.tokens), str(row.ranks), figure(row.shard),
+            figure(row.forward), figure(row.forward / share),
+            figure(row.step), figure(row.step / share), figure(row.gathered),
+        ])  # fmt: skip
+    title = f"weft bench memory: peak of a rank, causal, {heads} heads of {head_dim}, fp32"
+    return Table(title, header, cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write memory.csv where --out says."""
+    parser = argparse.ArgumentParser(
+        prog="weft bench memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(2 4)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536],
+        help="lengths of the whole sequence (8192 to 65536)",
+    )  # fmt: skip
+    parser.add_argument("--heads", type=int, default=2, help="(2)")
+    parser.add_argument("--head-dim", type=int, default=64, help="(64)")
+    parser.add_argument(
+        "--gathered-up-to", type=int, default=16384, metavar="TOKENS",
+        help="the longest sequence also gathered: its masks take 5 bytes a pair of tokens (16384)",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write memory.csv")
+    args = parser.parse_args(argv)
+    if min(args.ranks) < 2 or min(args.tokens) < 2 * max(args.ranks):
+        parser.error(
+            f"--ranks must be at least 2, and --tokens two a rank, got {args.ranks}, {args.tokens}"
+        )
+    lengths = sorted(args.tokens)
+    rows = [
+        row
+        for ranks in args.ranks
+        for row in measure(ranks, lengths, args.heads, args.head_dim, args.gathered_up_to)
+    ]
+    shown = table(rows, args.heads, args.head_dim)
+    terminal.show(shown)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with (args.out / "memory.csv").open("w", newline="") as file:
+            out = csv.DictWriter(file, [field.name for field in fields(Row)])
+            out.writeheader()
+            out.writerows(asdict(row) for row in rows)
+    return 0
