@@ -65,8 +65,8 @@ def _of_model(model: Model, options: Options) -> tuple[int, ...]:
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One case, on this rank."""
     what, _, extent = spec.params["kind"].partition(" ")
-    sizes = [spec.params[name] for name in SIZES]
+    sizes = {name: spec.params[name] for name in SIZES}
     if what == "decode":
-        return decode_block.prepare(*sizes, options)
-    problem = context_block.Problem(*sizes, causal=extent == "causal", backward=what == "step")
+        return decode_block.prepare(**sizes, options=options)
+    problem = context_block.Problem(**sizes, causal=extent == "causal", backward=what == "step")
     return context_block.prepare(problem, options)

@@ -69,7 +69,8 @@ class _Cut:
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         whole = to_zigzag(whole, self.world_size, 2) if self.zigzag else whole
-        return whole.split(self.sizes, 2)[self.rank].contiguous()
+        part: torch.Tensor = whole.split(self.sizes, 2)[self.rank].contiguous()
+        return part
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         whole = all_gather(part, dim=2, sizes=self.sizes)
@@ -181,9 +182,12 @@ def _plain(causal: bool) -> Attention:
 
 def _ungrouped(causal: bool) -> Attention:
     """The same with every key head repeated: not all of torch's kernels take groups."""
-    return lambda q, k, v: functional.scaled_dot_product_attention(
-        q, *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), is_causal=causal
-    )
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attention
 
 
 def _gathered(cut: _Cut, causal: bool, device: torch.device) -> Attention:
@@ -194,7 +198,7 @@ def _gathered(cut: _Cut, causal: bool, device: torch.device) -> Attention:
         mask = positions <= cut.part(positions.view(1, 1, -1, 1)).view(-1, 1)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (funcol.all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in (k, v))
+        k, v = (funcol.all_gather_tensor_autograd(x, 2, _world()) for x in (k, v))
         if device.type == "cuda":  # with a mask its quick kernels take no groups
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -224,7 +228,7 @@ class _TorchRing(torch.autograd.Function):
         )
         with _exchanging(causal, in_turn):
             out, lse, *ctx.rest = torch_ring._templated_ring_attention(
-                dist.group.WORLD, 2, op, q, k, v, is_causal=causal
+                _world(), 2, op, q, k, v, is_causal=causal
             )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal, ctx.in_turn = causal, in_turn
@@ -241,9 +245,13 @@ class _TorchRing(torch.autograd.Function):
             options |= dict(zip(names, ctx.rest, strict=False))
         with _exchanging(ctx.causal, ctx.in_turn):
             dq, dk, dv, *_ = torch_ring._templated_ring_attention_backward(
-                dist.group.WORLD, 2, op, grad, "grad_out", q, k, v, out, lse, ctx.causal, **options
+                _world(), 2, op, grad, "grad_out", q, k, v, out, lse, ctx.causal, **options
             )
         return dq, dk, dv, None, None
+
+
+def _world() -> Any:
+    return dist.group.WORLD
 
 
 @contextmanager
@@ -262,7 +270,7 @@ class _InTurn(torch_ring._AllToAllRotater):
 
     def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
         super().exchange_buffers(curr_buffer)
-        self._buffer = torch_ring._maybe_wait(self._buffer)
+        self._buffer = self.next_buffer()
 
 
 def _in_turn(pg: Any, seq_dim: int, method: Any = None) -> _InTurn:

@@ -7,6 +7,7 @@ not do it (in the ops of torch.library), the keys are gathered again and torch's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -51,7 +52,7 @@ def gathered_gradients(
     ) -> tuple[torch.Tensor | None, ...]:
         return _attend(q, k, v, mask, scale, grad_lse is not None)[: 1 if grad_lse is None else 2]
 
-    _, pull = torch.func.vjp(results, q, k, v)
+    pull: Any = torch.func.vjp(results, q, k, v)[1]
     dq, dk, dv = pull((grad_out,) if grad_lse is None else (grad_out, grad_lse))
     dk, dv = (reduce_scatter(x, group, dim=2, sizes=geometry.k_sizes) for x in (dk, dv))
     return dq, dk, dv
