@@ -13,6 +13,7 @@ import weft
 from weft.demo.model import Llama, Shape
 from weft.dtensor import Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.experimental import context_parallel, context_parallel_unshard
+from weft.kernels import to_zigzag
 
 
 def tensors(*heads: int, length: int = 21) -> list[torch.Tensor]:
@@ -102,6 +103,31 @@ def model_body() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_plain_model(ranks, world_size: int) -> None:
     ranks(world_size, model_body)
+
+
+def compiled_body() -> None:
+    """Plain attention inside the block, and that of DTensors: one graph, the eager results."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world_size,))
+    attend = functional.scaled_dot_product_attention
+    compiled = torch.compile(
+        lambda q, k, v: attend(q, k, v, is_causal=True), fullgraph=True, backend="aot_eager"
+    )
+    wholes = tensors(2, 2, 2, length=4 * world_size)
+    expected = attend(*wholes, is_causal=True)
+    parts = [x.clone() for x in wholes]
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
+        told = weft.explain(compiled, *parts)
+    assert [d.op for d in told] == ["ring_attention"]
+    mine = to_zigzag(expected, world_size, 2).chunk(world_size, 2)[rank]
+    torch.testing.assert_close(told.result, mine, rtol=1e-5, atol=1e-5)
+    told = weft.explain(compiled, *(distribute_tensor(x, mesh, [Shard(2)]) for x in wholes))
+    assert [d.op for d in told] == ["ring_attention"]
+    torch.testing.assert_close(told.result.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled(ranks) -> None:
+    ranks(2, compiled_body)
 
 
 def errors_body() -> None:
