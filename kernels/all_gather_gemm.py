@@ -316,9 +316,11 @@ def _ag_gemm_kernel(
                     whole = True
                     if SPLIT > 1:
                         acc, second, whole = splits.add_up(
-                            acc, second, scratch_ptr, tile, part, program, link, rank, generation,
-                            WORLD_SIZE, SPLIT,
+                            acc, second if PAIR else None, scratch_ptr, tile, part, program, link,
+                            rank, generation, WORLD_SIZE, SPLIT,
                         )  # fmt: skip
+                    if not PAIR:
+                        second = None
                     if whole:
                         if BLOCK_N > 128:
                             # By parts: with erf or exp a whole tile does not fit in registers.

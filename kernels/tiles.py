@@ -116,6 +116,7 @@ def accumulate(
 
     Operands come by descriptor where there is one, else by pointers of any stride. Descriptors read
     zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
+    Without a second w, the first sum is returned twice: Triton 3.6 cannot return None.
     """
     BLOCK_K: tl.constexpr = TILES.block_k
     offs_k = tl.arange(0, BLOCK_K)
@@ -158,7 +159,7 @@ def accumulate(
             w_ptrs += step_w
             if w2 is not None:
                 w2_ptrs += step_w2
-    return acc, second
+    return acc, acc if second is None else second
 
 
 @triton.jit
