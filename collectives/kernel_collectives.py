@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +38,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, element, rounded
-from weft.collectives.workspace import Workspace
+from weft.collectives.workspace import Workspace, link_of
 
 REDUCED = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
@@ -111,6 +112,26 @@ def workspace_bytes(nbytes: int, world_size: int, config: Config) -> int:
     return world_size * _slot_bytes(nbytes)
 
 
+class Pieces(NamedTuple):
+    """One piece a rank of a tensor: where it begins and its size, (W,) each, in elements."""
+
+    starts: Any
+    sizes: Any
+
+
+@triton.jit
+def _slot_ptr(link, owner, slot, slot_size, generation, dtype: tl.constexpr):
+    """Where a slot of `owner`, or from slot W on a finished piece, begins."""
+    half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, dtype)
+    return tl.multiple_of(half + slot * tl.cast(slot_size, tl.int64), 16)
+
+
+@triton.jit
+def _piece_ptr(ptr, pieces, rank, WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the piece of `rank` begins."""
+    return tl.multiple_of(ptr + element(pieces.starts, rank, WORLD_SIZE), ALIGN)
+
+
 @triton.jit
 def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
     """How many of `size` elements make up whole accesses of ALIGN bytes."""
@@ -118,8 +139,9 @@ def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
 
 
 @triton.jit
-def _copy_blocks(dst, src, size, program, programs, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+def _copy_blocks(dst, src, size, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """dst[:size] = src[:size], the blocks of this program. Both are aligned to ALIGN bytes."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
     whole = _vectors(size, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)
     for block in range(program, cdiv(whole, BLOCK), programs):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -133,47 +155,59 @@ def _copy_blocks(dst, src, size, program, programs, BLOCK: tl.constexpr, ALIGN: 
 @triton.jit
 def _send_pieces(
     x_ptr,
-    starts,
-    sizes,
-    buffer_ptrs,
-    signal_ptrs,
+    pieces,
+    link,
     slot_size,
-    half_bytes,
     rank,
-    program,
-    programs,
     generation,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Step 1: x[starts[p] :][: sizes[p]] to slot `rank` of every peer p, the next rank first."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """Step 1: each peer's piece of x to its slot `rank`, the next rank first."""
     for step in range(1, WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
-        slots = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
-        slot = tl.multiple_of(slots + rank * tl.cast(slot_size, tl.int64), 16)
-        piece = tl.multiple_of(x_ptr + element(starts, peer, WORLD_SIZE), ALIGN)
-        size = element(sizes, peer, WORLD_SIZE)
-        _copy_blocks(slot, piece, size, program, programs, BLOCK, ALIGN)
-        signals.signal(
-            signals.slot_ptr(signal_ptrs, peer, WORLD_SIZE, 0, rank, program), generation
-        )
+        slot = _slot_ptr(link, peer, rank, slot_size, generation, x_ptr.dtype.element_ty)
+        piece = _piece_ptr(x_ptr, pieces, peer, WORLD_SIZE, ALIGN)
+        _copy_blocks(slot, piece, element(pieces.sizes, peer, WORLD_SIZE), BLOCK, ALIGN)
+        word = signals.slot_ptr(link.signal_ptrs, peer, WORLD_SIZE, 0, rank, tl.program_id(0))
+        signals.signal(word, generation)
 
 
-@triton.jit(do_not_specialize=["sends", "send_at", "receives", "receive_at", "rank", "max_polls"])
+@triton.jit
+def _receive_pieces(
+    out_ptr,
+    pieces,
+    link,
+    slot_size,
+    rank,
+    generation,
+    PHASE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Each peer's piece to out, once announced: from slots in phase 0, finished pieces in 1."""
+    for step in range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        if signals.wait_for(
+            link.signal_ptrs, rank, WORLD_SIZE, PHASE, peer, tl.program_id(0), generation,
+            link.max_polls,
+        ):  # fmt: skip
+            number = PHASE * WORLD_SIZE + peer
+            slot = _slot_ptr(link, rank, number, slot_size, generation, out_ptr.dtype.element_ty)
+            piece = _piece_ptr(out_ptr, pieces, peer, WORLD_SIZE, ALIGN)
+            _copy_blocks(piece, slot, element(pieces.sizes, peer, WORLD_SIZE), BLOCK, ALIGN)
+
+
+@triton.jit(do_not_specialize=["sent", "received", "rank"])
 def _exchange_kernel(
     out_ptr,
     x_ptr,
-    buffer_ptrs,
-    signal_ptrs,
-    send_at,  # (W,) where the piece for each rank begins in x
-    sends,  # (W,) its size
-    receive_at,  # (W,) where the piece of each rank goes in out
-    receives,  # (W,) its size
+    sent,  # Pieces of x, one for each rank
+    received,  # Pieces of out, one from each rank
+    link,
     slot_size,
-    half_bytes,
-    max_polls,
     rank,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -181,52 +215,23 @@ def _exchange_kernel(
 ) -> None:
     """Every piece to its rank: all_gather, all_to_all. Sizes in elements. Grid: Config.programs.
 
-    Example: rank 0 of 2, x = [1 2 3], send_at (0, 2), sends (2, 1), receives (2, 4): [1 2] goes to
-    out[receive_at[0]], [3] to rank 1, and 4 elements that come from there to out[receive_at[1]].
+    Example: rank 0 of 2, x = [1 2 3], sent ((0, 2), (2, 1)), received sizes (2, 4): [1 2] goes to
+    where received starts for rank 0, [3] to rank 1, and 4 elements come from there.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
-    _send_pieces(
-        x_ptr,
-        send_at,
-        sends,
-        buffer_ptrs,
-        signal_ptrs,
-        slot_size,
-        half_bytes,
-        rank,
-        program,
-        programs,
-        generation,
-        WORLD_SIZE,
-        BLOCK,
-        ALIGN,
-    )
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    _send_pieces(x_ptr, sent, link, slot_size, rank, generation, WORLD_SIZE, BLOCK, ALIGN)
     _copy_blocks(
-        tl.multiple_of(out_ptr + element(receive_at, rank, WORLD_SIZE), ALIGN),
-        tl.multiple_of(x_ptr + element(send_at, rank, WORLD_SIZE), ALIGN),
-        element(sends, rank, WORLD_SIZE),
-        program,
-        programs,
+        _piece_ptr(out_ptr, received, rank, WORLD_SIZE, ALIGN),
+        _piece_ptr(x_ptr, sent, rank, WORLD_SIZE, ALIGN),
+        element(sent.sizes, rank, WORLD_SIZE),
         BLOCK,
         ALIGN,
     )
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
-    for step in range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        if signals.wait_for(signal_ptrs, rank, WORLD_SIZE, 0, peer, program, generation, max_polls):
-            _copy_blocks(
-                tl.multiple_of(out_ptr + element(receive_at, peer, WORLD_SIZE), ALIGN),
-                tl.multiple_of(slots + peer * tl.cast(slot_size, tl.int64), 16),
-                element(receives, peer, WORLD_SIZE),
-                program,
-                programs,
-                BLOCK,
-                ALIGN,
-            )
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
+    _receive_pieces(
+        out_ptr, received, link, slot_size, rank, generation, 0, WORLD_SIZE, BLOCK, ALIGN
+    )
+    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 @triton.jit
@@ -259,11 +264,10 @@ def _reduce_elements(
     own_ptr,  # where its own piece for itself begins
     offs,
     mask,
-    buffer_ptrs,
-    generation,
+    link,
     slot_size,
-    half_bytes,
     rank,
+    generation,
     WORLD_SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
     OP: tl.constexpr,
@@ -271,7 +275,7 @@ def _reduce_elements(
 ):
     """Reduce elements `offs` of all ranks' pieces for this one, in rank order, and store them."""
     dtype: tl.constexpr = own_ptr.dtype.element_ty
-    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+    slots = _slot_ptr(link, rank, 0, slot_size, generation, dtype)
     half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
     wide: tl.constexpr = tl.float32 if half else dtype
     total = _term(own_ptr, slots, slot_size, offs, mask, rank, 0, ALIGN).to(wide)
@@ -287,24 +291,19 @@ def _reduce_elements(
         total = rounded(total, dtype)
     tl.store(out_ptr + offs, total, mask=mask)
     if TWO_SHOT:
-        finished_at = (WORLD_SIZE + rank) * tl.cast(slot_size, tl.int64)
         for step in range(1, WORLD_SIZE):
             peer = (rank + step) % WORLD_SIZE
-            theirs = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)
-            tl.store(tl.multiple_of(theirs + finished_at, 16) + offs, total, mask=mask)
+            finished = _slot_ptr(link, peer, WORLD_SIZE + rank, slot_size, generation, dtype)
+            tl.store(finished + offs, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["starts", "sizes", "rank", "max_polls"])
+@triton.jit(do_not_specialize=["pieces", "rank"])
 def _reduce_kernel(
     out_ptr,
     x_ptr,
-    buffer_ptrs,
-    signal_ptrs,
-    starts,  # (W,) where the piece for each rank begins in x
-    sizes,  # (W,) its size
+    pieces,  # Pieces of x, one for each rank
+    link,
     slot_size,
-    half_bytes,
-    max_polls,
     rank,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -315,91 +314,40 @@ def _reduce_kernel(
     """out = the pieces for this rank, reduced; if TWO_SHOT, those for every rank, each reduced by
     that one. Sizes in elements. Grid: Config.programs.
 
-    Example: 2 ranks, x = [1 2 3] on both, starts (0, 2), sizes (2, 1): out = [2 4] on rank 0 and
-    [6] on rank 1; if TWO_SHOT, [2 4 6] on both.
+    Example: 2 ranks, x = [1 2 3] on both, pieces ((0, 2), (2, 1)): out = [2 4] on rank 0 and [6] on
+    rank 1; if TWO_SHOT, [2 4 6] on both.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
-    _send_pieces(
-        x_ptr,
-        starts,
-        sizes,
-        buffer_ptrs,
-        signal_ptrs,
-        slot_size,
-        half_bytes,
-        rank,
-        program,
-        programs,
-        generation,
-        WORLD_SIZE,
-        BLOCK,
-        ALIGN,
-    )
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
-    finished_at = WORLD_SIZE * tl.cast(slot_size, tl.int64)
-    own_start, size = element(starts, rank, WORLD_SIZE), element(sizes, rank, WORLD_SIZE)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    _send_pieces(x_ptr, pieces, link, slot_size, rank, generation, WORLD_SIZE, BLOCK, ALIGN)
     arrived = signals.wait_for_peers(
-        signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
     )
     if arrived:
-        into = tl.multiple_of(out_ptr + own_start if TWO_SHOT else out_ptr, ALIGN)
-        own_ptr = tl.multiple_of(x_ptr + own_start, ALIGN)
-        whole = _vectors(size, ALIGN, dtype.primitive_bitwidth // 8)
+        into = _piece_ptr(out_ptr, pieces, rank, WORLD_SIZE, ALIGN) if TWO_SHOT else out_ptr
+        into = tl.multiple_of(into, ALIGN)
+        own_ptr = _piece_ptr(x_ptr, pieces, rank, WORLD_SIZE, ALIGN)
+        size = element(pieces.sizes, rank, WORLD_SIZE)
+        whole = _vectors(size, ALIGN, x_ptr.dtype.element_ty.primitive_bitwidth // 8)
         for block in range(program, cdiv(whole, BLOCK), programs):
             offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             _reduce_elements(
-                into,
-                own_ptr,
-                offs,
-                offs < whole,
-                buffer_ptrs,
-                generation,
-                slot_size,
-                half_bytes,
-                rank,
-                WORLD_SIZE,
-                ALIGN,
-                OP,
-                TWO_SHOT,
-            )
+                into, own_ptr, offs, offs < whole, link, slot_size, rank, generation,
+                WORLD_SIZE, ALIGN, OP, TWO_SHOT,
+            )  # fmt: skip
         if program == whole // BLOCK % programs:
             offs = tl.cast(whole, tl.int64) + tl.arange(0, 16)
             _reduce_elements(
-                into,
-                own_ptr,
-                offs,
-                offs < size,
-                buffer_ptrs,
-                generation,
-                slot_size,
-                half_bytes,
-                rank,
-                WORLD_SIZE,
-                ALIGN,
-                OP,
-                TWO_SHOT,
-            )
+                into, own_ptr, offs, offs < size, link, slot_size, rank, generation,
+                WORLD_SIZE, ALIGN, OP, TWO_SHOT,
+            )  # fmt: skip
         if TWO_SHOT:
-            signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
-            for step in range(1, WORLD_SIZE):
-                peer = (rank + step) % WORLD_SIZE
-                if signals.wait_for(
-                    signal_ptrs, rank, WORLD_SIZE, 1, peer, program, generation, max_polls
-                ):
-                    finished = slots + finished_at + peer * tl.cast(slot_size, tl.int64)
-                    _copy_blocks(
-                        tl.multiple_of(out_ptr + element(starts, peer, WORLD_SIZE), ALIGN),
-                        tl.multiple_of(finished, 16),
-                        element(sizes, peer, WORLD_SIZE),
-                        program,
-                        programs,
-                        BLOCK,
-                        ALIGN,
-                    )
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
+            signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
+            _receive_pieces(
+                out_ptr, pieces, link, slot_size, rank, generation, 1, WORLD_SIZE, BLOCK, ALIGN
+            )
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -455,15 +403,10 @@ def launch_exchange(
     _exchange_kernel[(config.programs,)](
         out.view(-1).view(torch.uint8).view(kind),
         x.view(-1).view(torch.uint8).view(kind),
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
-        words(send_at),
-        words(sends),
-        words(receive_at),
-        words(receives),
+        Pieces(words(send_at), words(sends)),
+        Pieces(words(receive_at), words(receives)),
+        link_of(ws),
         _slot_bytes(widest * size) // word,
-        ws.half_bytes,
-        ws.timeout_polls,
         ws.rank,
         WORLD_SIZE=ws.world_size,
         BLOCK=config.block_bytes // word,
@@ -499,26 +442,22 @@ def launch_reduce(
     W, itemsize = ws.world_size, x.element_size()
     count = x.numel()
     if sizes is not None:
-        pieces, starts, widest = tuple(sizes), _starts(sizes), max(sizes)
+        shares, starts, widest = tuple(sizes), _starts(sizes), max(sizes)
     elif config.two_shot:
         vector = max(1, 16 // itemsize)
         share = -(-count // (W * vector)) * vector
         starts = tuple(min(rank * share, count) for rank in range(W))
-        pieces = tuple(min(start + share, count) - start for start in starts)
+        shares = tuple(min(start + share, count) - start for start in starts)
         widest = share
     else:
-        pieces, starts, widest = (count,) * W, (0,) * W, count
+        shares, starts, widest = (count,) * W, (0,) * W, count
     _check_room(count * itemsize if sizes is None else widest * itemsize, ws, config)
     _reduce_kernel[(config.programs,)](
         out,
         x,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
-        starts,
-        pieces,
+        Pieces(starts, shares),
+        link_of(ws),
         _slot_bytes(widest * itemsize) // itemsize,
-        ws.half_bytes,
-        ws.timeout_polls,
         ws.rank,
         WORLD_SIZE=W,
         BLOCK=config.block_bytes // itemsize,

@@ -14,6 +14,7 @@ Calls that overlap in time, as the gather and the scatter of one backward do, us
 from __future__ import annotations
 
 import atexit
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,6 +112,21 @@ class Workspace:
     def _own_pad(self) -> torch.Tensor:
         size = pad.pad_bytes(self.world_size)
         return self.buffer._segments[self.rank][:size].view(torch.int64)
+
+
+class Link(NamedTuple):
+    """How a kernel reaches its peers: see `weft.collectives.signals`. Triton passes named tuples on
+    to kernels, and to the functions that these are made of, field by field."""
+
+    buffer_ptrs: Any
+    signal_ptrs: Any
+    half_bytes: Any
+    max_polls: Any
+
+
+def link_of(ws: Workspace) -> Link:
+    """The kernels' way to the peers of `ws`."""
+    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
 
 
 _workspaces: dict[tuple[Group, str, str], Workspace] = {}

@@ -29,9 +29,10 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
+from weft.collectives.workspace import link_of
 from weft.kernels import gathers, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import described_weights, link_of, matrix
+from weft.kernels.operands import described_weights, matrix
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace

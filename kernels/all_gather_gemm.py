@@ -42,10 +42,11 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
+from weft.collectives.workspace import link_of
 from weft.kernels import copy_engines, gathers, splits, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.epilogues import Activation
-from weft.kernels.operands import described_weights, link_of, matrix, scales_of
+from weft.kernels.operands import described_weights, matrix, scales_of
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace

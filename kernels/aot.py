@@ -238,7 +238,7 @@ def _config(launch: Launch) -> dict[str, Any]:
 
 def _blocks(config: Mapping[str, Any]) -> str:
     """The blocks of a configuration, its warps and stages, in a few characters."""
-    names = ("block_m", "block_n", "block_k", "BLOCK_M", "BLOCK_N", "DKV_M", "DKV_N")
+    names = ("block_m", "block_n", "block_k", "BLOCK_M", "BLOCK_N", "dkv_m", "dkv_n")
     sizes = [str(config[name]) for name in names if name in config]
     return f"{'x'.join(sizes) or '-'} w{config['num_warps']} s{config.get('num_stages', '-')}"
 

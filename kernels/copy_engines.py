@@ -23,9 +23,9 @@ import triton
 from weft.collectives import signals
 from weft.collectives.exchange import Exchange, StreamExchange
 from weft.collectives.movement import offsets
+from weft.collectives.workspace import link_of
 from weft.kernels import gathers
 from weft.kernels.host import copy_stream
-from weft.kernels.operands import link_of
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace

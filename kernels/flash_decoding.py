@@ -28,16 +28,24 @@ numbers of keys: parts are cut from what there is, and an empty one gives sum 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.collectives import Group, signals, workspace
+from weft.collectives.workspace import link_of
 from weft.kernels import tiles
+from weft.kernels.attention_tiles import (
+    LN_2,
+    LOG2_E,
+    averaged,
+    heads_of,
+    nothing_seen,
+    weighed,
+)
 from weft.kernels.chips import Chip, chip_of
-from weft.kernels.operands import link_of
 
 if TYPE_CHECKING:
     from weft.collectives import Workspace
@@ -74,146 +82,146 @@ def config_for(items: int, D: int, dtype: torch.dtype, chip: Chip) -> Config:
     return Config(programs, split, block_n, num_stages=num_stages)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What the kernel is compiled for.
+
+    Attributes:
+        group: query heads on a key head. D: width of a head.
+        rows, block_d: of a tile of queries; powers of two, 16 at least.
+        block_n, split: as in `Config`.
+    """
+
+    group: int
+    D: int
+    rows: int
+    block_d: int
+    block_n: int
+    split: int
+
+
+class Held(NamedTuple):
+    """This rank's part of the cache, see `cached_attention.Cache`: `k` and `v` (Heads) by sequence
+    or, where there is a `table` of them, by page."""
+
+    k: Any
+    v: Any
+    table: Any
+    stride_table: Any
+    block: Any
+    world_size: Any
+
+
 @triton.jit
-def _visible(limit, block_size, rank, world_size):
+def _seen(limit, held, held_rank):
     """How many of this rank's keys lie before position `limit`: see `Cache.seen`."""
-    cycle = block_size * world_size
+    cycle = held.block * held.world_size
     limit = tl.maximum(limit, 0)
-    rest = limit % cycle - rank * block_size
-    return limit // cycle * block_size + tl.minimum(tl.maximum(rest, 0), block_size)
+    rest = limit % cycle - held_rank * held.block
+    return limit // cycle * held.block + tl.minimum(tl.maximum(rest, 0), held.block)
 
 
 @triton.jit
 def _merge(top, total, acc, other_top, other_total, other_acc):
-    """Two partial softmaxes (R,), (R,), (R, D) as one."""
+    """Two partial softmaxes (ROWS,), (ROWS,), (ROWS, BLOCK_D) as one."""
     new_top = tl.maximum(top, other_top)
     # Of two that saw nothing, -inf - -inf.
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    mine, theirs = tl.exp(top - safe), tl.exp(other_top - safe)
+    mine, theirs = tl.exp2(top - safe), tl.exp2(other_top - safe)
     acc = acc * mine[:, None] + other_acc * theirs[:, None]
     return new_top, total * mine + other_total * theirs, acc
 
 
 @triton.jit
-def _attend(
-    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, row, head, part, scale, T, BLOCK_SIZE, rank,
-    world_size, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb,
-    stride_vh, stride_vs, stride_tb,
-    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """(max, sum, acc) of one part of an item: rows (ROWS,), keys of this rank."""
-    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
+    """Keys and values (BLOCK_N, BLOCK_D) of these tokens of one item, 0 where not `inside`."""
+    if held.table is None:
+        batch, at = row, tokens
+    else:
+        page = held.table + row * held.stride_table + tokens // held.block
+        batch = tl.load(page, mask=inside, other=0).to(tl.int64)
+        at = tokens % held.block
+    k_rows = batch * held.k.stride_b + head * held.k.stride_h + at * held.k.stride_m
+    v_rows = batch * held.v.stride_b + head * held.v.stride_h + at * held.v.stride_m
+    offs_d = tl.arange(0, CUT.block_d)
+    mask = inside[:, None] & (offs_d < CUT.D)[None, :]
+    k = tl.load(held.k.ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    v = tl.load(held.v.ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _attend(q, held, held_rank, lengths_ptr, row, head, part, qk_scale, T, CUT: tl.constexpr):
+    """(top, total, acc) of one part of an item, of the keys of this rank."""
+    offs_r, offs_d = tl.arange(0, CUT.rows), tl.arange(0, CUT.block_d)
     group_head, t = offs_r // T, offs_r % T
-    inside_d = offs_d < D
     row = tl.cast(row, tl.int64)
-    q_rows = row * stride_qb + (head * G + group_head) * stride_qh + t * stride_qt
-    inside_r = offs_r < G * T
-    q = tl.load(
-        q_ptr + q_rows[:, None] + offs_d[None, :],
-        mask=inside_r[:, None] & inside_d[None, :],
-        other=0.0,
-    )
+    q_rows = row * q.stride_b + (head * CUT.group + group_head) * q.stride_h + t * q.stride_m
+    inside = (offs_r < CUT.group * T)[:, None] & (offs_d < CUT.D)[None, :]
+    rows = tl.load(q.ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
     length = tl.cast(tl.load(lengths_ptr + row), tl.int64)
-    seen = _visible(length - T + 1 + t, BLOCK_SIZE, rank, world_size)
-    count = _visible(length, BLOCK_SIZE, rank, world_size)
-    share = (count + SPLIT * BLOCK_N - 1) // (SPLIT * BLOCK_N) * BLOCK_N
+    seen = _seen(length - T + 1 + t, held, held_rank)
+    count = _seen(length, held, held_rank)
+    share = tiles.cdiv(count, CUT.split * CUT.block_n) * CUT.block_n
     first = part * share
     last = tl.minimum(first + share, count)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.full((ROWS,), 0.0, tl.float32)
-    acc = tl.full((ROWS, BLOCK_D), 0.0, tl.float32)
-    for start in range(first, last, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        inside_n = offs_n < last
-        if PAGED:
-            page = tl.load(
-                table_ptr + row * stride_tb + offs_n // BLOCK_SIZE, mask=inside_n, other=0
-            )
-            page = tl.cast(page, tl.int64)
-            k_rows = page * stride_kb + head * stride_kh + offs_n % BLOCK_SIZE * stride_ks
-            v_rows = page * stride_vb + head * stride_vh + offs_n % BLOCK_SIZE * stride_vs
-        else:
-            k_rows = row * stride_kb + head * stride_kh + offs_n * stride_ks
-            v_rows = row * stride_vb + head * stride_vh + offs_n * stride_vs
-        inside = inside_n[:, None] & inside_d[None, :]
-        k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
-        v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
-        scores = tiles.dot(q, tl.trans(k), tiles.zeros(ROWS, BLOCK_N)) * scale
-        scores = tl.where(
-            (offs_n[None, :] < seen[:, None]) & inside_n[None, :], scores, float("-inf")
-        )
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(scores - safe[:, None])
-        faded = tl.exp(top - safe)
-        total = total * faded + tl.sum(weights, 1)
-        acc = tiles.dot(weights.to(v.dtype), v, acc * faded[:, None])
-        top = new_top
+    top, total, acc = nothing_seen(CUT.rows, CUT.block_d)
+    for start in range(first, last, CUT.block_n):
+        tokens = start + tl.arange(0, CUT.block_n)
+        k, v = _load_keys(held, row, head, tokens, tokens < last, CUT)
+        scores = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n)) * qk_scale
+        limits = tl.minimum(seen, last)
+        scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
+        top, total, weights, fade = weighed(top, total, scores)
+        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * fade[:, None])
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["rank", "block_rank"])
+@triton.jit(do_not_specialize=["rank", "held_rank"])
 def _flash_decode_kernel(
     out_ptr,  # (B, H, T, D) contiguous
     lse_ptr,  # (B, H, T) fp32
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,  # (B, blocks) int32, or None
+    q,  # Heads, (B, H, T, D)
+    held,  # Held
     lengths_ptr,  # (B,)
-    scratch_ptr,  # (items * SPLIT, ROWS, BLOCK_D + 2) fp32, or None
+    scratch_ptr,  # (items * split, rows, block_d + 2) fp32, or None
     link,
     items,  # B * H_kv
     H_kv,
     T,
-    BLOCK_SIZE,
     scale,
     rank,
-    block_rank,  # rank and number of those among which the blocks are dealt
-    block_ranks,
-    stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_ks,
-    stride_vb, stride_vh, stride_vs,
-    stride_tb,
+    held_rank,  # among the `world_size` ranks to which blocks of keys are dealt
     WORLD_SIZE: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PAGED: tl.constexpr,
-) -> None:  # fmt: skip
-    """Grid: the same on all ranks; items * SPLIT if SPLIT > 1.
+    CUT: tl.constexpr,
+) -> None:
+    """Grid: the same on all ranks; items * split if split > 1.
 
-    Example: 2 items, SPLIT=3, 6 programs: 0, 1 and 2 attend to a third of item 0's keys each;
+    Example: 2 items, split=3, 6 programs: 0, 1 and 2 attend to a third of item 0's keys each;
     program 2 merges them, shows the result to the peers, and merges what their programs 2 show.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
     own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
-    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
-    SIZE: tl.constexpr = ROWS * (BLOCK_D + 2)
-    SHOWN: tl.constexpr = ROWS * (BLOCK_D + 1)
+    ROWS: tl.constexpr = CUT.rows
+    SPLIT: tl.constexpr = CUT.split
+    ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
+    SIZE: tl.constexpr = ACC + 2 * ROWS
+    SHOWN: tl.constexpr = ACC + ROWS
+    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, CUT.block_d)
+    offs = offs_r[:, None] * CUT.block_d + offs_d[None, :]
     slot_stride = tl.cast(items, tl.int64) * SHOWN
     complete = True
     whole = program % SPLIT == SPLIT - 1
     for work in range(program, items * SPLIT, programs):
         item, part = work // SPLIT, work % SPLIT
         top, total, acc = _attend(
-            q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, item // H_kv, item % H_kv, part, scale, T,
-            BLOCK_SIZE, block_rank, block_ranks, stride_qb, stride_qh, stride_qt, stride_kb,
-            stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_tb,
-            G, D, ROWS, BLOCK_D, BLOCK_N, SPLIT, PAGED,
-        )  # fmt: skip
+            q, held, held_rank, lengths_ptr, item // H_kv, item % H_kv, part, scale * LOG2_E, T, CUT
+        )
         if SPLIT > 1:
             base = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             if whole:
-                merged_top = tl.full((ROWS,), float("-inf"), tl.float32)
-                merged_total = tl.full((ROWS,), 0.0, tl.float32)
-                merged_acc = tl.full((ROWS, BLOCK_D), 0.0, tl.float32)
+                all_top, all_total, all_acc = nothing_seen(ROWS, CUT.block_d)
                 for other in range(SPLIT - 1):
                     word = signals.slot_ptr(
                         link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1) + other
@@ -221,28 +229,24 @@ def _flash_decode_kernel(
                     polls = signals.patience(own_pad, link.max_polls)
                     complete &= signals.wait_local(word, generation, polls)
                     theirs = base + other * SIZE
-                    merged_top, merged_total, merged_acc = _merge(
-                        merged_top, merged_total, merged_acc,
-                        tl.load(theirs + ROWS * BLOCK_D + offs_r),
-                        tl.load(theirs + ROWS * (BLOCK_D + 1) + offs_r),
-                        tl.load(theirs + offs),
+                    all_top, all_total, all_acc = _merge(
+                        all_top, all_total, all_acc, tl.load(theirs + ACC + offs_r),
+                        tl.load(theirs + ACC + ROWS + offs_r), tl.load(theirs + offs),
                     )  # fmt: skip
                 if not complete:
                     signals.record_timeout(own_pad, rank, rank, generation)
-                top, total, acc = _merge(merged_top, merged_total, merged_acc, top, total, acc)
+                top, total, acc = _merge(all_top, all_total, all_acc, top, total, acc)
             else:
                 mine = base + part * SIZE
                 tl.store(mine + offs, acc)
-                tl.store(mine + ROWS * BLOCK_D + offs_r, top)
-                tl.store(mine + ROWS * (BLOCK_D + 1) + offs_r, total)
+                tl.store(mine + ACC + offs_r, top)
+                tl.store(mine + ACC + ROWS + offs_r, total)
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),
                     generation,
                 )
         if whole & complete:
-            some = total > 0
-            value = acc / tl.where(some, total, 1.0)[:, None]
-            lse = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+            value, lse = averaged(top, total, acc)
             place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
             for step in range(1, WORLD_SIZE + 1):
                 peer = (rank + step) % WORLD_SIZE
@@ -250,7 +254,7 @@ def _flash_decode_kernel(
                     link.buffer_ptrs, peer, generation, link.half_bytes, tl.float32
                 )
                 tl.store(slot + offs, value)
-                tl.store(slot + ROWS * BLOCK_D + offs_r, lse)
+                tl.store(slot + ACC + offs_r, lse)
     if whole & complete:
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
         # The own slot too was stored by other threads than the ones that read it next.
@@ -262,26 +266,17 @@ def _flash_decode_kernel(
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
         for work in range(program, items * SPLIT, programs):
             item = tl.cast(work // SPLIT, tl.int64)
-            top = tl.full((ROWS,), float("-inf"), tl.float32)
-            total = tl.full((ROWS,), 0.0, tl.float32)
-            acc = tl.full((ROWS, BLOCK_D), 0.0, tl.float32)
+            top, total, acc = nothing_seen(ROWS, CUT.block_d)
             for source in range(WORLD_SIZE):
                 slot = slots + source * slot_stride + item * SHOWN
                 top, total, acc = _merge(
-                    top, total, acc, tl.load(slot + ROWS * BLOCK_D + offs_r), 1.0,
-                    tl.load(slot + offs),
-                )  # fmt: skip
-            some = top > float("-inf")
-            total = tl.where(some, total, 1.0)
-            rows = item * (G * T) + offs_r  # heads of one key head, and their tokens, lie together
-            inside = offs_r < G * T
-            tl.store(
-                out_ptr + rows[:, None] * D + offs_d[None, :],
-                (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-                mask=inside[:, None] & (offs_d < D)[None, :],
-            )
-            lse = tl.where(some, top + tl.log(total), float("-inf"))
-            tl.store(lse_ptr + rows, lse, mask=inside)
+                    top, total, acc, tl.load(slot + ACC + offs_r), 1.0, tl.load(slot + offs)
+                )
+            value, lse = averaged(top, total, acc)
+            # Heads of one key head, and their tokens, lie together.
+            inside, first = CUT.group * T, item * (CUT.group * T)
+            tiles.store(out_ptr + first * CUT.D, value, 0, 0, inside, CUT.D, CUT.D, 1)
+            tl.store(lse_ptr + first + offs_r, lse * LN_2, mask=offs_r < inside)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 
@@ -329,42 +324,34 @@ def launch(
 ) -> None:
     """Enqueue the kernel."""
     H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
-    items = q.shape[0] * H_kv
+    items, table = q.shape[0] * H_kv, cache.table
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)
         scratch = torch.empty(size, dtype=torch.float32, device=q.device)
-    q = q if q.stride(3) == 1 else q.contiguous()
     _flash_decode_kernel[(config.programs,)](
         out,
         lse,
-        q,
-        cache.k,
-        cache.v,
-        cache.table,
+        heads_of(q if q.stride(3) == 1 else q.contiguous()),
+        Held(
+            heads_of(cache.k),
+            heads_of(cache.v),
+            table,
+            0 if table is None else table.stride(0),
+            cache.block,
+            cache.world_size,
+        ),
         lengths,
         scratch,
         link_of(ws),
         items,
         H_kv,
         T,
-        cache.block,
         scale,
         ws.rank,
         cache.rank,
-        cache.world_size,
-        *q.stride()[:3],
-        *cache.k.stride()[:3],
-        *cache.v.stride()[:3],
-        cache.table.stride(0) if cache.table is not None else 0,
         WORLD_SIZE=ws.world_size,
-        G=q.shape[1] // H_kv,
-        D=D,
-        ROWS=rows,
-        BLOCK_D=block_d,
-        BLOCK_N=config.block_n,
-        SPLIT=config.split,
-        PAGED=cache.table is not None,
+        CUT=Cut(q.shape[1] // H_kv, D, rows, block_d, config.block_n, config.split),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -39,8 +39,9 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
+from weft.collectives.workspace import link_of
 from weft.kernels import tiles
-from weft.kernels.operands import NO_SCALES, Scales, link_of, matrix
+from weft.kernels.operands import NO_SCALES, Scales, matrix
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace

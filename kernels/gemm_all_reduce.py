@@ -39,10 +39,11 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
+from weft.collectives.workspace import link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
-from weft.kernels.operands import described, link_of
+from weft.kernels.operands import described
 from weft.kernels.partial_sums import factors_of, finish_of
 
 # One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay

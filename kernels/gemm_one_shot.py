@@ -37,9 +37,10 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Workspace, signals
+from weft.collectives.workspace import link_of
 from weft.kernels import partial_sums, splits, tiles
 from weft.kernels.chips import Chip, Tiling, tiling_for
-from weft.kernels.operands import described, link_of
+from weft.kernels.operands import described
 from weft.kernels.partial_sums import Factors, Finish
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the kernels: matrices with their strides, tensor descriptors, the way to the peers.
+"""Arguments of the kernels: matrices with their strides, tensor descriptors.
 
 Triton passes named tuples through to a kernel field by field, so that a kernel's argument list says
 what belongs together.
@@ -8,24 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.chips import Tiling
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
-
-
-class Link(NamedTuple):
-    """How a kernel reaches its peers: see `weft.collectives.signals`."""
-
-    buffer_ptrs: Any
-    signal_ptrs: Any
-    half_bytes: Any
-    max_polls: Any
 
 
 class Matrix(NamedTuple):
@@ -46,11 +34,6 @@ class Scales(NamedTuple):
 
 
 NO_SCALES = Scales(None, 0)
-
-
-def link_of(ws: Workspace) -> Link:
-    """The kernels' way to the peers of `ws`."""
-    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
 
 
 def matrix(tensor: torch.Tensor) -> Matrix:

@@ -24,8 +24,10 @@ gradients are never more than a shard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +37,59 @@ from weft.collectives import signals
 from weft.kernels import tiles
 from weft.kernels.chips import INTERPRETER, Chip
 from weft.kernels.sharded_sequence import Geometry, Span, needed_rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for, apart from its tiles.
+
+    Attributes:
+        world_size: W.
+        spans: of a shard, 1 or 2.
+        head_dim: D.
+        pitch, fp32_pitch: elements from one row to the next, of published keys and of fp32 parts.
+        block_d: D rounded up to a power of two, 16 at least.
+        copy_programs: programs that publish and fetch keys. copy_m: rows that they move at a time.
+    """
+
+    world_size: int
+    spans: int
+    head_dim: int
+    pitch: int
+    fp32_pitch: int
+    block_d: int
+    copy_programs: int
+    copy_m: int
+
+
+class Keys(NamedTuple):
+    """Keys and values of B * H_KV = `heads` heads: `k` and `v` of this rank, (B, H_KV, m, D) with
+    the same `strides` from one batch, head and row to the next; `gathered`, all ranks'."""
+
+    k: Any
+    v: Any
+    strides: Any
+    gathered: Any
+    H_KV: Any
+    heads: Any
+
+
+class Ring(NamedTuple):
+    """A call, as its kernel knows it: the way to the peers, what `tables` says of all ranks'
+    shards, the own rank and the number of the call."""
+
+    link: Any
+    table: Any
+    rank: Any
+    generation: Any
+
+
+class HeadKeys(NamedTuple):
+    """Keys and values of one head: a row of each, and elements from row to row."""
+
+    k: Any
+    v: Any
+    stride: Any
 
 
 def pitch_of(D: int, dtype: torch.dtype) -> int:
@@ -98,10 +153,33 @@ def tables(
     documents = geometry.sees.documents
     if documents is None:
         return table, None
-    starts = torch.tensor(documents, device=device)
+    starts = torch.tensor(documents, device="cpu")
     lengths = starts.diff()
     bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-    return table, torch.stack(bounds).to(torch.int32)
+    return table, torch.stack(bounds).to(device, torch.int32)
+
+
+def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:
+    """Of the kernels, for keys `k` (B, H_kv, m, D), with `copies` programs that fetch them."""
+    D = k.shape[3]
+    return Shape(
+        world_size=len(geometry.k_sizes),
+        spans=len(geometry.k_spans[0]),
+        head_dim=D,
+        pitch=pitch_of(D, k.dtype),
+        fp32_pitch=pitch_of(D, torch.float32),
+        block_d=max(16, triton.next_power_of_2(D)),
+        copy_programs=copies,
+        copy_m=copy_m,
+    )
+
+
+def keys_of(k: torch.Tensor, v: torch.Tensor, geometry: Geometry) -> Keys:
+    """The own shard (B, H_kv, m, D) as kernels take it, and room for everyone's."""
+    B, H_kv, _, D = k.shape
+    remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
+    gathered = k.new_empty(2 * B * H_kv * remote * pitch_of(D, k.dtype))
+    return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv)
 
 
 @triton.jit
@@ -112,9 +190,9 @@ def span_of(spans_ptr, rank, span, SPANS: tl.constexpr):
 
 
 @triton.jit
-def key_spans(table_ptr, WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr):
+def key_spans(table_ptr, SHAPE: tl.constexpr):
     """The words of the keys' spans; those of the queries begin the table."""
-    return table_ptr + WORLD_SIZE * SPANS * 3
+    return table_ptr + SHAPE.world_size * SHAPE.spans * 3
 
 
 @triton.jit
@@ -140,255 +218,169 @@ def tile_of(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def shard_offset(
-    table_ptr,
-    source,
-    heads,
-    PITCH: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """Where the shard of `source` begins in `gathered`, in elements."""
-    row = tl.load(table_ptr + 2 * WORLD_SIZE * SPANS * 3 + source).to(tl.int64)
-    return row * 2 * heads * PITCH
+def rows_of(table_ptr, source, SHAPE: tl.constexpr):
+    """Keys that `source` holds."""
+    SPANS: tl.constexpr = SHAPE.spans
+    rows = 0
+    for span in tl.static_range(SPANS):
+        rows += span_of(key_spans(table_ptr, SHAPE), source, span, SPANS)[2]
+    return rows
 
 
 @triton.jit
-def needed(table_ptr, rank, source, span, WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr):
-    """Rows first .. last - 1 of a span of `source` that `rank`'s queries may see."""
-    words = table_ptr + (2 * WORLD_SIZE * SPANS * 3 + WORLD_SIZE)
-    words += ((rank * WORLD_SIZE + source) * SPANS + span) * 2
-    return tl.load(words), tl.load(words + 1)
-
-
-@triton.jit
-def is_needed(table_ptr, rank, source, first, last, WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr):
-    """Whether `rank` needs any of rows first .. last - 1 of `source`."""
+def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
+    """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
+    SPANS: tl.constexpr = SHAPE.spans
+    words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 1)
+    words += (rank * SHAPE.world_size + source) * SPANS * 2
     found = False
     for span in tl.static_range(SPANS):
-        begin, end = needed(table_ptr, rank, source, span, WORLD_SIZE, SPANS)
+        begin, end = tl.load(words + 2 * span), tl.load(words + 2 * span + 1)
         found |= (first < end) & (begin < last)
     return found
 
 
 @triton.jit
-def visible(position, documents_ptr, before, after, limit):
-    """First token that one at `position` sees, and the one after the last.
-
-    `limit` is the length of the sequence looked at. Queries see keys with (before, after), keys are
-    seen by queries with (after, before). For blocks of positions and for scalars.
-
-    Example: before=2, after=0, limit=5: position 3 sees 1 .. 4, position 6 sees 4 .. 5.
-    """
-    first = tl.maximum(position - before, 0)
-    last = tl.minimum(position + after + 1, limit)
-    if documents_ptr is not None:
-        inside = tl.minimum(position, limit - 1)
-        first = tl.maximum(first, tl.load(documents_ptr + inside))
-        last = tl.minimum(last, tl.load(documents_ptr + limit + inside))
-    return first, last
+def _shard_ptr(keys, ring, source, SHAPE: tl.constexpr):
+    """Where the keys of `source` begin in `gathered`."""
+    base = ring.table + SHAPE.world_size * 2 * SHAPE.spans * 3 + source
+    return keys.gathered + tl.load(base).to(tl.int64) * 2 * keys.heads * SHAPE.pitch
 
 
 @triton.jit
-def _publish_rows(
-    half_ptr,
-    x_ptr,
-    strides,
-    heads,
-    H_KV,
-    rows,
-    HEAD_DIM: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-):
+def head_keys(keys, ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
+    """The keys and values of one head of `source`, once they have come: row `shift` of each.
+
+    For rows counted by position, `shift` is the row less the position of some token.
+    """
+    shift = tl.cast(shift, tl.int64)
+    if source == ring.rank:
+        at = batch * keys.strides[0] + kv_head * keys.strides[1] + shift * keys.strides[2]
+        k, v, stride = keys.k + at, keys.v + at, tl.cast(keys.strides[2], tl.int32)
+    else:
+        rows = tl.cast(rows_of(ring.table, source, SHAPE), tl.int64)
+        k = _shard_ptr(keys, ring, source, SHAPE)
+        k += ((batch * keys.H_KV + kv_head) * rows + shift) * SHAPE.pitch
+        v, stride = k + keys.heads * rows * SHAPE.pitch, tl.cast(SHAPE.pitch, tl.int32)
+    return HeadKeys(k, v, stride)
+
+
+@triton.jit
+def _publish_rows(half_ptr, x_ptr, keys, rows, SHAPE: tl.constexpr):
+    """The own keys or values, every chunk that is this program's."""
+    COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), heads * chunks, COPY_PROGRAMS):
+    for unit in range(tl.program_id(0), keys.heads * chunks, SHAPE.copy_programs):
         head, first = (unit // chunks).to(tl.int64), (unit % chunks).to(tl.int64) * COPY_M
-        x_head = x_ptr + head // H_KV * strides[0] + head % H_KV * strides[1]
+        x_head = x_ptr + head // keys.H_KV * keys.strides[0] + head % keys.H_KV * keys.strides[1]
         tiles.copy_block(
-            half_ptr + (head * rows + first) * PITCH,
-            x_head + first * strides[2],
+            half_ptr + (head * rows + first) * SHAPE.pitch,
+            x_head + first * keys.strides[2],
             tl.minimum(COPY_M, rows - first),
-            HEAD_DIM,
-            PITCH,
-            strides[2],
+            SHAPE.head_dim,
+            SHAPE.pitch,
+            keys.strides[2],
             1,
             COPY_M,
-            BLOCK_D,
+            SHAPE.block_d,
         )
 
 
 @triton.jit
-def _fetch_rows(
-    out_ptr,
-    shard_ptr,
-    table_ptr,
-    rank,
-    source,
-    heads,
-    rows,
-    WORLD_SIZE: tl.constexpr,
-    SPANS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-):
+def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexpr):
+    """The keys or values of `source` that are needed here, every chunk that is this program's."""
+    COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), heads * chunks, COPY_PROGRAMS):
+    for unit in range(tl.program_id(0), keys.heads * chunks, SHAPE.copy_programs):
         first = unit % chunks * COPY_M
         last = tl.minimum(first + COPY_M, rows)
-        if is_needed(table_ptr, rank, source, first, last, WORLD_SIZE, SPANS):
-            at = ((unit // chunks).to(tl.int64) * rows + first) * PITCH
+        if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
+            at = ((unit // chunks).to(tl.int64) * rows + first) * SHAPE.pitch
             tiles.copy_block(
                 out_ptr + at,
                 shard_ptr + at,
                 last - first,
-                HEAD_DIM,
-                PITCH,
-                PITCH,
+                SHAPE.head_dim,
+                SHAPE.pitch,
+                SHAPE.pitch,
                 1,
                 COPY_M,
-                BLOCK_D,
+                SHAPE.block_d,
             )
 
 
 @triton.jit
-def rows_of(table_ptr, source, WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr):
-    """Keys that `source` holds."""
-    rows = 0
-    for span in tl.static_range(SPANS):
-        rows += span_of(key_spans(table_ptr, WORLD_SIZE, SPANS), source, span, SPANS)[2]
-    return rows
-
-
-@triton.jit
-def publish_keys(
-    k_ptr,
-    v_ptr,
-    kv_strides,
-    table_ptr,
-    buffer_ptrs,
-    signal_ptrs,
-    heads,
-    H_KV,
-    half_bytes,
-    rank,
-    generation,
-    WORLD_SIZE: tl.constexpr,
-    SPANS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-):
+def publish_keys(keys, ring, SHAPE: tl.constexpr):
     """Step 1 of the protocol."""
-    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, k_ptr.dtype.element_ty)
-    rows = rows_of(table_ptr, rank, WORLD_SIZE, SPANS)
-    _publish_rows(
-        half, k_ptr, kv_strides, heads, H_KV, rows, HEAD_DIM, PITCH, BLOCK_D, COPY_PROGRAMS, COPY_M
-    )
-    half += tl.cast(heads, tl.int64) * rows * PITCH
-    _publish_rows(
-        half, v_ptr, kv_strides, heads, H_KV, rows, HEAD_DIM, PITCH, BLOCK_D, COPY_PROGRAMS, COPY_M
-    )
-    signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, tl.program_id(0), generation)
+    link, rank, generation = ring.link, ring.rank, ring.generation
+    dtype: tl.constexpr = keys.k.dtype.element_ty
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
+    rows = rows_of(ring.table, rank, SHAPE)
+    _publish_rows(half, keys.k, keys, rows, SHAPE)
+    half += tl.cast(keys.heads, tl.int64) * rows * SHAPE.pitch
+    _publish_rows(half, keys.v, keys, rows, SHAPE)
+    program = tl.program_id(0)
+    signals.signal_peers(link.signal_ptrs, rank, SHAPE.world_size, 0, program, generation)
 
 
 @triton.jit
-def fetch_keys(
-    gathered_ptr,
-    table_ptr,
-    buffer_ptrs,
-    signal_ptrs,
-    heads,
-    half_bytes,
-    max_polls,
-    rank,
-    generation,
-    WORLD_SIZE: tl.constexpr,
-    SPANS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-):
+def fetch_keys(keys, ring, SHAPE: tl.constexpr):
     """Step 2 of the protocol."""
-    program = tl.program_id(0)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    link, rank, generation, program = ring.link, ring.rank, ring.generation, tl.program_id(0)
+    dtype: tl.constexpr = keys.gathered.dtype.element_ty
+    WORLD_SIZE: tl.constexpr = SHAPE.world_size
     PEERS: tl.constexpr = WORLD_SIZE - 1
     for visit in range(2 * PEERS):
         source = (rank + 1 + visit % tl.maximum(PEERS, 1)) % WORLD_SIZE
-        rows = rows_of(table_ptr, source, WORLD_SIZE, SPANS)
-        useful = is_needed(table_ptr, rank, source, 0, rows, WORLD_SIZE, SPANS)
+        rows = rows_of(ring.table, source, SHAPE)
+        useful = is_needed(ring.table, rank, source, 0, rows, SHAPE)
         if useful == (visit < PEERS):
             arrived = signals.wait_for(
-                signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, max_polls
+                link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls
             )
             if arrived & useful:
-                shard = signals.half_ptr(buffer_ptrs, source, generation, half_bytes, dtype)
-                out = gathered_ptr + shard_offset(
-                    table_ptr, source, heads, PITCH, WORLD_SIZE, SPANS
+                shard = signals.half_ptr(
+                    link.buffer_ptrs, source, generation, link.half_bytes, dtype
                 )
+                out = _shard_ptr(keys, ring, source, SHAPE)
                 for values in range(2):
-                    at = tl.cast(values * heads, tl.int64) * rows * PITCH
-                    _fetch_rows(
-                        out + at,
-                        shard + at,
-                        table_ptr,
-                        rank,
-                        source,
-                        heads,
-                        rows,
-                        WORLD_SIZE,
-                        SPANS,
-                        HEAD_DIM,
-                        PITCH,
-                        BLOCK_D,
-                        COPY_PROGRAMS,
-                        COPY_M,
-                    )
-                signals.signal_local(
-                    signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, source, program), generation
-                )
+                    at = tl.cast(values * keys.heads, tl.int64) * rows * SHAPE.pitch
+                    _fetch_rows(out + at, shard + at, keys, ring, source, rows, SHAPE)
+                announce(ring, source, SHAPE)
 
 
 @triton.jit
-def wait_for_parts(
-    signal_ptrs, rank, source, generation, max_polls, WORLD_SIZE: tl.constexpr, PARTS: tl.constexpr
-):
-    """Step 3: until all copy programs have announced `source`. False on a time-out."""
+def announce(ring, source, SHAPE: tl.constexpr):
+    """Tell the programs of this launch that this one is done with its share of `source`."""
+    word = signals.slot_ptr(
+        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, tl.program_id(0)
+    )
+    signals.signal_local(word, ring.generation)
+
+
+@triton.jit
+def _wait_for_source(ring, source, SHAPE: tl.constexpr):
+    """Until all copy programs have announced `source`. False on a time-out."""
     arrived = True
-    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    for part in range(PARTS):
-        slot = signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, source, part)
-        arrived &= signals.wait_local(slot, generation, signals.patience(own_pad, max_polls))
+    signal_ptrs = ring.link.signal_ptrs
+    own_pad = signals.peer_ptr(signal_ptrs, ring.rank, tl.int64)
+    for part in range(SHAPE.copy_programs):
+        word = signals.slot_ptr(signal_ptrs, ring.rank, SHAPE.world_size, 1, source, part)
+        polls = signals.patience(own_pad, ring.link.max_polls)
+        arrived &= signals.wait_local(word, ring.generation, polls)
     if not arrived:
-        signals.record_timeout(own_pad, rank, source, generation)
+        signals.record_timeout(own_pad, ring.rank, source, ring.generation)
     return arrived
 
 
 @triton.jit
-def having(
-    come,  # int64, bit `step`: the keys of rank + step are here
-    step,
-    signal_ptrs,
-    rank,
-    generation,
-    max_polls,
-    WORLD_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """`come`, after a wait for the keys of rank + step if they had not come yet."""
+def having(come, step, ring, SHAPE: tl.constexpr):
+    """Step 3: `come`, after a wait for the keys of rank + step if they had not come yet.
+
+    Args:
+        come: int64, bit `step`: the keys of rank + step are here.
+    """
     if (come >> step & 1) == 0:
-        source = (rank + step) % WORLD_SIZE
-        arrived = wait_for_parts(
-            signal_ptrs, rank, source, generation, max_polls, WORLD_SIZE, PARTS
-        )
+        arrived = _wait_for_source(ring, (ring.rank + step) % SHAPE.world_size, SHAPE)
         come |= tl.where(arrived, tl.cast(1, tl.int64) << step, 0)
     return come

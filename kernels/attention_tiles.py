@@ -1,0 +1,164 @@
+"""Tiles of attention: rows of a head, which of them see which, and the online softmax.
+
+Legend: a query sees keys by *position* in the whole sequence; D is the width of a head. Scores are
+kept times log2(e), so that exp2 serves: it is what the hardware has.
+
+Softmax over blocks of keys, for M queries: `top` (M,) is the largest score so far, `total` (M,) the
+sum of exp2(score - top) and `acc` (M, D) that of exp2(score - top) * v. A query that has seen
+nothing has (-inf, 0, 0).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives.device_math import cdiv
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Heads(NamedTuple):
+    """(B, H, rows, D) in memory, D contiguous: pointer to its first element, elements from one
+    batch, head and row to the next."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_m: Any
+
+
+class Sight(NamedTuple):
+    """What a position sees: `before` positions before and `after` after it, and itself, of its own
+    document (`documents`: (2, limit), first and one after the last token of each one's; or None)
+    and of `limit` tokens in all."""
+
+    documents: Any
+    before: Any
+    after: Any
+    limit: Any
+
+
+def heads_of(x: torch.Tensor) -> Heads:
+    """A (B, H, rows, D) tensor as a kernel takes it."""
+    return Heads(x, *x.stride()[:3])
+
+
+def in_rows(*tensors: torch.Tensor) -> Any:
+    """The tensors as kernels read them: rows contiguous, strides alike; copies where they are not.
+
+    Offsets inside a block of rows, 256 at most, must fit 32 bits.
+    """
+    strides = tensors[0].stride()
+    if all(x.stride() == strides for x in tensors) and strides[3] == 1 and strides[2] < 1 << 22:
+        return tensors if len(tensors) > 1 else tensors[0]
+    return in_rows(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
+
+
+# tl.max and tl.sum are kernels themselves: see `tiles`. What they are made of is not.
+@triton.jit
+def row_max(x):
+    """The largest of each row."""
+    return tl.reduce(x, 1, tl.standard._elementwise_max)
+
+
+@triton.jit
+def row_sum(x):
+    """The sum of each row."""
+    return tl.reduce(x, 1, tl.standard._sum_combine)
+
+
+@triton.jit
+def head_ptr(heads, batch, head):
+    """Where row 0 of a head lies; both are int64."""
+    return heads.ptr + batch * heads.stride_b + head * heads.stride_h
+
+
+@triton.jit
+def load_rows(
+    ptr, start, stop, stride, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """BLOCK rows of a matrix D wide, from row `start` on: 0 beyond it, and from row `stop` on.
+
+    Offsets inside the block are 32 bits wide: kept through a loop, they take half the registers.
+    """
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    rows = start + rows
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    inside = (rows[:, None] < stop) & (columns[None, :] < D)
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def visible(position, sees):
+    """First token that one at `position` sees, and the one after the last.
+
+    For blocks of positions and for scalars.
+
+    Example: before=2, after=0, limit=5: position 3 sees 1 .. 3, position 6 sees 4 .. 4.
+    """
+    first = tl.maximum(position - sees.before, 0)
+    last = tl.minimum(position + sees.after + 1, sees.limit)
+    if sees.documents is not None:
+        inside = tl.minimum(position, sees.limit - 1)
+        first = tl.maximum(first, tl.load(sees.documents + inside))
+        last = tl.minimum(last, tl.load(sees.documents + sees.limit + inside))
+    return first, last
+
+
+@triton.jit
+def seen_pairs(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr):
+    """(BLOCK, SEEN): whether tokens from `start` on see those from `seen_start` to `seen_stop` - 1.
+
+    Computed where it is used: its rows' bounds would else be live through the whole loop.
+    """
+    rows, columns = start + tl.arange(0, BLOCK), seen_start + tl.arange(0, SEEN)
+    first, last = visible(rows, sees)
+    last = tl.minimum(last, seen_stop)
+    return (columns[None, :] >= first[:, None]) & (columns[None, :] < last[:, None])
+
+
+@triton.jit
+def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
+    """Cuts the tokens start .. stop - 1 for a tile of rows, of which the first and the last see
+    `lowest` and `highest`: (begin, a, b, end) where begin .. end - 1 is all that any row sees, and
+    a .. b - 1, in whole blocks from begin on, what every row sees.
+
+    Example: rows 8 .. 15 that see what is before them and themselves, so (0, 9) and (0, 16), tokens
+    4 .. 31, BLOCK=2: (4, 4, 8, 16).
+    """
+    begin, end = tl.maximum(lowest[0], start), tl.minimum(highest[1], stop)
+    common, until = tl.maximum(highest[0], begin), tl.minimum(lowest[1], end)
+    a = begin + cdiv(common - begin, BLOCK) * BLOCK
+    b = a + tl.maximum(until - a, 0) // BLOCK * BLOCK
+    return begin, a, b, end
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(top, total, acc) of queries that have seen no key yet."""
+    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.full((ROWS,), 0.0, dtype=tl.float32)
+    return top, total, tl.full((ROWS, BLOCK_D), 0.0, dtype=tl.float32)
+
+
+@triton.jit
+def weighed(top, total, scores):
+    """A block of keys more: the new (top, total), its weights, and the factor for `acc`."""
+    new_top = tl.maximum(top, row_max(scores))
+    # A row that has seen nothing keeps -inf: -inf - -inf would be nan.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    return new_top, total * fade + row_sum(weights), weights, fade
+
+
+@triton.jit
+def averaged(top, total, acc):
+    """What the queries get, and their log-sum-exp in base 2: 0 and -inf where nothing was seen."""
+    total = tl.where(total == 0, 1.0, total)
+    return acc / total[:, None], top + tl.log2(total)

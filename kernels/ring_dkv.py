@@ -1,0 +1,298 @@
+"""dk and dv of ring attention: every rank makes its part for all keys, their owners add them up.
+
+Legend as in `ring_keys`. What the queries of one rank add to the keys of another is a part; dk and
+dv are sums of parts over the ranks. The half of this generation on every rank holds, behind its
+published keys, W slots, one a source rank, each with that rank's part of dk and dv of the own keys:
+
+    slot of s      [dk | dv] x [heads] x [rows of the largest shard] x SLOT_PITCH     fp32
+
+    rank 0 makes d(keys of 0) --> rank 0, slot 0       rank 1 makes d(keys of 1) --> rank 1, slot 1
+           then  d(keys of 1) --> rank 1, slot 0              then  d(keys of 2) --> rank 2, slot 1
+    rank 0: dk, dv = slot 0 + slot 1 + slot 2, in that order: bitwise the same in every run
+
+Tiles of dkv_n keys of one head are numbered alike on all ranks: tile u of owner d is made by the
+program with number (u + d * tiles a shard) % P among those that compute. So what program p of the
+owner adds up was made by p of each peer. Tiles that no query of a rank sees are left out by that
+rank and by the sum.
+
+Protocol, steps 2 and 4 of `ring_flash_backward`
+  `make_dkv`: for the owners rank, rank+1, ...: wait for the owner's keys, make the tiles, store
+  them in the owner's slot `rank`, signal the word (0, rank, program) of its pad: release at system
+  scope; where there is nothing to make, too.
+  `reduce_dkv`: wait for the words (0, r, program) of all peers r (acquire, system scope); add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.kernels import tiles
+from weft.kernels.attention_tiles import (
+    LOG2_E,
+    head_ptr,
+    interval,
+    load_rows,
+    seen_pairs,
+    visible,
+)
+from weft.kernels.ring_keys import (
+    count_tiles,
+    having,
+    head_keys,
+    is_needed,
+    key_spans,
+    rows_of,
+    shard_bytes,
+    span_of,
+    tile_of,
+)
+from weft.kernels.sharded_sequence import Geometry
+
+
+class Queries(NamedTuple):
+    """Of B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta`, (B, H, n) fp32."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    H: Any
+    n: Any
+
+
+class HeadQueries(NamedTuple):
+    """Of one head: a row of each of `Queries`, and elements from row to row of q and dout."""
+
+    q: Any
+    stride_q: Any
+    dout: Any
+    stride_dout: Any
+    lse: Any
+    delta: Any
+
+
+class Slots(NamedTuple):
+    """Where parts lie: `offset` bytes into a half, for shards of at most `rows` keys. `stagger`:
+    tiles of a shard, by which owners' tiles are dealt to programs in turn."""
+
+    offset: Any
+    rows: Any
+    stagger: Any
+
+
+def slots_of(k: torch.Tensor, geometry: Geometry, dkv_n: int) -> Slots:
+    """The slots for keys like `k` (B, H_kv, m, D): behind the published ones, in whole lines."""
+    heads, rows = k.shape[0] * k.shape[1], max(geometry.k_sizes)
+    offset = -(-shard_bytes(heads, rows, k.shape[3], k.dtype) // 128) * 128
+    tiles_most = max(sum(-(-span.length // dkv_n) for span in held) for held in geometry.k_spans)
+    return Slots(offset, rows, tiles_most * heads)
+
+
+def slots_bytes(k: torch.Tensor, geometry: Geometry) -> int:
+    """Of a half, for the slots and what aligns them."""
+    heads, rows = k.shape[0] * k.shape[1], max(geometry.k_sizes)
+    return 128 + len(geometry.k_sizes) * shard_bytes(heads, rows, k.shape[3], torch.float32)
+
+
+@triton.jit
+def in_base_2(lse):
+    """log-sum-exps times log2(e); 0 for queries that see nothing, whose scores are all masked."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+
+
+@triton.jit
+def head_queries(queries, batch, head, shift):
+    """What belongs to one head, from row `shift` on, as `ring_keys.head_keys` counts them."""
+    shift = tl.cast(shift, tl.int64)
+    q, dout = queries.q, queries.dout
+    at = (batch * queries.H + head) * queries.n + shift
+    return HeadQueries(
+        head_ptr(q, batch, head) + shift * q.stride_m,
+        q.stride_m,
+        head_ptr(dout, batch, head) + shift * dout.stride_m,
+        dout.stride_m,
+        queries.lse + at,
+        queries.delta + at,
+    )
+
+
+@triton.jit
+def _slot_ptr(slots, keys, ring, owner, source, SHAPE: tl.constexpr):
+    """Where slot `source` of `owner` begins."""
+    link = ring.link
+    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, tl.float32)
+    return half + slots.offset // 4 + source * 2 * _slot_size(slots, keys, SHAPE)
+
+
+@triton.jit
+def _slot_size(slots, keys, SHAPE: tl.constexpr):
+    """Elements of dk, or of dv, in a slot."""
+    return tl.cast(slots.rows, tl.int64) * keys.heads * SHAPE.fp32_pitch
+
+
+@triton.jit
+def _first_tile(owner, slots, program, programs):
+    """The first tile of an owner's keys that is this program's; it makes every programs-th."""
+    return (program + programs - owner * slots.stagger % programs) % programs
+
+
+@triton.jit
+def _add_to_dkv(
+    dk,  # (BLOCK_N, block_d) fp32
+    dv,
+    k,  # (BLOCK_N, block_d)
+    v,
+    position,  # of row 0 of k
+    queries,  # HeadQueries, row 0 at position 0
+    begin,
+    a,
+    b,
+    end,
+    sees,
+    qk_scale,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What queries begin .. end - 1 add, of which a .. b - 1 see all the keys.
+
+    One loop with a branch: three loops, each with its addresses in registers, spill.
+    """
+    BLOCK_N: tl.constexpr = k.shape[0]
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
+        lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
+        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
+        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+        p = tl.exp2(scores - lse[:, None])
+        dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+        ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
+        if (start < a) | (start >= b):
+            seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+            seen &= (rows < end)[:, None]
+            # Keys of the tile that nobody here sees were not fetched: whatever they are, nan too,
+            # must not be used.
+            p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
+        dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
+        dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
+    return dk, dv
+
+
+@triton.jit
+def make_dkv(
+    come,
+    slots,
+    queries,
+    keys,
+    sees,  # Sight of the queries
+    seen_by,  # Sight of the keys
+    ring,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The parts that the own queries make, to all owners; `come` as `having` leaves it."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    SPANS: tl.constexpr = SHAPE.spans
+    PITCH: tl.constexpr = SHAPE.fp32_pitch
+    program = tl.program_id(0) - SHAPE.copy_programs
+    programs = tl.num_programs(0) - SHAPE.copy_programs
+    table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
+    sharing = queries.H // keys.H_KV  # heads of queries that read one of keys
+    for step in range(SHAPE.world_size):
+        owner = (rank + step) % SHAPE.world_size
+        slot = _slot_ptr(slots, keys, ring, owner, rank, SHAPE)
+        count = count_tiles(spans_ptr, owner, SPANS, BLOCK_N) * keys.heads
+        if is_needed(table, rank, owner, 0, rows_of(table, owner, SHAPE), SHAPE):
+            come = having(come, step, ring, SHAPE)
+        if (come >> step & 1) == 0:
+            count = 0  # nothing is seen of it, or it did not come in time
+        for tile in range(_first_tile(owner, slots, program, programs), count, programs):
+            head = tile % keys.heads
+            position, row, length = tile_of(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
+            stop = row + length
+            if is_needed(table, rank, owner, row, stop, SHAPE):
+                batch = tl.cast(head // keys.H_KV, tl.int64)
+                kv_head = tl.cast(head % keys.H_KV, tl.int64)
+                held = head_keys(keys, ring, owner, batch, kv_head, 0, SHAPE)
+                k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+                v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+                lowest, highest = (
+                    visible(position, seen_by),
+                    visible(position + length - 1, seen_by),
+                )
+                dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
+                for shared in range(SPANS * sharing):
+                    start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
+                    begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
+                    q_of = kv_head * sharing + shared // SPANS
+                    dk, dv = _add_to_dkv(
+                        dk, dv, k, v, position, head_queries(queries, batch, q_of, q_row - start),
+                        begin, a, b, end, sees, scale * LOG2_E, SHAPE, BLOCK_M,
+                    )  # fmt: skip
+                at = slot + tl.cast(head, tl.int64) * slots.rows * PITCH
+                tiles.store(at, dk * scale, row, 0, stop, D, PITCH, 1)
+                at += _slot_size(slots, keys, SHAPE)
+                tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
+        if step > 0:
+            word = signals.slot_ptr(
+                ring.link.signal_ptrs, owner, SHAPE.world_size, 0, rank, tl.program_id(0)
+            )
+            signals.signal(word, ring.generation)
+    return come
+
+
+@triton.jit
+def reduce_dkv(
+    dk_ptr,  # (B, H_KV, m, D)
+    dv_ptr,
+    slots,
+    keys,
+    ring,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REDUCE_N: tl.constexpr,
+):
+    """dk and dv of the own keys, once the parts of all ranks have come."""
+    D: tl.constexpr = SHAPE.head_dim
+    SPANS: tl.constexpr = SHAPE.spans
+    program = tl.program_id(0) - SHAPE.copy_programs
+    programs = tl.num_programs(0) - SHAPE.copy_programs
+    link, table, rank, spans_ptr = ring.link, ring.table, ring.rank, key_spans(ring.table, SHAPE)
+    # Own tiles too were stored by other threads than the ones that read them next.
+    tl.debug_barrier()
+    if signals.wait_for_peers(
+        link.signal_ptrs, rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
+        link.max_polls,
+    ):  # fmt: skip
+        m = rows_of(table, rank, SHAPE)
+        size = _slot_size(slots, keys, SHAPE)
+        first_slot = _slot_ptr(slots, keys, ring, rank, 0, SHAPE)
+        count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * keys.heads
+        for tile in range(_first_tile(rank, slots, program, programs), count, programs):
+            head = tl.cast(tile % keys.heads, tl.int64)
+            _, row, length = tile_of(spans_ptr, rank, tile // keys.heads, SPANS, BLOCK_N)
+            for part in range(0, length, REDUCE_N):
+                rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
+                inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
+                offs = (head * slots.rows + rows)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
+                dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
+                dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
+                for source in range(SHAPE.world_size):
+                    # The tile, not the part: what was stored is a whole tile or nothing.
+                    if is_needed(table, source, rank, row, row + length, SHAPE):
+                        slot = first_slot + source * 2 * size
+                        dk += tl.load(slot + offs, mask=inside, other=0.0)
+                        dv += tl.load(slot + size + offs, mask=inside, other=0.0)
+                at = (head * m + row) * D
+                tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
+                tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
