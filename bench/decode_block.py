@@ -3,8 +3,8 @@
     q (8, heads, 1, E), the same on every rank; k, v (8, kv_heads, S/W, E)  ->  out (8, heads, 1, E)
 
 Variants: `flash_decode`, on a GPU also by its kernel, whatever auto takes; "gather + attention":
-the process group gathers the caches, torch attends to them. The bound, "arithmetic", is torch's
-attention to this rank's part of the caches.
+the process group gathers the caches, torch attends to them. The bound is "memory": a copy that
+touches as many bytes as this rank's part of the caches has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import weft
+from weft.bench import bounds
 from weft.bench.context_block import PEER, TOLERANCE, by_kernel
 from weft.bench.problem import INPUTS, Call, Options, Prepared
 from weft.collectives import resolve
@@ -60,7 +61,7 @@ def prepare(tokens: int, heads: int, kv_heads: int, head_dim: int, options: Opti
         variants["triton"] = by_kernel(ours)
     return Prepared(
         variants | {PEER: gathered},
-        {"arithmetic": lambda i: attention(qs[i], ks[i], vs[i])},
+        {"memory": bounds.touching(2 * ks[0].nbytes, device)},
         expected=lambda: attention(
             qs[0].double(), *(x[0][:, :, :tokens].double() for x in (k_wholes, v_wholes))
         ),

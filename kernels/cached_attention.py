@@ -20,6 +20,7 @@ The triton engine, one launch with the merge in it, is in `flash_decoding`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,12 +60,12 @@ class Cache:
         rounds, rest = limit // cycle, limit % cycle
         return rounds * self.block + (rest - self.rank * self.block).clamp(0, self.block)
 
-    def keys(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `count` keys and values of sequence `row`, (H_kv, count, D)."""
+    def keys(self, rows: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `count` keys and values of some sequences, (rows, H_kv, count, D)."""
         if self.table is None:
-            return self.k[row, :, :count], self.v[row, :, :count]
-        pages = self.table[row, : -(-count // self.block)].long()
-        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, :count] for x in (self.k, self.v))
+            return self.k[rows, :, :count], self.v[rows, :, :count]
+        pages = self.table[rows, : -(-count // self.block)].long()
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :count] for x in (self.k, self.v))
         return k, v
 
 
@@ -237,19 +238,21 @@ def _attend(
         return out, lse
     limits = lengths.long().unsqueeze(1) - T + 1 + torch.arange(T, device=q.device)
     seen = cache.seen(limits.clamp(min=0)).tolist()
-    for row in range(B):
-        count = seen[row][-1]
+    # Sequences side by side that are as long as each other share their calls.
+    for (*early, count), run in itertools.groupby(range(B), seen.__getitem__):
+        same = list(run)
+        rows = slice(same[0], same[-1] + 1)
         if not count:
             continue
-        k, v = (x.float() for x in cache.keys(row, count))
+        k, v = (x.float() for x in cache.keys(rows, count))
         # Query heads of one key head are more rows of its matmul: keys are read once.
-        asked = q[row].float().reshape(H_kv, -1, D) * scale
-        scores = (asked @ k.mT).view(H, T, count)
-        for t in range(T - 1):
-            scores[:, t, seen[row][t] :] = -torch.inf
-        lse[row] = scores.logsumexp(-1)
-        weights = (scores - lse[row].unsqueeze(-1)).exp().nan_to_num_(0.0)
-        out[row] = (weights.view(H_kv, -1, count) @ v).view(H, T, D)
+        asked = q[rows].float().reshape(len(same), H_kv, -1, D) * scale
+        scores = (asked @ k.mT).view(-1, H, T, count)
+        for t, visible in enumerate(early):
+            scores[:, :, t, visible:] = -torch.inf
+        lse[rows] = scores.logsumexp(-1)
+        weights = (scores - lse[rows].unsqueeze(-1)).exp().nan_to_num_(0.0)
+        out[rows] = (weights.view(-1, H_kv, H // H_kv * T, count) @ v).view(-1, H, T, D)
     return out, lse
 
 
