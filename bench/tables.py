@@ -63,6 +63,7 @@ def table_of(result: Result) -> Table:
     exposed = any("arithmetic" in case.bounds for case in cases)
     bus = any("bus_bytes" in case.params for case in cases)
     compared = any(case.peer for case in cases)
+    wanted = any(case.params.get("at_most") for case in cases)
     extra = _COLUMNS.get(result.suite, ())
     pairs = list(dict.fromkeys((case.main, case.peer) for case in cases if case.peer))
     header = ["case", *extra, *(f"{name}, {unit}" for name in names)]
@@ -70,6 +71,7 @@ def table_of(result: Result) -> Table:
     header += [f"exposed, {unit}"] if exposed else []
     header += ["bus, GB/s"] if bus else []
     header += [f"{pairs[0][1]} / {pairs[0][0]}" if len(pairs) == 1 else "peer / ours"] * compared
+    header += ["wanted"] * wanted
     rows = []
     for case in cases:
         row = [case.name, *(str(case.params.get(key, "")) for key in extra)]
@@ -90,6 +92,8 @@ def table_of(result: Result) -> Table:
         if compared:
             gain = "" if case.gain is None else str(case.gain)
             row.append(gain if len(pairs) == 1 else f"{case.peer} {gain}")
+        if wanted:
+            row.append(_wanted(case))
         rows.append(row)
     where = result.environment
     made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
@@ -113,6 +117,15 @@ def _time(case: Case, name: str, scale: float) -> str:
         return "-"
     wide = f" ±{timing.spread * 50:.0f}%" if timing.spread > _SPREAD else ""
     return figure(timing.us / scale) + wide
+
+
+def _wanted(case: Case) -> str:
+    """How many times as quick as its peer ours should be, and whether it is not."""
+    at_most, gain = case.params.get("at_most"), case.gain
+    if not at_most:
+        return ""
+    missed = gain is not None and gain.median < 1 / at_most
+    return figure(1 / at_most) + (", missed" if missed else "")
 
 
 def _parts(case: Case, scale: float) -> str:

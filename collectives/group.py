@@ -192,10 +192,11 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
         c10d: Any = dist.distributed_c10d
         named: dist.ProcessGroup = c10d._resolve_process_group(group)
         return named
-    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+    # Not `group.mesh`: a mesh computes that tensor anew each time, which takes 30 us.
+    if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
             raise ValueError(
-                f"a group is 1-D, got a mesh of shape {tuple(group.mesh.shape)}: pass one of its "
+                f"a group is 1-D, got a mesh of shape {tuple(group.shape)}: pass one of its "
                 f"dims, mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
             )
         pg: dist.ProcessGroup = group.get_group()
@@ -258,9 +259,15 @@ def spanning_group(mesh: DeviceMesh) -> Group:
 
     Collective over the mesh's ranks the first time.
     """
-    if mesh.ndim == 1:
-        return resolve(mesh)
-    return ranks_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+    return resolve(mesh) if mesh.ndim == 1 else ranks_group(_ranks_of(mesh))
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+forget_meshes.append(_ranks_of.cache_clear)
 
 
 def ranks_group(ranks: tuple[int, ...]) -> Group:

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.layout import Layout, contiguous_stride, layout_of, normalize, show
+from weft.dtensor.layout import (
+    Layout,
+    contiguous_stride,
+    layout_of,
+    mesh_or_current,
+    normalize,
+    show,
+)
 from weft.dtensor.random import drawn
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, wrap
@@ -35,7 +41,7 @@ class _OneRank:
 def _mesh_and_placements(
     device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None, ndim: int
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    mesh = mesh_or_current(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
     return mesh, normalize(placements, ndim, mesh.ndim)
@@ -139,7 +145,7 @@ def distribute_module(
     Raises:
         RuntimeError: the module was distributed already.
     """
-    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    mesh = mesh_or_current(device_mesh)
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError(
             "distribute_module should only be called once on a module, but it has already been "

@@ -1,4 +1,6 @@
-"""`CommDebugMode` and `visualize_sharding`, as in `torch.distributed.tensor.debug`."""
+"""`CommDebugMode` and `visualize_sharding`, as in `torch.distributed.tensor.debug`, and
+`ExplicitRedistributionContext`, which torch keeps in `_utils`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode as _TorchCommDebugMode
 
 from weft import settings
+from weft.dtensor.explicit import ExplicitRedistributionContext
 from weft.dtensor.layout import Run
 from weft.dtensor.tensor import DTensor
 
-__all__ = ["CommDebugMode", "visualize_sharding"]
+__all__ = ["CommDebugMode", "ExplicitRedistributionContext", "visualize_sharding"]
 
 _counted = torch.ops.c10d_functional
 _PACKETS = {

@@ -10,8 +10,10 @@ Numbers of type float are in the key by their type only: no plan depends on thei
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,24 +21,26 @@ from torch.distributed.tensor import Replicate
 
 from weft.collectives.group import forget_meshes
 from weft.dtensor.call import Op, leaves, map_tree
+from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import Layout, layout_of
-from weft.dtensor.planning import Plan, make_plan
+from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, wrap
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192
+# By the op's id, or by a torch function whose calls `learn` has seen, and what identifies the call.
 _plans: dict[tuple[Any, ...], Plan] = {}
 forget_meshes.append(_plans.clear)
 
 
 def forget_plans(op: Op) -> None:
     """Make the plans of `op` anew: its rule has changed."""
-    for key in [key for key in _plans if key[0] == op]:
+    for key in [key for key, plan in _plans.items() if key[0] == id(op) or plan.op is op]:
         del _plans[key]
 
 
-def _add(a: Any, key: list[Any], func: Op) -> Any:
+def _add(a: Any, key: list[Any], func: Op | None) -> Any:
     """Append what identifies `a` to `key`, and return its local value."""
     kind = type(a)
     if kind is DTensor:
@@ -48,9 +52,6 @@ def _add(a: Any, key: list[Any], func: Op) -> Any:
         return a
     if kind is list or kind is tuple:
         key.append(len(a))
-        if len(a) > 1 and all(type(item) is DTensor and item._local is not None for item in a):
-            key.extend([item._layout for item in a])
-            return [item._local for item in a]
         return [_add(item, key, func) for item in a]
     if isinstance(a, torch.Tensor):
         if isinstance(a, DTensor):
@@ -59,19 +60,27 @@ def _add(a: Any, key: list[Any], func: Op) -> Any:
         if a.numel() == 1:
             key.append((a.dtype, a.dim()))
             return a
-        _check_mixed(a, func)
+        if func is not None:
+            _check_mixed(a, func)
         key.append((a.dtype, a.shape, a.stride()))
         return a
     if isinstance(a, torch.Generator):
         return a
-    key.append(a)
+    # What a torch function is given may be no argument of an op: that is no key of a known call.
+    key.append(a if func is not None or kind in _CONSTANTS else object())
     return a
 
 
 class Outermost(threading.local):
-    """The call of the user that is being run: what it was given, None below `backward`."""
+    """The call of the user that is being run.
+
+    Attributes:
+        arguments: what it was given, None below `backward`.
+        ops: (op, args, kwargs, result) of what it has come to, kept where it is not None.
+    """
 
     arguments: Any = None
+    ops: list[tuple[Op, Sequence[Any], dict[str, Any], Any]] | None = None
 
 
 outermost = Outermost()
@@ -91,48 +100,150 @@ def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
             )
 
 
-def dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-    """Run `func` (an aten overload, or an op of ours with a rule) on DTensors, below autograd."""
-    key: list[Any] = [func]
+def _read(
+    func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None, known: bool
+) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
+    """(key of the plan, local arguments, local keywords, whether one was not computed yet)."""
+    # An overload computes its hash in Python, and lives forever.
+    key: list[Any] = [func if known else id(func)]
     local_args: list[Any] = []
     deferred = False
     for a in args:
-        if type(a) is DTensor:
+        kind = type(a)
+        if kind is DTensor:
             key.append(a._layout)
             local = a._local
             if local is None:
                 local, deferred = a._local_tensor, True
             local_args.append(local)
-        elif type(a) is int or type(a) is bool:
-            key.append(type(a))
+        elif kind is int or kind is bool:
+            key.append(kind)
             key.append(a)
             local_args.append(a)
+        elif kind is float:
+            key.append(float)
+            local_args.append(a)
+        elif kind is list and (kinds := set(map(type, a))) == _DTENSORS:
+            key.append(tuple(map(_layout_in, a)))
+            locals_in: list[Any] = list(map(_local_in, a))
+            if _NoneType in map(type, locals_in):
+                locals_in, deferred = [t._local_tensor for t in a], True
+            local_args.append(locals_in)
+        elif kind is list and kinds == _FLOATS:
+            key.append((float, len(a)))
+            local_args.append(a)
         else:
-            local_args.append(_add(a, key, func))
+            local_args.append(_add(a, key, None if known else func))
     local_kwargs: dict[str, Any] = {}
     if kwargs:
         for name, value in kwargs.items():
             key.append(name)
-            local_kwargs[name] = _add(value, key, func)
-    plan = _plans.get(tuple(key))
+            local_kwargs[name] = _add(value, key, None if known else func)
+    return tuple(key), local_args, local_kwargs, deferred
+
+
+_DTENSORS, _FLOATS, _NoneType = {DTensor}, {float}, type(None)
+_layout_in, _local_in = attrgetter("_layout"), attrgetter("_local")
+
+
+def dispatch(
+    func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, known: bool = False
+) -> Any:
+    """Run `func` (an aten overload, or an op of ours with a rule) on DTensors, below autograd.
+
+    Args:
+        known: `func` is a function of torch's: NotImplemented unless `learn` was shown such a call.
+    """
+    key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
+    plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[tuple(key)] = make_plan(func, args, kwargs or {})
+        if known:
+            return NotImplemented
+        plan = _remember(key, make_plan(func, args, kwargs or {}))
+    result, layout = None, plan.result
     if plan.simple and not (deferred and plan.is_view):
         try:
-            return wrap(plan.local(*local_args, **local_kwargs), plan.result)
+            result = plan.local(*local_args, **local_kwargs)
         except NoViewError:
             return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
-    if plan.writes_first:
+        if type(layout) is Layout:
+            return wrap(result, layout)
+        return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
+    if plan.writes_first and not deferred:
         # In place, on the first argument or all of the first list, and nothing moves.
-        targets = args[:1] if plan.result is not None else args[0]
-        if all(tensor._pending is None for tensor in targets):
-            for hook in before_write:
-                hook()
-            plan.local(*local_args, **local_kwargs)
-            return args[0] if plan.result is not None else None
-    return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
+        for hook in before_write:
+            hook()
+        plan.local(*local_args, **local_kwargs)
+        result = args[0]
+        if known:  # autograd, which counts writes, has not seen it
+            torch._C._increment_version(result if layout is None else (result,))
+            return result
+        return None if layout is None else result
+    return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
+
+
+def _remember(key: tuple[Any, ...], plan: Plan) -> Plan:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
+    """Remember, for `dispatch(..., known=True)`, what a call without autograd has come to.
+
+    This spares torch's dispatcher, where a function is one op of the same name and arguments, and
+    that op only computes (a view is known to autograd in any case).
+
+    Returns:
+        False if the function is of another kind.
+    """
+    if len(ops := outermost.ops or []) != 1:
+        return False
+    op, op_args, op_kwargs, op_result = ops[0]
+    name, rest = getattr(function, "__name__", "").strip("_"), op_args[len(args) :]
+    if (
+        getattr(op, "_opname", "").strip("_") not in (name, _OPERATORS.get(name))
+        or torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        or len(op_args) < len(args)
+        or not all(map(_same, args, op_args))
+        or not all(type(a) in _CONSTANTS for a in (*rest, *kwargs.values(), *op_kwargs.values()))
+        or not _same(result, args[0] if op_result is None else op_result)
+    ):
+        return False
+    plan = _plans.get(_read(op, op_args, op_kwargs, False)[0])
+    if plan is None or plan.is_view:
+        return False
+    local, is_op = plan.local, plan.local is quickest(op)
+    dims_in_list = any(
+        type(a) is int and isinstance(b, list) for a, b in zip(args, op_args, strict=False)
+    )
+    if (plan.simple or plan.writes_first) and (is_op or not dims_in_list):
+
+        def with_the_rest(*args: Any, **kwargs: Any) -> Any:
+            return local(*args, *rest, **op_kwargs)
+
+        known = copy.copy(plan)
+        known.op = op
+        known.local = function if is_op else with_the_rest
+        _remember(_read(function, args, kwargs, True)[0], known)
+    return True
+
+
+# Constants are in a key by value. Operators: what is not called as its op is.
+_CONSTANTS = {int, bool, str, type(None), torch.dtype, torch.layout, torch.device}
+_OPERATORS = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "idiv": "div",
+}  # fmt: skip
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether an argument has come through unchanged (a dim, as a list of it)."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if type(a) is int and isinstance(b, list):
+        return [a] == b
+    return a is b or (type(a) is type(b) and type(a) in (int, float, bool) and bool(a == b))
 
 
 def _follow(
@@ -156,6 +267,9 @@ def _follow(
             _settle(tensors[position])
     moved: list[torch.Tensor] = []
     if plan.moves is not None:
+        for target, tensor in zip(plan.moves, tensors, strict=True):
+            if isinstance(tensor, DTensor):
+                check_explicit(lambda: plan.title, tensor._layout, target)
         moved = list(_moved(plan.moves, tensors))
         each = iter(moved)
         local_args, local_kwargs = map_tree(
@@ -168,6 +282,8 @@ def _follow(
         return _wrap_dynamic_tree(result, args, kwargs)
     if plan.check and not _as_expected(result, plan):
         return _wrap_dynamic_tree(result, args, kwargs)
+    if plan.writes and plan.result is None:
+        return None  # what a foreach function returns all the same, its op does not
     return _wrap_tree(result, plan.result, tensors)
 
 
@@ -189,7 +305,7 @@ def _as_expected(result: Any, plan: Plan) -> bool:
                 )
             plan.dynamic = True
             return False
-    plan.simple = isinstance(plan.result, Layout) and not (plan.moves or plan.writes)
+    plan.simple = plan.only_computes()
     return True
 
 
@@ -274,7 +390,10 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any])
 def _torch_dispatch(
     cls: type, func: Op, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    return dispatch(func, args, kwargs)
+    result = dispatch(func, args, kwargs)
+    if (ops := outermost.ops) is not None:
+        ops.append((func, args, kwargs or {}, result))
+    return result
 
 
 DTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]

@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
-from weft.dtensor.dispatch import dispatch, outermost
+from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention
 from weft.dtensor.fused_linear import addmm, as_global, is_dtensor, linear, local_part, matmul
 from weft.dtensor.layout import is_shard, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor
+from weft.dtensor.tensor import DTensor, record
 
 
 class _Embedding(torch.autograd.Function):
@@ -56,7 +56,7 @@ def embedding(
     if max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return _Embedding.apply(weight, input, pad)
+    return record(_Embedding, weight, input, pad)
 
 
 def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:
@@ -117,7 +117,26 @@ def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-_aten = torch.ops.aten
+def to(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`x.to(device or dtype)`: itself, where that is what it has."""
+    if len(args) == 1 and not kwargs and is_dtensor(x) and args[0] in (x.device, x.dtype):
+        return x
+    return NotImplemented
+
+
+def numpy(x: Any, **kwargs: Any) -> Any:
+    """`Tensor.numpy`, which shares memory: no rank has that of the whole."""
+    raise RuntimeError(
+        f"{x._layout!r} is spread over ranks, and is no one array: full_tensor().numpy() is all of "
+        f"it (every rank makes the call), to_local().numpy() this rank's part"
+    )
+
+
+def is_complex(x: Any) -> bool:
+    """`torch.is_complex`, which optimizers ask of every parameter."""
+    return bool(x.dtype.is_complex)
+
+
 _Handler = Callable[..., Any]
 
 _handlers: dict[Any, _Handler] = {
@@ -139,20 +158,13 @@ _handlers: dict[Any, _Handler] = {
     functional.layer_norm: layer_norm,
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
-}
-# Without autograd these functions are just the op: no need to go through torch's dispatcher.
-_direct: dict[Any, Any] = {
-    function: op
-    for op, functions in {
-        _aten.add.Tensor: (torch.add, torch.Tensor.add, torch.Tensor.__add__),
-        _aten.sub.Tensor: (torch.sub, torch.Tensor.sub, torch.Tensor.__sub__),
-        _aten.mul.Tensor: (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
-        _aten.div.Tensor: (torch.div, torch.Tensor.div, torch.Tensor.__truediv__),
-        _aten.relu.default: (torch.relu, torch.Tensor.relu),
-    }.items()
-    for function in functions
+    torch.Tensor.to: to,
+    torch.Tensor.numpy: numpy,
+    torch.is_complex: is_complex,
 }
 _UNHANDLED: Any = NotImplemented
+# Whether (function, number of arguments, *keywords) is just one op that computes: see `learn`.
+_is_an_op: dict[tuple[Any, ...], bool] = {}
 
 
 def _torch_function(
@@ -163,14 +175,30 @@ def _torch_function(
         result = handler(*args, **kwargs) if kwargs else handler(*args)
         if result is not _UNHANDLED:
             return result
-    elif func in _direct and not kwargs and not torch.is_grad_enabled():
-        return dispatch(_direct[func], args)
-    before, outermost.arguments = outermost.arguments, (args, kwargs)
+    ops: list[Any] | None = None
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        form = (func, len(args), *kwargs) if kwargs else (func, len(args))
+        known = _is_an_op.get(form)
+        if known is not False and not _is_watched():
+            result = dispatch(func, args, kwargs, known=True) if known else _UNHANDLED
+            if result is not _UNHANDLED:
+                return result
+            ops = []
+    before = outermost.arguments, outermost.ops
+    outermost.arguments, outermost.ops = (args, kwargs), ops
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if ops is not None:
+            _is_an_op.setdefault(form, learn(func, args, kwargs or {}, result))
+        return result
     finally:
-        outermost.arguments = before
+        outermost.arguments, outermost.ops = before
+
+
+def _is_watched() -> bool:
+    """Whether torch's dispatcher has more to do than autograd."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_any_autocast_enabled()
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment, method-assign]

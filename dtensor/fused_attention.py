@@ -12,8 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives import chunk_sizes
+from weft.dtensor.explicit import check_explicit
 from weft.dtensor.fused_linear import as_global, is_dtensor, local_part
-from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
+from weft.dtensor.layout import Layout, Placements, is_shard, layout_of, shard_dim
 from weft.dtensor.tensor import DTensor, _redistribute
 from weft.kernels import ring_attention
 
@@ -72,9 +73,9 @@ def attention(
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     # Rows of q that only this rank has give a term of the gradients of k and v.
     of_shared = tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
-    q_local = local_part(_redistribute(query, q.with_placements(rows)), rows)
-    k_local = local_part(_redistribute(key, k.with_placements(shared)), of_shared)
-    v_local = local_part(_redistribute(value, v.with_placements(shared)), of_shared)
+    q_local = local_part(_placed(query, rows), rows)
+    k_local = local_part(_placed(key, shared), of_shared)
+    v_local = local_part(_placed(value, shared), of_shared)
     mask_local = None
     if attn_mask is not None:
         mask = attn_mask._layout
@@ -83,7 +84,7 @@ def attention(
             Partial("sum") if is_shard(p) and not is_shard(m) else m
             for p, m in zip(rows, placed, strict=True)
         )
-        mask_local = local_part(_redistribute(attn_mask, mask.with_placements(placed)), of_mask)
+        mask_local = local_part(_placed(attn_mask, placed), of_mask)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     target_shape = (*q.shape[:-1], v.shape[-1])
 
@@ -101,6 +102,12 @@ def attention(
     return as_global(y, layout_of(q.mesh, rows, target_shape, stride, y.dtype))
 
 
+def _placed(tensor: DTensor, placements: Placements) -> DTensor:
+    target = tensor._layout.with_placements(placements)
+    check_explicit(lambda: "scaled_dot_product_attention", tensor._layout, target)
+    return _redistribute(tensor, target)
+
+
 def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
     """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
     if len(q.shape) != 4 or q.place.sizes[dim] == 1:
@@ -116,11 +123,10 @@ def _attention_around(
     rows = tuple(
         Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
     )
-    parts = [
-        local_part(_redistribute(t, t._layout.with_placements(rows)), rows)
-        for t in (query, key, value)
-    ]
+    parts = [local_part(_placed(t, rows), rows) for t in (query, key, value)]
     world_size = q.place.sizes[dim]
+    whole = tuple(Replicate() if d == dim else p for d, p in enumerate(rows))
+    check_explicit(lambda: "ring attention", k.with_placements(rows), k.with_placements(whole))
     y = ring_attention(
         parts[0],
         parts[1],

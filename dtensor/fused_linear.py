@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from weft.collectives.group import forget_meshes
 from weft.dtensor.dispatch import dispatch
+from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -41,6 +42,7 @@ from weft.dtensor.tensor import (
     _ToLocal,
     before_write,
     needs_grad,
+    record,
     wrap,
     wrap_pending,
 )
@@ -53,7 +55,7 @@ _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 def _settle_all() -> None:
     # Which tensor is written, and who shares its memory, does not matter: writes are rare between a
     # matmul and the use of its result. Versions cannot tell: below autograd nobody counts them.
-    for pending in list(_pending):
+    for pending in list(_pending) if len(_pending) else ():
         pending.value()
         pending.settled = True
         _pending.discard(pending)
@@ -113,6 +115,7 @@ class PendingMatmul:
             return _reduce_matmul(x, w, bias, target, self.mesh_dim)
 
 
+@lru_cache(maxsize=1024)
 def _fused_target(layout: Layout, target: Layout, mesh_dim: int) -> Placement | None:
     """What `target` makes of the Partial mesh dim; None where no fused op gives it."""
     if target.mesh != layout.mesh or target.dtype != layout.dtype:
@@ -165,12 +168,13 @@ def _fused_dim(x: Layout, w: Layout, bias: Layout | None) -> tuple[str, int] | N
     return found
 
 
-def _gradients(x: Placements, w: Placements) -> tuple[Placements, Placements, Placements]:
+@lru_cache(maxsize=1024)
+def _gradients(x: Layout, w: Layout) -> tuple[Placements, Placements, Placements]:
     """How the local gradients of x, w and bias make up the global ones."""
     of_x: list[Placement] = []
     of_w: list[Placement] = []
     of_bias: list[Placement] = []
-    for xp, wp in zip(x, w, strict=True):
+    for xp, wp in zip(x.placements, w.placements, strict=True):
         of_x.append(Partial("sum") if isinstance(xp, Replicate) and is_shard(wp) else xp)
         # Rows that only this rank has seen give a term of the weight's gradient.
         rows = is_shard(xp) and isinstance(wp, Replicate)
@@ -181,16 +185,14 @@ def _gradients(x: Placements, w: Placements) -> tuple[Placements, Placements, Pl
 
 def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
     if needs_grad(tensor):
-        return cast(torch.Tensor, _ToLocal.apply(tensor, grad_placements))
+        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
     return tensor._local_tensor
 
 
 def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
     if local.requires_grad:
-        grad_placements = tuple(
-            Replicate() if isinstance(p, Partial) else p for p in layout.placements
-        )
-        return cast(DTensor, _FromLocal.apply(local, local.detach(), layout, grad_placements))
+        wanted = layout.gradient_placements
+        return cast(DTensor, record(_FromLocal, local, local.detach(), layout, wanted))
     return wrap(local, layout)
 
 
@@ -199,7 +201,9 @@ def _gather_matmul(
 ) -> DTensor:
     source, placement = x._layout, x._layout.placements[mesh_dim]
     dim = shard_dim(placement)
-    of_x, of_w, of_bias = _gradients(source.placements, w._layout.placements)
+    whole = [Replicate() if i == mesh_dim else p for i, p in enumerate(source.placements)]
+    check_explicit(lambda: f"{source!r} @ {w._layout!r}", source, source.with_placements(whole))
+    of_x, of_w, of_bias = _gradients(source, w._layout)
     y = all_gather_matmul(
         local_part(x, of_x),
         local_part(w, of_w).t(),
@@ -222,7 +226,7 @@ def _reduce_matmul(
     x: DTensor, w: DTensor, bias: DTensor | None, target: Layout, mesh_dim: int
 ) -> DTensor:
     source, wanted = x._layout, target.placements[mesh_dim]
-    of_x, of_w, of_bias = _gradients(source.placements, w._layout.placements)
+    of_x, of_w, of_bias = _gradients(source, w._layout)
     group = source.mesh.get_group(mesh_dim)
     operands = local_part(x, of_x), local_part(w, of_w).t()
     own_bias = None if bias is None else local_part(bias, of_bias)
@@ -320,7 +324,7 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
     if fused is not None and not (x.is_inference() or w.is_inference()):
         pending = PendingMatmul(x, w, bias, fused[2], fused[1])
     if needs_grad(x) or needs_grad(w) or (bias is not None and needs_grad(bias)):
-        return _Linear.apply(x, w, bias, pending)
+        return record(_Linear, x, w, bias, pending)
     if pending is not None:
         return wrap_pending(pending, pending.layout, x._local_tensor.device)
     return _run_linear(x, w, bias)
@@ -345,7 +349,8 @@ def _transposed(layout: Layout) -> Layout:
     return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
 
 
-forget_meshes.append(_transposed.cache_clear)
+for _cached in (_transposed, _gradients, _fused_target):
+    forget_meshes.append(_cached.cache_clear)
 
 
 def addmm(bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:

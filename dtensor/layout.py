@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -117,6 +118,8 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     Raises:
         ValueError: not one placement per mesh dim, or a shard of a dim that does not exist.
     """
+    if isinstance(placements, Placement):
+        raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
     if len(placements) != mesh_ndim:
         raise ValueError(
             f"there must be one placement per mesh dim, got {len(placements)} placements "
@@ -124,6 +127,11 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
         )
     result: list[Placement] = []
     for placement in placements:
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r} in "
+                f"{placements}: weft.dtensor.notation reads other notations"
+            )
         if is_shard(placement):
             dim = shard_dim(placement)
             if not -ndim <= dim < ndim:
@@ -142,6 +150,22 @@ def moved(placement: Placement, dim: int) -> Placement:
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
+
+
+def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    """`device_mesh`, or that of the enclosing `with mesh:`.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if device_mesh is not None:
+        return device_mesh
+    if not _mesh_resources.mesh_stack:
+        raise RuntimeError(
+            "No device mesh is currently active! Pass device_mesh=, or make the call inside of "
+            "`with mesh:`"
+        )
+    return _mesh_resources.get_current_mesh()
 
 
 class MeshPlace:
@@ -256,6 +280,16 @@ class Layout:
     def has_partial(self) -> bool:
         """Whether the ranks' values still have to be reduced."""
         return any(isinstance(placement, Partial) for placement in self.placements)
+
+    @cached_property
+    def cut_dims(self) -> tuple[int, ...]:
+        """Tensor dims that are sharded."""
+        return tuple(sorted({shard_dim(p) for p in self.placements} - {-1}))
+
+    @cached_property
+    def gradient_placements(self) -> Placements:
+        """How the gradient of a tensor so placed lies: each term of a sum has all of it."""
+        return tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
 
     @cached_property
     def has_empty_shard(self) -> bool:

@@ -30,11 +30,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from weft.dtensor.experimental import Replicating
+from weft.dtensor.layout import mesh_or_current
 
 __all__ = [
     "ColwiseParallel",
@@ -95,7 +96,7 @@ def parallelize_module(
         >>> plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
         >>> mlp = parallelize_module(mlp, init_device_mesh("cpu", (2,)), plan)
     """
-    mesh = device_mesh if device_mesh is not None else _mesh_resources.get_current_mesh()
+    mesh = mesh_or_current(device_mesh)
     if mesh.ndim != 1:
         raise ValueError(
             f"parallelize_module takes a 1-D mesh, got {mesh.ndim} dims ({mesh}): "

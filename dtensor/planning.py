@@ -49,8 +49,9 @@ class Plan:
         writes: positions of the arguments that are written. What was moved is stored back.
         check: compare the result with its layout, the first time.
         inverse: of a view that is computed, for what is written to it.
-        simple: nothing to do but run `local` and wrap its one result.
+        simple: nothing to do but run `local` and wrap its result, or its list of results.
         writes_first: nothing to do but run `local`, which writes the first argument.
+        op: of the plan of a torch function, the op that the function has come to.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Plan:
         "is_view",
         "local",
         "moves",
+        "op",
         "result",
         "simple",
         "title",
@@ -79,6 +81,18 @@ class Plan:
         self.title = ""
         self.writes: tuple[int, ...] = ()
         self.decomposed: Op | None = None
+        self.op: Op | None = None
+
+    def only_computes(self) -> bool:
+        """Whether there is nothing to do but run `local` and wrap its result(s)."""
+        results = self.result if isinstance(self.result, (list, tuple)) else [self.result]
+        return bool(results) and not (
+            self.moves
+            or self.writes
+            or self.check
+            or self.inverse
+            or not all(isinstance(layout, Layout) for layout in results)
+        )
 
 
 def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
@@ -138,19 +152,20 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else None
     if local is None:
-        local = _LAZY.get(func) or _QUICKER.get(func, func)
+        local = _LAZY.get(func) or quickest(func)
     if call.name in _INDEXED and mesh.device_type == "cpu" and _differ(targets):
         local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
     if torch.Tag.nondeterministic_seeded in tags:
         local = with_equal_state(local, mesh)
     plan = Plan(local, moves if any(moves) else None, None)
+    plan.title = str(call)
     plan.writes = tuple(writes)
     plan.dynamic = call.output_tree is _DYNAMIC
     plan.inverse = _LAZY.get(func)
     plan.is_view = _is_view(call)
     if plan.dynamic:
         return plan
-    plan.check, plan.title = not known, str(call)
+    plan.check = not known
     returned = _returned(call, writes)
     if returned is not None:
         plan.result = returned[0] if len(returned) == 1 else tuple(returned)
@@ -171,9 +186,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return plan
     each = iter(results)
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
-    plan.simple = isinstance(plan.result, Layout) and not (
-        plan.moves or writes or plan.check or plan.inverse
-    )
+    plan.simple = plan.only_computes()
     return plan
 
 
@@ -228,6 +241,14 @@ _QUICKER: dict[Op, Op] = {
     torch.ops.aten.detach.default: torch.detach,
     torch.ops.aten.t.default: torch.t,
 }
+
+
+def quickest(op: Op) -> Op:
+    """`op`, or what computes the same with less overhead."""
+    name = getattr(op, "_opname", "")
+    if name.startswith("_foreach_"):
+        return getattr(torch, name, op)
+    return _QUICKER.get(op, op)
 
 
 def _differ(layouts: list[Layout]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -286,50 +287,54 @@ def item(call: Call) -> Decomposed:
 @rule("_foreach_norm")
 def foreach_norm(call: Call) -> Decomposed:
     """The norms of all tensors: local norms first, then one exchange for the whole list."""
+    layouts, mesh = call.inputs, call.mesh
+    if len({(layout.mesh, layout.dtype) for layout in layouts}) != 1:
+        return Decomposed(_one_by_one)
+    solid = [_reduced(layout) for layout in layouts]
+    crossed = [tuple(map(is_shard, layout.placements)) for layout in solid]
+    count, place, replicated = len(layouts), layouts[0].place, (Replicate(),) * mesh.ndim
+    # By the mesh dims that cut a tensor: the ranks that found parts of it, replicas left out.
+    ranks_of = {
+        pattern: [
+            rank
+            for rank, coordinate in enumerate(place.coordinates)
+            if all(cross or i == 0 for cross, i in zip(pattern, coordinate, strict=True))
+        ]
+        for pattern in crossed
+    }
+
+    @lru_cache
+    def layouts_of_norms(dtype: torch.dtype) -> tuple[Layout, Layout]:
+        ranks = len(place.ranks)
+        table = (ranks, count), (count, 1)  # row r: what rank r found
+        every = layout_of(mesh, (Shard(0),) * mesh.ndim, *table, dtype)
+        return every, layout_of(mesh, replicated, (), (), dtype)
 
     def run(
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
     ) -> list[DTensor]:
-        locals_: list[torch.Tensor] = []
-        crossed: list[tuple[bool, ...]] = []
-        for tensor in tensors:
-            layout = tensor._layout
-            solid = _reduced(layout)
-            locals_.append(move(tensor._local_tensor, layout, solid))
-            crossed.append(tuple(map(is_shard, solid.placements)))
-        mesh, ndim = tensors[0]._layout.mesh, tensors[0]._layout.mesh.ndim
-        if all(local.numel() for local in locals_):
-            norms = torch._foreach_norm(locals_, order, dtype=dtype)
+        parts = [
+            t._local_tensor if layout is whole else move(t._local_tensor, layout, whole)
+            for t, layout, whole in zip(tensors, layouts, solid, strict=True)
+        ]
+        if all(part.numel() for part in parts):
+            norms = torch._foreach_norm(parts, order, dtype=dtype)
         else:
             norms = tuple(
-                _local_norm(t, order, tuple(range(t.dim())), False, dtype or t.dtype)
-                for t in locals_
+                _local_norm(t, order, tuple(range(t.dim())), False, dtype or t.dtype) for t in parts
             )
-        ranks, count = math.prod(tensors[0]._layout.place.sizes), len(norms)
-        mine = torch.stack(norms).unsqueeze(0)
-        # Row r: what rank r found. Replicas found the same: one of them counts.
-        source = layout_of(mesh, (Shard(0),) * ndim, (ranks, count), (count, 1), mine.dtype)
-        every = mine
-        if any(map(any, crossed)):
-            every = move(mine, source, source.replicated())
-        scalar = layout_of(mesh, (Replicate(),) * ndim, (), (), mine.dtype)
-        result = list(mine[0].unbind())
-        for pattern in dict.fromkeys(crossed):
-            if any(pattern):
-                rows = [
-                    r
-                    for r, coordinate in enumerate(source.place.coordinates)
-                    if all(cross or i == 0 for cross, i in zip(pattern, coordinate, strict=True))
-                ]
-                totals = _norm_over_ranks(every[rows], order).unbind()
-                for i, kind in enumerate(crossed):
-                    if kind == pattern:
-                        result[i] = totals[i]
-        return [wrap(norm, scalar) for norm in result]
+        mine = torch.stack(norms)
+        table, scalar = layouts_of_norms(mine.dtype)
+        found = dict.fromkeys(ranks_of, norms)
+        if any(map(any, ranks_of)):
+            every = move(mine.unsqueeze(0), table, table.replicated())
+            for pattern, ranks in ranks_of.items():
+                rows = every if len(ranks) == len(every) else every[ranks]
+                if any(pattern):
+                    found[pattern] = _norm_over_ranks(rows, order).unbind()
+        return [wrap(found[pattern][i], scalar) for i, pattern in enumerate(crossed)]
 
-    meshes = {layout.mesh for layout in call.inputs}
-    dtypes = {layout.dtype for layout in call.inputs}
-    return Decomposed(run if len(meshes) == len(dtypes) == 1 else _one_by_one)
+    return Decomposed(run)
 
 
 def _one_by_one(

@@ -371,7 +371,8 @@ def plan(source: Layout, target: Layout) -> Plan:
         elements = copies * math.prod(source.shape)
         needed = sum(math.prod(map(_overlap, box, box)) for box in target.boxes)
         bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
-        for middle in itertools.islice(_middles(source, target), _MAX_MIDDLES):
+        middles = itertools.islice(_middles(source, target), _MAX_MIDDLES)
+        for middle in middles if least > bound + _STEP_BYTES else ():
             if middle is target:
                 continue
             cost = _cost(itemsize, _received(source, middle), _received(middle, target))

@@ -47,6 +47,10 @@ def making() -> None:
         distribute_tensor(spread, mesh, [Shard(1)])
     with pytest.raises(ValueError, match="one placement per mesh dim"):
         distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    with pytest.raises(RuntimeError, match="Pass device_mesh="):
+        distribute_tensor(whole)
+    with pytest.raises(RuntimeError, match=r"full_tensor\(\)\.numpy\(\)"):
+        spread.numpy()
     with pytest.raises(RuntimeError, match="distribute leaf tensors"):
         distribute_tensor(whole.requires_grad_() * 1, mesh, [Shard(0)])
     meta = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0)])

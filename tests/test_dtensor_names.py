@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 MODULES = ("", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh")
-# What another part of the library brings.
-ABSENT = {"context_parallel"}
+# What torch has in modules of other names: where ours is.
+ELSEWHERE = {("._utils", "ExplicitRedistributionContext"): ".debug"}
+# What torch has and we have not, and what there is in its place.
+ABSENT = {
+    (".parallel.input_reshard", "input_reshard"): "SequenceParallel: activations that stay sharded",
+    (".parallel.fsdp", "DTensorExtensions"): "a mesh dim that parameters are sharded on",
+    (".experimental._tp_transform", "tensor_parallel_transformation"): "parallelize_module",
+}
 
 
 def arguments(function: Any) -> list[tuple[str, Any, Any]]:
@@ -27,7 +33,7 @@ def public_names() -> list[tuple[str, str]]:
     for module in MODULES:
         theirs = importlib.import_module(f"torch.distributed.tensor{module}")
         listed = getattr(theirs, "__all__", ["DeviceMesh", "init_device_mesh"])
-        names += [(module, name) for name in listed if name not in ABSENT]
+        names += [(module, name) for name in listed]
     return names
 
 
@@ -50,6 +56,20 @@ def test_name_and_arguments(module: str, name: str) -> None:
                     assert arguments(of_ours) == arguments(of_theirs), method
     else:
         assert arguments(ours) == arguments(theirs)
+
+
+@pytest.mark.parametrize(("module", "name"), ELSEWHERE, ids="/".join)
+def test_name_in_another_module(module: str, name: str) -> None:
+    theirs = getattr(importlib.import_module(f"torch.distributed.tensor{module}"), name)
+    ours = getattr(importlib.import_module(f"weft.dtensor{ELSEWHERE[module, name]}"), name)
+    assert arguments(ours.__init__) == arguments(theirs.__init__)
+
+
+@pytest.mark.parametrize(("module", "name"), ABSENT, ids="/".join)
+def test_absent_name(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(f"torch.distributed.tensor{module}"), name)
+    for ours in MODULES:
+        assert not hasattr(importlib.import_module(f"weft.dtensor{ours}"), name)
 
 
 def test_all_lists_what_is_there() -> None:

@@ -88,6 +88,10 @@ def test_bad_placements_say_what_is_wrong() -> None:
         layout((4,), (2, 2), [Shard(0)])
     with pytest.raises(ValueError, match="shards dim 2, but the tensor has 2 dims"):
         layout((4, 4), (2,), [Shard(2)])
+    with pytest.raises(ValueError, match=r"pass \[S\(0\)\]"):
+        layout((4, 4), (2,), Shard(0))
+    with pytest.raises(ValueError, match=r"a placement is Shard\(dim\).*got 'S\(0\)'"):
+        layout((4, 4), (2,), ["S(0)"])
 
 
 def _lower_bound(source: Layout, target: Layout) -> list[int]:

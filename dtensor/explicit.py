@@ -1,0 +1,73 @@
+"""`ExplicitRedistributionContext`: no operation moves data unless the program said so.
+
+with ExplicitRedistributionContext():
+    x + y                        x [S(0)], y [S(1)]: an error that names the op and both layouts
+    x + y.redistribute(...)      runs
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from weft.dtensor.layout import Layout
+from weft.dtensor.transfers import plan
+
+
+class ExplicitRedistributionContext:
+    """Inside the block, operations refuse to redistribute their arguments by themselves.
+
+    The gather and the reduction that a matmul is fused with count as redistributions. The backward
+    pass communicates as well: where it runs inside the block, it is checked like the rest.
+
+    Args:
+        enable: False: allow it again, inside an outer block.
+        strict: refuse what needs no communication, too (a rank cutting its part of a replica).
+        mode: "raise" a RuntimeError, the same on every rank, or "warn".
+    """
+
+    def __init__(
+        self, enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise"
+    ) -> None:
+        if mode not in ("raise", "warn"):
+            raise RuntimeError(f'mode must be "raise" or "warn", got {mode!r}')
+        self._enable, self._strict, self._mode = enable, strict, mode
+
+    def __enter__(self) -> ExplicitRedistributionContext:
+        self._outer, _active.context = _active.context, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.context = self._outer
+
+    def _refuses(self, source: Layout, target: Layout) -> bool:
+        if not self._enable or source is target:
+            return False
+        return self._strict or not all(step.is_local for step in plan(source, target).steps)
+
+
+class _Active(threading.local):
+    context: ExplicitRedistributionContext | None = None
+
+
+_active = _Active()
+
+
+def check_explicit(what: Callable[[], Any], source: Layout, target: Layout | None) -> None:
+    """To be called before an operation, `what()`, moves an argument; None: it stays.
+
+    Raises:
+        RuntimeError: inside a block that refuses it.
+    """
+    context = _active.context
+    if context is None or target is None or not context._refuses(source, target):
+        return
+    message = (
+        f"{what()} would redistribute {source!r} to {target!r}, and may not inside of "
+        f"ExplicitRedistributionContext: redistribute(placements={list(target.placements)}) before"
+    )
+    if context._mode == "raise":
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=2)

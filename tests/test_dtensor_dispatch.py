@@ -1,0 +1,110 @@
+"""The short way of calls that autograd has nothing to record of gives what the long way gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor.debug import ExplicitRedistributionContext
+
+CALLS = {
+    "add": lambda x, y: torch.add(x, y),
+    "add, alpha": lambda x, y: torch.add(x, y, alpha=0.5),
+    "operators": lambda x, y: (x / y - y) * 2,
+    "reversed": lambda x, y: 1 - x,
+    "other number": lambda x, y: x * 3.0 + x * 4.0,
+    "sum of all": lambda x, y: x.sum(),
+    "sum over rows": lambda x, y: x.sum(0),
+    "sum over columns": lambda x, y: x.sum(-1),
+    "softmax": lambda x, y: torch.softmax(x, -1),
+    "softmax over rows": lambda x, y: functional.softmax(x, 0),
+    "relu": lambda x, y: functional.relu(x),
+    "in place": lambda x, y: x.clone().add_(y).mul_(2),
+    "operator in place": lambda x, y: x.clone().__iadd__(y),
+    "lists": lambda x, y: torch._foreach_add([x, y], [y, x])[1],
+    "lists in place": lambda x, y: torch._foreach_mul_([x.clone(), y.clone()], [2.0, 3.0])[1],
+    "to": lambda x, y: x.to(torch.float64).to(torch.float64) + x.to("cpu"),
+}
+
+
+def as_on_one_process() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x, y = torch.randn(5, 3), torch.rand(5, 3) + 1
+    for placement in (Shard(0), Shard(1), Replicate()):
+        ours = [distribute_tensor(t, mesh, [placement]) for t in (x, y)]
+        for name, call in CALLS.items():
+            for turn in range(3):
+                with torch.no_grad():
+                    result = call(*ours)
+                assert isinstance(result, DTensor), name
+                torch.testing.assert_close(
+                    result.full_tensor(), call(x, y), msg=lambda m, at=(name, turn): f"{at}: {m}"
+                )
+
+
+def the_same_rules() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+    y = x.detach().clone()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.add(x, y)
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                torch.add(x, torch.ones(4, 2))
+
+        version, view = x._version, x[:3]  # a copy, as no rank has three rows
+        for count in range(1, 4):
+            x.add_(1)
+            assert x._version == version + count
+            torch.testing.assert_close(view.full_tensor(), torch.arange(6.0).view(3, 2) + count)
+
+        half = torch.autocast("cpu", torch.bfloat16)
+        for _ in range(2):
+            assert torch.bmm(x[None], x.t()[None]).dtype == torch.float32
+            with half:
+                assert torch.bmm(x[None], x.t()[None]).dtype == torch.bfloat16
+
+    needs = x.clone().requires_grad_()
+    with torch.no_grad():
+        torch.mul(needs, needs)
+    torch.mul(needs, needs).sum().backward()
+    torch.testing.assert_close(needs.grad.full_tensor(), 2 * x.full_tensor())
+    needs.grad = None
+    assert needs.grad is None
+
+
+def nothing_moves_unasked() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(16.0).view(4, 4)
+    rows, columns, same = (
+        distribute_tensor(whole, mesh, [p]) for p in (Shard(0), Shard(1), Replicate())
+    )
+    refused = pytest.raises(RuntimeError, match=r"float32\[4, 4\] \[S\(.\)\].*may not inside")
+    with ExplicitRedistributionContext():
+        with refused:
+            rows + columns
+        with refused:
+            rows @ columns.redistribute(placements=[Shard(1)])  # fused, and a gather all the same
+        torch.testing.assert_close(
+            (rows + columns.redistribute(placements=[Shard(0)])).full_tensor(), 2 * whole
+        )
+        rows + same  # cut on each rank: nothing is received
+        with ExplicitRedistributionContext(enable=False):
+            rows + columns
+        with ExplicitRedistributionContext(strict=True), refused:
+            rows + same
+        with ExplicitRedistributionContext(mode="warn"), pytest.warns(UserWarning, match="add"):
+            rows + columns
+    rows + columns
+    with pytest.raises(RuntimeError, match="mode must be"):
+        ExplicitRedistributionContext(mode="ignore")
+    assert (rows @ columns).placements == (Shard(1),)
+    assert rows.sum().placements == (Partial("sum"),)
+
+
+@pytest.mark.parametrize("body", [as_on_one_process, the_same_rules, nothing_moves_unasked])
+def test_dispatch(ranks, body) -> None:
+    ranks(2, body)
