@@ -336,11 +336,17 @@ def is_dtensor(a: Any) -> bool:
 
 def matmul(x: Any, w: Any, *, out: Any = None) -> Any:
     """`torch.matmul` with a matrix on the right."""
-    if out is not None or not (is_dtensor(x) and is_dtensor(w)) or w.ndim != 2 or x.ndim < 2:
+    if out is not None or not (is_dtensor(x) and is_dtensor(w)):
         return NotImplemented
-    if x.ndim == 2 and _fused_kind(x._layout, _transposed(w._layout), None) is None:
-        return NotImplemented
-    return linear(x, w.t())
+    return linear(x, w.t()) if _as_linear(x._layout, w._layout) else NotImplemented
+
+
+@lru_cache(maxsize=1024)
+def _as_linear(x: Layout, w: Layout) -> bool:
+    """Whether x @ w gains from being F.linear: batched, or fused with communication."""
+    if len(w.shape) != 2 or len(x.shape) < 2:
+        return False
+    return len(x.shape) > 2 or _fused_kind(x, _transposed(w), None) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -349,7 +355,7 @@ def _transposed(layout: Layout) -> Layout:
     return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
 
 
-for _cached in (_transposed, _gradients, _fused_target):
+for _cached in (_as_linear, _transposed, _gradients, _fused_target):
     forget_meshes.append(_cached.cache_clear)
 
 

@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.collectives import agree, spanning_group
-from weft.collectives.group import forget_meshes, is_traced
 from weft.dtensor import checkpoint_items
 from weft.dtensor.layout import (
     Layout,
     Placements,
     Shape,
-    contiguous_stride,
-    is_shard,
     layout_of,
     mesh_or_current,
     normalize,
-    shard_dim,
     show,
 )
+from weft.dtensor.local_parts import check_parts, layout_of_parts
 from weft.dtensor.redistribute import Arriving, move, move_async
 
 if TYPE_CHECKING:
@@ -404,7 +398,7 @@ def _from_local(
     if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
         local_tensor = local_tensor.to(mesh.device_type)
     if shape is None or stride is None:
-        layout = _layout_of_parts(local_tensor, mesh, placements)
+        layout = layout_of_parts(local_tensor, mesh, placements)
     else:
         layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
     if layout.index is None:
@@ -419,7 +413,7 @@ def _from_local(
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     if run_check and layout.index is not None:
-        value = _checked(value, layout)
+        value = check_parts(value, layout)
     wanted = (
         layout.gradient_placements
         if grad_placements is None
@@ -428,47 +422,6 @@ def _from_local(
     if torch.is_grad_enabled() and local_tensor.requires_grad:
         return cast(DTensor, record(_FromLocal, local_tensor, value, layout, wanted))
     return wrap(value, layout)
-
-
-def _layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
-    """The layout that the ranks' local tensors make up, whose shards may differ in length.
-
-    Raises:
-        ValueError: on every rank, where the lengths are not those of torch.chunk.
-    """
-    traced = is_traced(local)  # sizes may be symbols, which no cache takes
-    evenly = _even_layout.__wrapped__ if traced else _even_layout
-    even = evenly(local.shape, local.stride(), local.dtype, mesh, placements)
-    cut = even.cut_dims
-    if not cut or even.index is None or traced or local.is_meta:
-        return even
-    group = spanning_group(mesh)
-    if group.why or group.world_size == 1:
-        return even
-    fixed = [size for dim, size in enumerate(local.shape) if dim not in cut]
-    call = f"from_local({local.dtype}, other dims {fixed}, {show(placements)})"
-    place, shape = even.place, list(local.shape)
-    parts: list[list[int]] = []
-    for dim in cut:
-        lengths = dict(zip(group.ranks, agree(group, call, local.shape[dim]), strict=True))
-        parts.append([lengths[rank] for rank in place.ranks])
-        shape[dim] = sum(
-            length
-            for length, coordinate in zip(parts[-1], place.coordinates, strict=True)
-            if not any(
-                i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
-            )
-        )
-    if all(len(set(lengths)) == 1 for lengths in parts):
-        return even
-    layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
-    right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
-    if parts != right:
-        raise ValueError(
-            f"from_local: along dims {cut} the ranks' shards have lengths {parts}, but shards of "
-            f"{shape} placed {show(placements)} must be those of torch.chunk, {right}"
-        )
-    return layout
 
 
 # torch.compile puts calls with tensors and plain values into its graph; the rest is kept here.
@@ -489,49 +442,6 @@ def _from_local_in_graph(local: torch.Tensor, key: str) -> DTensor:
 _dynamo: Any = torch._dynamo
 _dynamo.assume_constant_result(_kept_for_graph)
 _dynamo.allow_in_graph(_from_local_in_graph)
-
-
-@lru_cache(maxsize=4096)
-def _even_layout(
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    mesh: DeviceMesh,
-    placements: Placements,
-) -> Layout:
-    whole, steps = list(shape), list(stride)
-    for placement, parts in zip(placements, mesh.shape, strict=True):
-        if is_shard(placement):
-            dim = shard_dim(placement)
-            for other in range(len(steps)):
-                # What lies outside of the sharded dim in memory gets farther apart.
-                if other != dim and stride[other] >= stride[dim] * shape[dim]:
-                    steps[other] *= parts
-            whole[dim] *= parts
-    return layout_of(mesh, placements, tuple(whole), tuple(steps), dtype)
-
-
-forget_meshes.append(_even_layout.cache_clear)
-
-
-def _checked(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Compare what the ranks passed; make replicas equal to the first one's."""
-    group = spanning_group(layout.mesh)
-    mine = (layout.shape, layout.stride, layout.dtype)
-    everyones: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyones, mine, group=group.pg)
-    if any(theirs != mine for theirs in everyones):
-        raise ValueError(
-            f"from_local: the ranks' local tensors make up different global tensors (shape, "
-            f"stride, dtype): {dict(zip(group.ranks, everyones, strict=True))}. Pass shape and "
-            f"stride where the shards are uneven."
-        )
-    agreed = local.clone(memory_format=torch.contiguous_format)
-    for dim, placement in enumerate(layout.placements):
-        if isinstance(placement, Replicate):
-            pg = layout.mesh.get_group(dim)
-            dist.broadcast(agreed, dist.get_global_rank(pg, 0), group=pg)
-    return agreed
 
 
 class _FromLocal(torch.autograd.Function):

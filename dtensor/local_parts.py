@@ -1,0 +1,115 @@
+"""What the ranks' local tensors make up: the layout of `DTensor.from_local`.
+
+lengths 3, 3      shards of 6 rows, found without communication where no shard may differ
+lengths 3, 2      shards of 5 rows: those of torch.chunk
+lengths 2, 3      of nothing: an error on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+from weft.collectives import agree, spanning_group
+from weft.collectives.group import forget_meshes, is_traced
+from weft.dtensor.layout import (
+    Layout,
+    Placements,
+    contiguous_stride,
+    is_shard,
+    layout_of,
+    shard_dim,
+    show,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
+    """The layout that the ranks' local tensors make up, whose shards may differ in length.
+
+    Raises:
+        ValueError: on every rank, where the lengths are not those of torch.chunk.
+    """
+    traced = is_traced(local)  # sizes may be symbols, which no cache takes
+    evenly = _even_layout.__wrapped__ if traced else _even_layout
+    even = evenly(local.shape, local.stride(), local.dtype, mesh, placements)
+    cut = even.cut_dims
+    if not cut or even.index is None or traced or local.is_meta:
+        return even
+    group = spanning_group(mesh)
+    if group.why or group.world_size == 1:
+        return even
+    fixed = [size for dim, size in enumerate(local.shape) if dim not in cut]
+    call = f"from_local({local.dtype}, other dims {fixed}, {show(placements)})"
+    place, shape = even.place, list(local.shape)
+    parts: list[list[int]] = []
+    for dim in cut:
+        lengths = dict(zip(group.ranks, agree(group, call, local.shape[dim]), strict=True))
+        parts.append([lengths[rank] for rank in place.ranks])
+        shape[dim] = sum(
+            length
+            for length, coordinate in zip(parts[-1], place.coordinates, strict=True)
+            if not any(
+                i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
+            )
+        )
+    if all(len(set(lengths)) == 1 for lengths in parts):
+        return even
+    layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
+    right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
+    if parts != right:
+        raise ValueError(
+            f"from_local: along dims {list(cut)} the ranks' shards have lengths {parts}, but "
+            f"shards of {shape} placed {show(placements)} must be those of torch.chunk, {right}"
+        )
+    return layout
+
+
+@lru_cache(maxsize=4096)
+def _even_layout(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    placements: Placements,
+) -> Layout:
+    whole, steps = list(shape), list(stride)
+    for placement, parts in zip(placements, mesh.shape, strict=True):
+        if is_shard(placement):
+            dim = shard_dim(placement)
+            for other in range(len(steps)):
+                # What lies outside of the sharded dim in memory gets farther apart.
+                if other != dim and stride[other] >= stride[dim] * shape[dim]:
+                    steps[other] *= parts
+            whole[dim] *= parts
+    return layout_of(mesh, placements, tuple(whole), tuple(steps), dtype)
+
+
+forget_meshes.append(_even_layout.cache_clear)
+
+
+def check_parts(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Compare what the ranks passed; make replicas equal to the first one's."""
+    group = spanning_group(layout.mesh)
+    mine = (layout.shape, layout.stride, layout.dtype)
+    everyones: list[Any] = [None] * group.world_size
+    dist.all_gather_object(everyones, mine, group=group.pg)
+    if any(theirs != mine for theirs in everyones):
+        raise ValueError(
+            f"from_local: the ranks' local tensors make up different global tensors (shape, "
+            f"stride, dtype): {dict(zip(group.ranks, everyones, strict=True))}. Pass shape and "
+            f"stride where the shards are uneven."
+        )
+    agreed = local.clone(memory_format=torch.contiguous_format)
+    for dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Replicate):
+            pg = layout.mesh.get_group(dim)
+            dist.broadcast(agreed, dist.get_global_rank(pg, 0), group=pg)
+    return agreed
