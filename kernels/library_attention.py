@@ -70,18 +70,16 @@ def _ring_attention_fake(
 
 
 def _ring_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, options[5])
-    ctx.options = options
+    q, k, v, *before, cu_seqlens, sizes, key_sizes = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.options = before, (sizes, key_sizes)
     ctx.set_materialize_grads(False)
 
 
 def _ring_attention_grads(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     *saved, cu_seqlens = ctx.saved_tensors
-    group_name, causal, scale, layout, window, _, sizes, key_sizes = ctx.options
-    dq, dk, dv = _ops.ring_attention_backward(
-        *saved, *grads, group_name, causal, scale, layout, window, cu_seqlens, sizes, key_sizes
-    )
+    before, after = ctx.options
+    dq, dk, dv = _ops.ring_attention_backward(*saved, *grads, *before, cu_seqlens, *after)
     return dq, dk, dv, *[None] * 8
 
 

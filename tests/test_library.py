@@ -111,6 +111,36 @@ def with_engine(engine: Any, body: Callable[..., None], *args: Any) -> None:
         body(*args)
 
 
+def attention_by_hand_body() -> None:
+    name, documents = group_name(None), torch.tensor([0, 2, 6])
+    q, k, v = (leaf(2, 4, 3, 8, seed=seed) for seed in range(3))
+    pairs: list[tuple[Any, Any]] = [
+        (
+            ops.ring_attention(q, k, v, name, True, 0.3, "contiguous", [2, -1], documents),
+            weft.ring_attention(
+                q, k, v, causal=True, scale=0.3, window=2, cu_seqlens=[0, 2, 6], return_lse=True
+            ),
+        ),
+        (
+            ops.ulysses_attention(q, k, v, name, "", True, return_lse=True),
+            weft.ulysses_attention(q, k, v, causal=True, return_lse=True),
+        ),
+    ]
+    for ours, theirs in pairs:
+        grads = []
+        for out, lse in (ours, theirs):
+            grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)))
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "engine", ["host", "generic", pytest.param("triton", marks=pytest.mark.sweep)]
+)
+def test_attention_by_hand(ranks: Any, engine: str) -> None:
+    ranks(2, with_engine, engine, attention_by_hand_body)
+
+
 def torch_names_body() -> None:
     """Arguments and results of torch.ops.symm_mem, against a gather by hand."""
     W, name = dist.get_world_size(), group_name(None)
