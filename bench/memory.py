@@ -149,8 +149,9 @@ def measure(
 ) -> list[Row]:
     """A row for each length, on this machine's ranks."""
     found = launch(
-        ranks, _rank_main, lengths, heads, head_dim, gathered_up_to, on_progress=lambda _: None
-    )
+        ranks, _rank_main, lengths, heads, head_dim, gathered_up_to,
+        on_progress=lambda _: None, stall_s=900,
+    )  # fmt: skip
     rows = []
     for i, tokens in enumerate(lengths):
         most = {name: max(peaks[i][name] for peaks in found) for name in found[0][i]}
