@@ -1,0 +1,371 @@
+"""Faults for copies of our kernels: the text that each edits, where, and what is found.
+
+Those of signals and of the kernels of matmuls; `sim_faults_elsewhere` has the others, and
+`sim_planting` plants them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from sim_cases import COLLECTIVES, KERNELS
+
+from weft import sim
+from weft.collectives import signals
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    gathers,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+    splits,
+    tiles,
+)
+
+RACE, DEADLOCK, BOUNDS = sim.RaceError, sim.DeadlockError, sim.OutOfBoundsError
+EVERY = tuple(name for name in KERNELS | COLLECTIVES if "copy engines" not in name)
+ALL = tuple(KERNELS)[:5]  # the ways by which most goes
+GATHERS = ALL[:2]
+REDUCES = ALL[3:]
+PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
+RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
+BACKWARD = RINGS[1:]
+
+
+def but(*cases: str) -> tuple[str, ...]:
+    """All cases that are not among those that the fault cannot break."""
+    return tuple(case for case in EVERY if case not in cases)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Edits of the text of a module, the cases that they break, and what is found."""
+
+    name: str
+    module: ModuleType
+    edits: tuple[tuple[str, str], ...]
+    cases: tuple[str, ...]
+    found: type[Exception] | tuple[type[Exception], ...] = RACE
+    message: str = ""
+    programs: sim.Programs = "sequential"
+
+
+def fault(name: str, module: ModuleType, old: str, new: str, cases: tuple[str, ...], *rest, **more):
+    return Fault(name, module, ((old, new),), cases, *rest, **more)
+
+
+SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="sys")'
+LOCAL_SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="gpu")'
+PEERS = """        peer = (rank + step) % world_size
+        signal("""
+WAIT_PEERS = """    arrived = True
+    for step in range(1, world_size):"""
+
+IN_SIGNALS = [
+    fault(
+        "a signal that releases nothing",
+        signals,
+        SIGNAL,
+        SIGNAL.replace("release", "relaxed"),
+        EVERY,
+    ),
+    fault(
+        "a signal at the scope of one device", signals, SIGNAL, SIGNAL.replace("sys", "gpu"), EVERY
+    ),
+    fault(
+        "no barrier before a signal",
+        signals,
+        'One writer a slot."""\n    tl.debug_barrier()',
+        'One writer a slot."""',
+        but(*GATHERS, *PULLS, "gather of rows, direct"),
+    ),
+    fault(
+        "a wait that acquires nothing",
+        signals,
+        'tl.atomic_add(ptr, 0, sem="acquire"',
+        'tl.atomic_add(ptr, 0, sem="relaxed"',
+        EVERY,
+    ),
+    fault(
+        "a wait at the scope of one device",
+        signals,
+        '_wait(ptr, value, max_polls, "sys")',
+        '_wait(ptr, value, max_polls, "gpu")',
+        EVERY,
+    ),
+    fault(
+        "no wait for peers",
+        signals,
+        "arrived = wait(slot, generation, patience(own_pad, max_polls))",
+        "arrived = True",
+        EVERY,
+    ),
+    fault(
+        "a wait for the generation before",
+        signals,
+        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        "generation -= 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        EVERY,
+    ),
+    fault(
+        "a wait for the generation after",
+        signals,
+        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        "generation += 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        EVERY,
+        DEADLOCK,
+        message="should have signalled",
+    ),
+    fault(
+        "one peer is not signalled",
+        signals,
+        f"for step in range(1, world_size):\n{PEERS}",
+        f"for step in range(1, world_size - 1):\n{PEERS}",
+        but("reduce-scatter", *EXCHANGES, *SUMS[:1]),
+        DEADLOCK,
+    ),
+    fault(
+        "the wrong peer is signalled",
+        signals,
+        PEERS,
+        PEERS.replace("(rank + step)", "(rank + step + 1)"),
+        but("reduce-scatter", *EXCHANGES, *SUMS[:1]),
+        DEADLOCK,
+    ),
+    fault(
+        "one peer is not waited for",
+        signals,
+        WAIT_PEERS,
+        WAIT_PEERS.replace("world_size", "world_size - 1"),
+        but(*GATHERS, *EXCHANGES, "ring attention"),
+    ),
+    fault(
+        "one half for all calls",
+        signals,
+        "(generation & 1)",
+        "(generation & 0)",
+        but(*REDUCES[1:], *SUMS[1:], *BACKWARD),
+    ),
+    fault(
+        "the generation stays",
+        signals,
+        "_GENERATION, generation)",
+        "_GENERATION, generation - 1)",
+        EVERY,
+    ),
+    fault(
+        "a ticket that acquires nothing",
+        signals,
+        '1, sem="acq_rel", scope="gpu"',
+        '1, sem="relaxed", scope="gpu"',
+        (ALL[0], *ALL[2:]),
+    ),
+    fault(
+        "no barrier before the ticket",
+        signals,
+        "    tl.debug_barrier()\n    last =",
+        "    last =",
+        GATHERS[:1],
+    ),
+    fault(
+        "the ticket is not reset",
+        signals,
+        "        tl.store(ticket_ptr, 0)\n",
+        "        pass\n",
+        GATHERS,
+        (RACE, DEADLOCK, AssertionError),
+    ),
+    fault(
+        "a local signal that releases nothing",
+        signals,
+        LOCAL_SIGNAL,
+        LOCAL_SIGNAL.replace("release", "relaxed"),
+        GATHERS,
+        message="programs of one launch",
+    ),
+    fault(
+        "a local signal within one program",
+        signals,
+        LOCAL_SIGNAL,
+        LOCAL_SIGNAL.replace("gpu", "cta"),
+        GATHERS,
+    ),
+]
+
+HALF = "    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
+
+IN_KERNELS = [
+    fault(
+        "published after the signal",
+        gathers,
+        HALF,
+        "    signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)\n" + HALF,
+        GATHERS,
+    ),
+    fault(
+        "shards are fetched before they are there",
+        gathers,
+        "if peer != rank:",
+        "if peer < 0:",
+        GATHERS,
+    ),
+    fault(
+        "shards are fetched from the other half",
+        gathers,
+        "signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)",
+        "signals.half_ptr(link.buffer_ptrs, peer, generation + 1, link.half_bytes, dtype)",
+        GATHERS,
+    ),
+    fault(
+        "tiles do not wait for their rows",
+        all_gather_gemm,
+        "if (step > 0) & (low < high):",
+        "if (step < 0) & (low < high):",
+        GATHERS[:1],
+    ),
+    fault(
+        "tiles wait for a chunk too few",
+        all_gather_gemm,
+        "(high - 1) // chunk_rows, generation",
+        "(high - 1) // chunk_rows - 1, generation",
+        GATHERS[:1],
+        programs="concurrent",
+    ),
+    fault(
+        "a contraction waits for nobody",
+        all_gather_contract,
+        "if (tile == first) & (source != rank) & (length > 0):",
+        "if (tile < first) & (source != rank) & (length > 0):",
+        GATHERS[1:],
+    ),
+    fault(
+        "one row too many is published",
+        gathers,
+        "count = tl.minimum(share, rows - first)",
+        "count = tl.minimum(share, rows - first) + 1",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "one row too many is fetched",
+        gathers,
+        "count = tl.minimum(chunk_rows, rows - first)",
+        "count = tl.minimum(chunk_rows, rows - first) + 1",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "a tile of an uneven shard has no mask",
+        tiles,
+        "inside = inside_m[:, None] & (offs_n[None, :] < N)",
+        "inside = (rows >= 0)[:, None] & (offs_n[None, :] < N)",
+        ALL[1:],
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "a copy has no mask",
+        tiles,
+        "inside = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
+        "inside = (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
+        GATHERS,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "partial sums do not wait for peers",
+        gemm_reduce_scatter,
+        "    if signals.wait_for_peers(",
+        "    if rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "partial sums go to another rank's slot",
+        gemm_reduce_scatter,
+        "slot += rank * slot_stride",
+        "slot += owner * slot_stride",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "partial sums are signalled to lower ranks only",
+        gemm_reduce_scatter,
+        "if owner != rank:",
+        "if owner < rank:",
+        ("reduce-scatter",),
+        DEADLOCK,
+    ),
+    fault(
+        "the signal is that of another program",
+        gemm_reduce_scatter,
+        "WORLD_SIZE, 0, rank, program), generation",
+        "WORLD_SIZE, 0, rank, 0), generation",
+        ("reduce-scatter",),
+        (DEADLOCK, RACE),
+    ),
+    fault(
+        "a program waits for the first one of its peers",
+        gemm_reduce_scatter,
+        "WORLD_SIZE, 0, program, generation, link.max_polls",
+        "WORLD_SIZE, 0, 0, generation, link.max_polls",
+        ("reduce-scatter",),
+    ),
+    fault(
+        "one-shot does not wait",
+        gemm_one_shot,
+        "complete &= signals.wait_for_peers(",
+        "complete &= rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("one-shot all-reduce", "straddling reduce-scatter"),
+    ),
+    fault(
+        "the own slot is everybody's",
+        gemm_one_shot,
+        "offs = rank * slot_stride + tl.cast",
+        "offs = 0 * slot_stride + tl.cast",
+        ("one-shot all-reduce",),
+    ),
+    fault(
+        "finished tiles do not wait",
+        gemm_all_reduce,
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.max_polls",
+        ("two-shot all-reduce",),
+    ),
+    fault(
+        "finished tiles are signalled as partial ones",
+        gemm_all_reduce,
+        "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
+        "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
+        ("two-shot all-reduce",),
+        DEADLOCK,
+    ),
+    fault(
+        "finished tiles overlap the slots",
+        gemm_all_reduce,
+        "finished_at = WORLD_SIZE * slot_stride * 4",
+        "finished_at = slot_stride * 4",
+        ("two-shot all-reduce",),
+    ),
+    fault(
+        "rows are read before their owners have shown them",
+        all_gather_gemm,
+        "peers_came = signals.wait_for_peers(",
+        "peers_came = rank < WORLD_SIZE or signals.wait_for_peers(",
+        ("gather of rows, direct",),
+    ),
+    fault(
+        "the first row of a chunk goes to the owner of the last",
+        gemm_one_shot,
+        "offs_m >= offsets[owner]",
+        "offs_m > offsets[owner]",
+        ("straddling reduce-scatter",),
+    ),
+    fault(
+        "a split tile is added up before its parts have come",
+        splits,
+        "whole &= signals.wait_local(slot, generation, polls)",
+        "whole &= rank >= 0",
+        ("gather of rows, direct", "one-shot all-reduce, split"),
+        (RACE, AssertionError),
+        programs="concurrent",
+    ),
+]

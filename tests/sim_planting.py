@@ -1,0 +1,195 @@
+"""Plants faults in copies of kernels and exchanges, and has virtual ranks look for them.
+
+python tests/sim_planting.py --page docs/sim_faults.md        writes the table of that page
+python tests/sim_planting.py --run REGEX        plants the faults whose line matches, and tells
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, with_mutants
+from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
+from sim_faults_elsewhere import IN_ATTENTION, IN_COLLECTIVES, IN_DIRECT, IN_EXCHANGES, exchange
+
+from weft import sim
+from weft.collectives import direct, kernel_collectives, movement, pull, signals
+from weft.kernels import (
+    all_gather_contract,
+    all_gather_gemm,
+    flash_decoding,
+    gathers,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+    partial_sums,
+    ring_flash,
+    ring_flash_backward,
+    ring_keys,
+    splits,
+    tiles,
+)
+from weft.sim.mutants import mutant
+
+RANKS, SCHEDULES = 3, 200
+PAGE = "docs/sim_faults.md"
+HOME = {
+    "gather of rows": ("gather", all_gather_gemm),
+    "gather of the contraction": ("contract", all_gather_contract),
+    "reduce-scatter": ("scatter", gemm_reduce_scatter),
+    "one-shot all-reduce": ("reduce", gemm_all_reduce),
+    "two-shot all-reduce": ("reduce", gemm_all_reduce),
+    "pulls of boxes": ("pull", pull),
+    "collectives that exchange": ("collective", kernel_collectives),
+    "collectives that reduce, one shot": ("collective", kernel_collectives),
+    "collectives that reduce, two shots": ("collective", kernel_collectives),
+    "gather of rows, direct": ("gather", all_gather_gemm),
+    "one-shot all-reduce, split": ("reduce", gemm_all_reduce),
+    "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
+    "ring attention": ("ring", ring_flash),
+    "ring attention, backward": ("ring_backward", ring_flash_backward),
+    "decoding": ("decode", flash_decoding),
+}
+# What the kernels are made of: each imports those before it only.
+PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot, ring_keys, ring_flash)
+
+
+def of_copies(module: ModuleType, copies: dict[ModuleType, ModuleType]) -> dict[str, object]:
+    """What `module` has from the modules copied, as the copies have it."""
+    by_name = {original.__name__: copy for original, copy in copies.items()}
+    found: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, ModuleType):
+            if value in copies:
+                found[name] = copies[value]
+        elif (home := getattr(getattr(value, "fn", None), "__module__", "")) in by_name:
+            found[name] = getattr(by_name[home], name)
+    return found
+
+
+def broken(planted: Fault, case: str) -> Callable[[int], None]:
+    """The case, on copies of the modules between it and the fault."""
+    options = DIRECT if case == "direct reads" else {}
+    if planted.module is movement:
+        return with_mutants(HOST[case], {"movement": mutant(movement, *planted.edits, **options)})
+    if planted.module is direct:
+        copy = mutant(direct, *planted.edits)
+        return with_mutants(HOST[case], {"movement": mutant(movement, direct=copy, **options)})
+    if planted.module is exchange:
+        copy = mutant(exchange, *planted.edits)
+        return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
+    role, home = HOME[case]
+    copies = {planted.module: mutant(planted.module, *planted.edits)}
+    for module in (*PARTS, home):
+        inside = of_copies(module, copies)
+        if inside and module not in copies:
+            copies[module] = mutant(module, **inside)
+    roles = {role: copies[home]}
+    if gemm_one_shot in copies:
+        roles["one_shot"] = copies[gemm_one_shot]
+    return with_mutants((KERNELS | COLLECTIVES)[case], roles)
+
+
+FAULTS = (
+    *IN_SIGNALS,
+    *IN_KERNELS,
+    *IN_EXCHANGES,
+    *IN_COLLECTIVES,
+    *IN_ATTENTION,
+    *IN_DIRECT,
+)
+_FOUND = {
+    RACE: "race",
+    DEADLOCK: "deadlock",
+    BOUNDS: "out of bounds",
+    AssertionError: "wrong result",
+}
+
+
+def table() -> str:
+    """The table of the page."""
+    lines = ["| fault | planted in | found as | in |", "| --- | --- | --- | --- |"]
+    for planted in FAULTS:
+        kinds = planted.found if isinstance(planted.found, tuple) else (planted.found,)
+        found = " or ".join(_FOUND[kind] for kind in kinds)
+        module = planted.module.__name__.rpartition(".")[2]
+        missed = [case for case in EVERY if case not in planted.cases]
+        cases = "; ".join(planted.cases)
+        if len(missed) < len(planted.cases):
+            cases = f"all but {'; '.join(missed)}" if missed else "all"
+        lines.append(f"| {planted.name} | {module} | {found} | {cases} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with this table in the place of its own."""
+    return re.sub(r"(?s)(<!-- faults -->\n).*(\n<!-- /faults -->)", rf"\1{table()}\2", page)
+
+
+def moved_texts() -> list[str]:
+    """Faults whose text is not in its module any more, or more than once."""
+    return [
+        f"{planted.name}: {inspect.getsource(planted.module).count(old)} times in "
+        f"{planted.module.__name__}: {old!r}"
+        for planted in FAULTS
+        for old, _ in planted.edits
+        if inspect.getsource(planted.module).count(old) != 1
+    ]
+
+
+def found_in(
+    planted: Fault, case: str, schedule: sim.runner.Schedule | None = None
+) -> Exception | None:
+    """What a simulation of the case with the fault says, if anything."""
+    try:
+        sim.run(
+            RANKS,
+            broken(planted, case),
+            schedules=SCHEDULES,
+            schedule=schedule,
+            programs=planted.programs,
+            replay=schedule is None,
+            timeout=600,
+        )
+    except (sim.SimError, AssertionError) as found:
+        return found
+    return None
+
+
+def plant(names: str) -> Iterator[str]:
+    """Plant the faults whose name and case match, and tell of each what was found."""
+    for planted in FAULTS:
+        for case in planted.cases:
+            line = f"{planted.name}, in {case}"
+            if re.search(names, line):
+                start, found = time.process_time(), found_in(planted, case)
+                right = isinstance(found, planted.found) and planted.message in str(found)
+                what = "nothing" if found is None else _FOUND[type(found)]
+                schedule = getattr(found, "schedule", "")
+                seconds = time.process_time() - start
+                yield (
+                    f"{'ok' if right else 'MISSED'} | {line} | {what} | schedule {schedule} | "
+                    f"{seconds:.1f} s"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--run", metavar="REGEX")
+    args = parser.parse_args()
+    if args.page:
+        args.page.write_text(with_table(args.page.read_text()))
+    if args.run is not None:
+        for line in plant(args.run):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
