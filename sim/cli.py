@@ -16,6 +16,15 @@ from weft.sim.runner import run
 from weft.sim.timeline import Timeline
 from weft.sim.world import Programs
 
+_EXAMPLES = """\
+examples:
+  weft sim examples/sim_planted_bug.py:call --ranks 3     finds a race, and names its schedule
+  weft sim mine.py:fn --ranks 3 --schedule 17:2,40:0      that schedule again
+  weft sim mine.py:fn --ranks 8 --schedules 5000 --replay
+  weft sim train.py --ranks 4 -- --steps 2                a script for torchrun
+  weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --plot out.png
+docs/sim.md teaches it by one bug, from start to end.
+"""
 _MOST_TIMED = 20  # schedules, with and without races
 
 
@@ -23,22 +32,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 1 if something was found."""
     parser = argparse.ArgumentParser(
         prog="weft sim",
-        description="Run a script on virtual ranks in this process, under many interleavings, and "
-        "check it for races, deadlocks and accesses out of bounds. What follows `--` is what the "
+        description="Run a script on virtual ranks in this process, under many interleavings, and\n"
+        "check it for races, deadlocks and accesses out of bounds. What follows `--` is\nwhat the "
         "script finds in sys.argv.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "script",
         metavar="FILE[:FUNCTION]",
         help="FUNCTION is called with the rank; without it, every rank runs FILE from its top",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="how many (default 4)")
+    parser.add_argument("--ranks", metavar="W", type=int, default=4, help="how many (default 4)")
     parser.add_argument(
         "--schedules",
+        metavar="N",
         help="interleavings to try, or `exhaustive` (default 100; with --hardware 1)",
     )
-    parser.add_argument("--schedule", help="only this one, as an error named it")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", metavar="S", help="only this one, as an error named it")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the interleavings (default 0)"
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="do not run an interleaving that must come to the same as one before: thousands in "
+        "seconds, but what the script prints or keeps is that of a few",
+    )
     parser.add_argument(
         "--concurrent", action="store_true", help="programs of a launch run concurrently too"
     )
@@ -48,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--timeout",
+        metavar="S",
         type=float,
         help="seconds a schedule may take (default 60; without numerics 3600)",
     )
@@ -56,8 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     timing.add_argument(
         "--no-numerics", action="store_true", help="skip the arithmetic: real sizes in minutes"
     )
-    timing.add_argument("--trace", type=Path, help="write a Chrome trace, for ui.perfetto.dev")
-    timing.add_argument("--plot", type=Path, help="draw what the cores do, as a PNG")
+    timing.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write a Chrome trace, for ui.perfetto.dev"
+    )
+    timing.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw what the cores do, as a PNG"
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
@@ -67,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
+    if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
+        parser.error("--replay is for races, in a number of --schedules, without --hardware")
     function = _function(args.script, given[end + 1 :])
     programs: Programs = "concurrent" if args.concurrent else "sequential"
     start = time.perf_counter()
@@ -79,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             schedule=args.schedule,
             races=not args.no_races,
             programs=programs,
+            replay=args.replay,
             timeout=args.timeout or (3600.0 if args.no_numerics else 60.0),
             hardware=args.hardware,
             numerics=not args.no_numerics,
@@ -89,30 +117,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     tried = f"{results.schedules} schedules"
     if results.states:
         tried = f"all interleavings: {tried} through {results.states} states"
+    if args.replay:
+        tried += f", {results.schedules - results.played} run, {results.distinct} different"
     found = "races not looked for" if args.no_numerics else "nothing found"
     print(
         f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: {found} in "
         f"{time.perf_counter() - start:.1f} s"
     )
     if args.cost:
-        print(_cost(args.ranks, function, programs, min(results.schedules, _MOST_TIMED)))
+        few = min(results.schedules, _MOST_TIMED)
+        checked, plain = cost(args.ranks, function, programs, few)
+        print(
+            f"a schedule takes {checked:.0f} ms of processor time, {checked / plain:.1f} times as "
+            f"long as without looking for races"
+        )
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
     return 0
 
 
-def _cost(ranks: int, function: Callable[[int], Any], programs: Programs, schedules: int) -> str:
-    """What looking for races costs, in a sentence."""
-    ms = []
-    for races in (True, False):
+def cost(
+    ranks: int, function: Callable[[int], Any], programs: Programs, schedules: int
+) -> tuple[float, float]:
+    """Milliseconds of processor time that a schedule takes with and without looking for races."""
+
+    def ms(races: bool) -> float:
         start = time.process_time()
         run(ranks, function, schedules=schedules, races=races, programs=programs)
-        ms.append((time.process_time() - start) / schedules * 1e3)
-    checked, plain = ms
-    return (
-        f"a schedule takes {checked:.0f} ms of processor time, {checked / plain:.1f} times as long "
-        f"as without looking for races"
-    )
+        return (time.process_time() - start) / schedules * 1e3
+
+    return ms(True), ms(False)
 
 
 def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:

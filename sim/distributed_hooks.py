@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -109,6 +110,7 @@ class _Environment(os._Environ):  # type: ignore[type-arg]
         return super().__getitem__(key)
 
 
+@cache
 def requirements() -> list[str]:
     """What is missing in this torch, in words; empty if all hooks fit."""
     missing = []

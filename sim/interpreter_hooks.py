@@ -18,6 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import product
 from typing import Any, Protocol
 
@@ -73,6 +74,7 @@ class Observer(Protocol):
 _ATOMICS = frozenset(f"create_atomic_{name}" for name in ("rmw", "cas", "load", "store", "poll"))
 
 
+@cache
 def requirements() -> list[str]:
     """What is missing in this Triton, in words; empty if all hooks fit."""
     missing = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ _COMPARISONS = frozenset(
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
+@cache
 def requirements() -> list[str]:
     """What is missing in this Triton, in words; empty if all hooks fit."""
     want = {

@@ -336,10 +336,17 @@ class World:
                 self.tape.sync(strand, "barrier", self.tape.place(strand.slot))
 
     def expect(self, address: int, value: int) -> None:
-        """A kernel begins to wait for `value` at `address`."""
+        """A kernel begins to wait for `value` at `address`: what it polled before was not in vain.
+
+        Words that it looks at before every wait would else make it seem to spin, and others would
+        always go first.
+        """
+        strand = strand_here()
+        self.scheduler.progressed(strand)
         if self.tape:
-            self.tape.flush(strand_here())
-            self.tape.await_value(strand_here(), self._word(address), value)
+            self.tape.flush(strand)
+            self.tape.note(strand, "progress")
+            self.tape.await_value(strand, self._word(address), value)
 
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""

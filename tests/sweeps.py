@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sim_cases import COLLECTIVES, HOST, KERNELS, triton_attention, triton_training
@@ -29,7 +29,7 @@ CASES = (
 )
 PROGRAMS: tuple[sim.Programs, ...] = ("sequential", "concurrent")
 HEAD = "| case | programs | ranks | schedules | run | orders | found | CPU s |"
-Key = tuple[str, str, int]
+Key = tuple[str, sim.Programs, int]
 
 
 def rows_of(page: str) -> dict[Key, str]:
@@ -52,7 +52,9 @@ def with_rows(page: str, rows: dict[Key, str]) -> str:
     return re.sub(r"(?s)(<!-- sweeps -->\n).*(\n<!-- /sweeps -->)", rf"\1{table}\2", page)
 
 
-def wanted(ranks: list[int], programs: list[sim.Programs], names: str) -> Iterator[Key]:
+def wanted(
+    ranks: Sequence[int], programs: Sequence[sim.Programs], names: str = ""
+) -> Iterator[Key]:
     """What to run, in order."""
     for world_size in ranks:
         for how in programs:
@@ -62,7 +64,7 @@ def wanted(ranks: list[int], programs: list[sim.Programs], names: str) -> Iterat
                     yield name, how, world_size
 
 
-def row(name: str, programs: sim.Programs, world_size: int, schedules: int, seed: int) -> str:
+def row(name: str, programs: sim.Programs, world_size: int, schedules: int, seed: int = 0) -> str:
     """Run one case."""
     start, found = time.process_time(), "nothing"
     run, orders, tried = "", "", str(schedules)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from sim_cases import KERNELS
 
 from weft import collectives, sim
 from weft.collectives import signals
+from weft.sim.cli import cost
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -236,3 +239,36 @@ def test_deadlocks_name_the_word_and_the_values(how: str, wanted: str) -> None:
     assert f"waits for {wanted}" in text, text
     assert re.search(r"rank 0, kernel _spin_kernel, program 0: tests/test_sim_races\.py:\d+", text)
     assert re.search(r"rank 1, host: .*/test_sim_races\.py:\d+ body, waits for 1 in word", text)
+
+
+@triton.jit
+def _sums_kernel(out_ptr, x_ptr, COUNT: tl.constexpr, TURNS: tl.constexpr) -> None:
+    offs = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    acc = tl.zeros((COUNT,), tl.float32)
+    for _ in range(TURNS):
+        acc += tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, acc)
+
+
+@needs_interpreter
+def test_looking_costs_less_than_ten_times_the_interpreter() -> None:
+    x, launches = torch.ones(128), 10
+
+    def launch() -> None:
+        for _ in range(launches):
+            _sums_kernel[(2,)](torch.empty(128), x, COUNT=64, TURNS=16)
+
+    def seconds(body: Callable[[], object]) -> float:
+        start = time.process_time()
+        body()
+        return time.process_time() - start
+
+    launch()
+    plain = seconds(launch)
+    # The first schedule takes the interpreter's own way through integers, the others a shorter one.
+    for schedules in (1, 2):
+        checked = seconds(lambda n=schedules: sim.run(1, lambda _: launch(), schedules=n))
+        assert checked < 10 * schedules * plain
+
+    checked, unchecked = cost(2, KERNELS["gather of the contraction"], "sequential", 3)
+    assert checked < 10 * unchecked

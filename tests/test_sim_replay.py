@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from weft.sim.player import outcome
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 needs_interpreter = pytest.mark.skipif(
     not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
 )
@@ -49,6 +52,14 @@ def test_the_last_of_concurrent_programs_may_be_any() -> None:
 
 def test_systematic_schedules() -> None:
     same_hand_overs(2, HOST["public collectives"], schedules=104)
+
+
+@needs_interpreter
+def test_a_rank_may_be_one_call_ahead_of_every_wait() -> None:
+    # A wait looks at a word that tells of time-outs each time: that is no spinning, and a rank that
+    # did must not come last for it.
+    mended = runpy.run_path(str(EXAMPLES / "sim_planted_bug.py"))["mended"]
+    assert sim.run(3, mended, schedules=40, replay=True).distinct > 20
 
 
 def test_exchanges_of_the_host() -> None:
