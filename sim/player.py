@@ -8,9 +8,10 @@ of operations need be played:
     play, signals and clocks only <-  another schedule       <-
 
 A play holds if each atomic finds a value that it has found before, each wait comes to its end, and
-any two accesses that conflict are put in order by signals, in the same order as in a run: then all
-values are those of a run, and there is no race. Else the schedule is run, and what it leaves is
-learnt. Nothing is ever found by a play alone.
+any two accesses that conflict are put in order by signals, in the same order as in a run: then
+there is no race, and all values are those of a run. (Where atomics have found several values, as a
+ticket does: those of one run or another.) Else the schedule is run, and what it leaves is learnt.
+Nothing is ever found by a play alone.
 """
 
 from __future__ import annotations

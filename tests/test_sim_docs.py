@@ -38,7 +38,7 @@ def test_commands(
     else:
         assert status == 1
         assert "RaceError: symmetric buffer 1 of rank" in said.err
-        for line in ("40 _all_reduce_kernel", "43 _all_reduce_kernel", "seed=0, schedule=0"):
+        for line in ("40 _all_reduce_kernel", "45 _all_reduce_kernel", "seed=0, schedule=0"):
             assert line in said.err
 
 
