@@ -18,7 +18,7 @@ from sim_faults import (
 )
 
 from weft.collectives import direct, kernel_collectives, movement, pull
-from weft.kernels import flash_decoding, ring_flash_backward, ring_keys
+from weft.kernels import flash_decoding, ring_dkv, ring_keys
 
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.exchange")
@@ -102,30 +102,31 @@ IN_COLLECTIVES = [
     fault(
         "pieces land in the other half",
         kernel_collectives,
-        "signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, dtype)\n        slot =",
-        "signals.half_ptr(buffer_ptrs, peer, generation + 1, half_bytes, dtype)\n        slot =",
+        "_slot_ptr(link, peer, rank, slot_size, generation,",
+        "_slot_ptr(link, peer, rank, slot_size, generation + 1,",
         (*EXCHANGES, *SUMS),
         (RACE, AssertionError),
     ),
     fault(
         "all pieces land in one slot",
         kernel_collectives,
-        "tl.multiple_of(slots + rank * tl.cast(slot_size, tl.int64), 16)",
-        "tl.multiple_of(slots, 16)",
+        "_slot_ptr(link, peer, rank, slot_size, generation,",
+        "_slot_ptr(link, peer, 0, slot_size, generation,",
         (*EXCHANGES, *SUMS),
     ),
     fault(
         "sums do not wait for their terms",
         kernel_collectives,
-        "arrived = signals.wait_for_peers(\n        signal_ptrs, rank, WORLD_SIZE, 0",
-        "arrived = generation > 0\n    signals.wait_for_peers(\n        signal_ptrs, rank, 1, 0",
+        "arrived = signals.wait_for_peers(\n        link.signal_ptrs, rank, WORLD_SIZE, 0",
+        "arrived = generation > 0\n    signals.wait_for_peers("
+        "\n        link.signal_ptrs, rank, 1, 0",
         SUMS,
     ),
     fault(
         "finished sums do not wait",
         kernel_collectives,
-        "signal_ptrs, rank, WORLD_SIZE, 1, peer, program",
-        "signal_ptrs, rank, WORLD_SIZE, 0, peer, program",
+        "link.signal_ptrs, rank, WORLD_SIZE, PHASE, peer",
+        "link.signal_ptrs, rank, WORLD_SIZE, 0, peer",
         SUMS[1:],
     ),
     fault(
@@ -138,21 +139,18 @@ IN_COLLECTIVES = [
 ]
 
 
-HALF_OF_KEYS = "half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, k_ptr."
-WAIT_KEYS = "signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, max_polls"
-GATHERED = "                out = gathered_ptr + shard_offset("
-ANNOUNCE = """                signals.signal_local(
-                    signals.slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, source, program), generation
-                )
-"""
+HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
+WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls"
+GATHERED = "                out = _shard_ptr(keys, ring, source, SHAPE)"
+ANNOUNCE = "                announce(ring, source, SHAPE)\n"
 
 IN_ATTENTION = [
     fault(
         "keys are published after the signal",
         ring_keys,
         HALF_OF_KEYS,
-        "signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, tl.program_id(0), generation)\n    "
-        + HALF_OF_KEYS,
+        "signals.signal_peers(link.signal_ptrs, rank, SHAPE.world_size, 0, tl.program_id(0), "
+        "generation)\n    " + HALF_OF_KEYS,
         RINGS,
     ),
     fault(
@@ -194,32 +192,32 @@ IN_ATTENTION = [
     ),
     fault(
         "gradients of keys do not wait",
-        ring_flash_backward,
-        "        if signals.wait_for_peers(",
-        "        if rank < WORLD_SIZE or signals.wait_for_peers(",
+        ring_dkv,
+        "    if signals.wait_for_peers(",
+        "    if rank < SHAPE.world_size or signals.wait_for_peers(",
         BACKWARD,
     ),
     fault(
         "gradients of keys go to one slot",
-        ring_flash_backward,
-        "slots_offset // 4 + rank * 2 * slot_stride",
-        "slots_offset // 4 + 0 * 2 * slot_stride",
+        ring_dkv,
+        "_slot_ptr(slots, keys, ring, owner, rank, SHAPE)",
+        "_slot_ptr(slots, keys, ring, owner, 0, SHAPE)",
         BACKWARD,
     ),
     fault(
         "gradients of keys are not announced to the next rank",
-        ring_flash_backward,
-        "            if step > 0:\n                signals.signal(",
-        "            if step > 1:\n                signals.signal(",
+        ring_dkv,
+        "        if step > 0:\n            word =",
+        "        if step > 1:\n            word =",
         BACKWARD,
         DEADLOCK,
         message="should have signalled",
     ),
     fault(
         "gradients of keys overlap the keys",
-        ring_flash_backward,
-        "slot += slots_offset // 4 + rank",
-        "slot += rank",
+        ring_dkv,
+        "half + slots.offset // 4 + source",
+        "half + source",
         BACKWARD,
         (RACE, AssertionError),
     ),

@@ -29,6 +29,7 @@ from weft.kernels import (
     gemm_one_shot,
     gemm_reduce_scatter,
     partial_sums,
+    ring_dkv,
     ring_flash,
     ring_flash_backward,
     ring_keys,
@@ -57,7 +58,7 @@ HOME = {
     "decoding": ("decode", flash_decoding),
 }
 # What the kernels are made of: each imports those before it only.
-PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot, ring_keys, ring_flash)
+PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot, ring_keys, ring_dkv)
 
 
 def of_copies(module: ModuleType, copies: dict[ModuleType, ModuleType]) -> dict[str, object]:
