@@ -105,7 +105,7 @@ class Recording:
             self._prepare(piece, piece.steps)
             last = piece
             # A word that nobody ever writes leaves no choice.
-            while last.after and last.ops[-1][1] not in self._written:
+            while list(last.after) == [0] and last.ops[-1][1] not in self._written:
                 last = last.after[0]
                 self._prepare(last, piece.steps)
                 piece.branches = last.after
@@ -144,8 +144,6 @@ class Recording:
         if op[0] not in _TOUCHING:
             return -1
         place, touches = op[-2:]
-        if op[0] == "touch":
-            place, touches = op[1:]
         number = len(self.nodes)
         self.nodes.append(Node(self._place(place), place[0]))
         for touch in touches:
@@ -166,7 +164,7 @@ class Recording:
             if kind == "touch":
                 if self.nodes[node].rivals:
                     steps.append((kind, node))
-            elif kind == "atomic" and op[1] not in self._written:
+            elif kind == "atomic" and list(piece.after) == [0] and op[1] not in self._written:
                 steps.append(("glance", self._word(op[1]), op[4] == "sys"))
             elif kind in ("atomic", "wait"):
                 steps.append((kind, self._word(op[1]), *op[2:-2], self._place(op[-2]), node))
