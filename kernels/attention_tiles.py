@@ -51,10 +51,10 @@ def heads_of(x: torch.Tensor) -> Heads:
 def in_rows(*tensors: torch.Tensor) -> Any:
     """The tensors as kernels read them: rows contiguous, strides alike; copies where they are not.
 
-    Offsets inside a block of rows, 256 at most, must fit 32 bits.
+    Elements from row to row must fit 32 bits.
     """
     strides = tensors[0].stride()
-    if all(x.stride() == strides for x in tensors) and strides[3] == 1 and strides[2] < 1 << 22:
+    if all(x.stride() == strides for x in tensors) and strides[3] == 1 and strides[2] < 1 << 31:
         return tensors if len(tensors) > 1 else tensors[0]
     return in_rows(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
 
@@ -84,10 +84,10 @@ def load_rows(
 ):
     """BLOCK rows of a matrix D wide, from row `start` on: 0 beyond it, and from row `stop` on.
 
-    Offsets inside the block are 32 bits wide: kept through a loop, they take half the registers.
+    Each row's address is made from its number, in every turn of a loop: offsets inside the block,
+    the same in every turn, would be kept in registers through all of it.
     """
-    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    rows = start + rows
+    rows, columns = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < stop) & (columns[None, :] < D)
     return tl.load(ptrs, mask=inside, other=0.0)

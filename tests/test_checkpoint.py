@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -206,8 +207,7 @@ def test_merge(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "model.safetensors"
     assert main(["checkpoint", "merge", str(folder), str(out)]) == 0
     assert "left out, no tensors: step" in capsys.readouterr().out
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = safetensors.load_file(out)
+    tensors = load_file(out)
     assert torch.equal(tensors["model.w"], WHOLE)
     assert torch.equal(tensors["model.half"], WHOLE.bfloat16())
     assert tensors["model.plain"].tolist() == [0, 1, 2] and tensors["model.empty"].shape == (0, 4)
@@ -219,13 +219,12 @@ def test_merge(folder: Path, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     out = tmp_path / "parts"
     command = ["checkpoint", "reshard", str(folder), str(out), "--mesh", "2x2"]
     assert main([*command, "--layout", "*.w=[S0, S1]", "--layout", "*.half=[R, S(1)]"]) == 0
     files = sorted(out.iterdir())
     assert [f.name for f in files] == [f"rank-0000{r}-of-00004.safetensors" for r in range(4)]
-    parts = [safetensors.load_file(file) for file in files]
+    parts = [load_file(file) for file in files]
     quarters = itertools.product((slice(0, 4), slice(4, 7)), (slice(0, 3), slice(3, 5)))
     for rank, (rows, columns) in enumerate(quarters):
         assert torch.equal(parts[rank]["model.w"], WHOLE[rows, columns])
