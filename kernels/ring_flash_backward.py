@@ -100,29 +100,36 @@ def config_for(
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
         return Config(block, block, block, block, 16, 2, chip.programs, copies, 16)
-    amd = chip.name.startswith("gfx")
-    num_warps, num_stages = 8, 1 if amd or chip.name.startswith("sm_10") else 2
-    if dtype == torch.float32:
-        short, long, num_warps, num_stages = 16, 32 if D <= 128 else 16, 4, 1
-    elif D <= 128:
-        short, long = 32, 64
-    else:
-        short, long = 32 if chip.name.startswith("sm_10") else 16, 32
-    if amd:
-        num_warps = 4
+    dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
     return Config(
-        short,
-        long,
-        long,
-        short,
-        16,
-        max(1, heads // kv_heads),
-        chip.programs,
-        copies,
-        32,
-        num_warps,
-        num_stages,
+        dkv_m,
+        dkv_n,
+        dq_m,
+        dq_n,
+        reduce_n=16,
+        group_heads=max(1, heads // kv_heads),
+        programs=chip.programs,
+        copy_programs=copies,
+        copy_m=32,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
+
+
+def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int, int]:
+    """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
+    if dtype == torch.float32:
+        return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, 4, 1)
+    if chip.name.startswith("gfx"):
+        return (32, 64, 64, 32, 4, 1) if D <= 128 else (16, 32, 32, 16, 4, 1)
+    if chip.name.startswith("sm_10"):
+        return {
+            64: (64, 64, 64, 64, 8, 1),  # all products by tcgen05
+            128: (16, 64, 64, 32, 8, 1),
+            256: (32, 32, 32, 32, 8, 1),
+        }[width]
+    return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)
 
 
 def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
