@@ -36,7 +36,7 @@ forget_meshes.append(_plans.clear)
 
 def forget_plans(op: Op) -> None:
     """Make the plans of `op` anew: its rule has changed."""
-    for key in [key for key, plan in _plans.items() if key[0] == id(op) or plan.op is op]:
+    for key in [key for key, plan in _plans.items() if plan.op is op]:
         del _plans[key]
 
 
@@ -104,7 +104,7 @@ def _read(
     func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None, known: bool
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
     """(key of the plan, local arguments, local keywords, whether one was not computed yet)."""
-    # An overload computes its hash in Python, and lives forever.
+    # An overload computes its hash in Python. The plan keeps it: no other op gets its id.
     key: list[Any] = [func if known else id(func)]
     local_args: list[Any] = []
     deferred = False
@@ -160,6 +160,7 @@ def dispatch(
         if known:
             return NotImplemented
         plan = _remember(key, make_plan(func, args, kwargs or {}))
+        plan.op = func
     result, layout = None, plan.result
     if plan.simple and not (deferred and plan.is_view):
         try:
@@ -224,7 +225,6 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
             return local(*args, *rest, **op_kwargs)
 
         known = copy.copy(plan)
-        known.op = op
         known.local = function if is_op else with_the_rest
         _remember(_read(function, args, kwargs, True)[0], known)
     return True

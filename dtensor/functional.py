@@ -119,9 +119,11 @@ def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def to(x: Any, *args: Any, **kwargs: Any) -> Any:
     """`x.to(device or dtype)`: itself, where that is what it has."""
-    if len(args) == 1 and not kwargs and is_dtensor(x) and args[0] in (x.device, x.dtype):
-        return x
-    return NotImplemented
+    if len(args) != 1 or kwargs or not is_dtensor(x):
+        return NotImplemented
+    wanted = args[0]
+    had = {torch.device: x.device, torch.dtype: x.dtype}.get(type(wanted))
+    return x if had == wanted else NotImplemented
 
 
 def numpy(x: Any, **kwargs: Any) -> Any:
@@ -132,9 +134,9 @@ def numpy(x: Any, **kwargs: Any) -> Any:
     )
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(input: Any) -> bool:
     """`torch.is_complex`, which optimizers ask of every parameter."""
-    return bool(x.dtype.is_complex)
+    return bool(input.dtype.is_complex)
 
 
 _Handler = Callable[..., Any]

@@ -51,7 +51,7 @@ class Plan:
         inverse: of a view that is computed, for what is written to it.
         simple: nothing to do but run `local` and wrap its result, or its list of results.
         writes_first: nothing to do but run `local`, which writes the first argument.
-        op: of the plan of a torch function, the op that the function has come to.
+        op: what it is the plan of; of a torch function, the op that the function has come to.
     """
 
     __slots__ = (
