@@ -26,6 +26,7 @@ from weft.collectives.workspace import Workspace, workspace
 from weft.errors import MismatchError
 
 _CPU = torch.device("cpu")
+_END_WORD = pad.LINE - 1  # of virtual ranks' lines
 
 
 class Exchange:
@@ -127,6 +128,23 @@ class Exchange:
         return self._ws.group.peers()
 
 
+class _VirtualStreamExchange(Exchange):
+    """A `StreamExchange` of virtual ranks that stand for GPUs: it ends with a barrier, too."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            for peer in self.peers():
+                self._waiter.post(peer, self.generation, word=_END_WORD)
+            for peer in self.peers():
+                self._waiter.wait(peer, self.generation, self.op, word=_END_WORD)
+
+
 class StreamExchange(Exchange):
     """One call on a workspace on a GPU: each step is enqueued in the current stream.
 
@@ -194,8 +212,14 @@ def exchange(
     Every rank must signal every peer exactly once in the block; leaving it waits for the peers that
     were not waited for.
     """
-    ws = workspace(group, nbytes, channel=channel, device=device)
-    return Exchange(ws, op) if device.type == "cpu" else StreamExchange(ws, op)
+    return exchange_on(workspace(group, nbytes, channel=channel, device=device), op, device)
+
+
+def exchange_on(ws: Workspace, op: str, device: torch.device) -> Exchange:
+    """One call on a workspace, of tensors on `device`."""
+    if device.type != "cpu":
+        return StreamExchange(ws, op)
+    return (_VirtualStreamExchange if ws.group.on_gpus(device) else Exchange)(ws, op)
 
 
 @lru_cache(maxsize=4096)

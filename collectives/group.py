@@ -6,7 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,6 +70,8 @@ class Ranks(Protocol):
     def waiter(self, buffer: SymmetricBuffer) -> Waiter: ...
     def share(self, x: torch.Tensor) -> None: ...
     def read(self, address: int, out: torch.Tensor) -> None: ...
+    def beside(self, number: int) -> AbstractContextManager[None]: ...
+    def rejoin(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -206,6 +206,17 @@ def signal_local(ptr, value):
         tl.atomic_xchg(ptr, value, sem="release", scope="gpu")
 
 
+@triton.jit
+def mark_local(ptr, value):
+    """Show `value` to programs of this device, and publish nothing with it: no store is waited for,
+    so that it costs no more than a store."""
+    tl.debug_barrier()
+    if _HAS_ATOMIC_LOAD:
+        tl.atomic_store(ptr, value, sem="relaxed", scope="gpu")
+    else:
+        tl.atomic_xchg(ptr, value, sem="relaxed", scope="gpu")
+
+
 # Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no
 # read-modify-write. 3.9 also has tl.atomic_poll, but that waits for one value: a peer may already
 # have announced its next call when a waiter looks.

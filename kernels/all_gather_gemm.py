@@ -55,6 +55,11 @@ if TYPE_CHECKING:
 # the 3 us that a copy costs in signals.
 _DIRECT_BYTES = 1 << 20
 
+# Shards from this size on are fetched by copy engines, in copies of at least the other: to enqueue
+# a copy and to announce it takes 4 us, in which a link of 450 GB/s brings 1.5 MB.
+_ENGINE_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20
+
 
 @dataclass(frozen=True)
 class Config:
@@ -71,7 +76,7 @@ class Config:
         direct: whether rows are read where their owners show them.
         split: programs that share a tile, each a part of K. Only without copy programs.
         copy_engines: whether shards are fetched by the chip's copy engines, and all programs but
-            one make tiles. The heuristic never chooses it: which is quicker has to be measured.
+            one make tiles.
     """
 
     tiling: Tiling
@@ -128,17 +133,25 @@ def config_for(
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
     chunk_rows = 16 if interpreted else 32
-    if direct:
-        split = splits.programs_a_tile(count, K, tiling, chip)
-        programs = max(1, min(chip.programs, count * split))
-        return Config(
-            tiling, programs, 0, chunk_rows, copy_m, copy_n, descriptors, direct=True, split=split
-        )
-    return Config(tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors)
+    config = Config(tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors)
+    # The other ways tell peers the same; this one must be that of all ranks, so that neither N nor
+    # a tuned choice has a say.
+    large = M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
+    if large and world_size > 1 and not interpreted:
+        return by_copy_engines(config, M, K, dtype, world_size, chip)
+    if not direct:
+        return config
+    split = splits.programs_a_tile(count, K, tiling, chip)
+    programs = max(1, min(chip.programs, count * split))
+    return replace(config, programs=programs, copy_programs=0, direct=True, split=split)
 
 
-def by_copy_engines(config: Config, M: int, world_size: int, chip: Chip) -> Config:
+def by_copy_engines(
+    config: Config, M: int, K: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config:
     """The same launch with shards fetched by copy engines."""
+    rows = -(-M // world_size)
+    chunk_bytes = 1 << 10 if chip is INTERPRETER else _CHUNK_BYTES
     return replace(
         config,
         copy_engines=True,
@@ -147,8 +160,8 @@ def by_copy_engines(config: Config, M: int, world_size: int, chip: Chip) -> Conf
         copy_programs=0,
         # One core stays free for the small kernels between the copies.
         programs=max(1, min(chip.programs, chip.cores - 1)),
-        # Four copies a shard: the first tiles of a peer's rows need not wait for the last ones.
-        chunk_rows=max(1, -(-M // world_size // 4)),
+        # Several copies a shard: the first tiles of a peer's rows need not wait for the last ones.
+        chunk_rows=max(1, -(-rows // 4), chunk_bytes // (K * dtype.itemsize)),
     )
 
 

@@ -1,7 +1,9 @@
-"""Shards fetched by the chip's copy engines, in a stream beside the kernel that multiplies them.
+"""Shards fetched by the chip's copy engines, in streams beside the kernel that multiplies them.
 
     consumer's stream   show x | consumer kernel: tiles, each waiting for its chunks ......... | end
-    side stream                | wait for peer, copy a chunk, announce it, copy the next, ...  |
+    side streams               | wait for peer, copy a chunk, announce it, copy the next, ...  |
+
+Three side streams take peers in turn: some copy while another announces.
 
 The kernels keep all cores for tiles: no program copies. The words are those of
 `weft.kernels.gathers`, (1, peer, chunk), written by kernels of one program between the copies.
@@ -14,21 +16,24 @@ half of memory that the host hands to the copy engines is the same in every repl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from weft.collectives import signals
-from weft.collectives.exchange import Exchange, StreamExchange
+from weft.collectives.exchange import exchange_on
 from weft.collectives.movement import offsets
 from weft.collectives.workspace import link_of
 from weft.kernels import gathers
-from weft.kernels.host import copy_stream
+from weft.kernels.host import SideStreams
 
 if TYPE_CHECKING:
     from weft.collectives.workspace import Workspace
+
+
+_STREAMS = 3
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "chunk"])
@@ -59,19 +64,16 @@ def fetching(
         scales_at: see `weft.kernels.gathers`.
     """
     gathers.check_room(ws, max(sizes), x.shape[1], x.dtype)
-    K, starts, on_gpu = x.shape[1], offsets(list(sizes)), x.is_cuda
+    K, starts = x.shape[1], offsets(list(sizes))
     own = slice(starts[ws.rank], starts[ws.rank] + sizes[ws.rank])
-    exchange = (StreamExchange if on_gpu else Exchange)(ws, "all_gather_matmul")
-    with exchange as ex:
+    beside = SideStreams(ws.group, x.device)
+    with exchange_on(ws, "all_gather_matmul", x.device) as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         if scale_a is not None:
             ex.local((len(x),), torch.float32, scales_at).copy_(scale_a.reshape(-1))
         ex.signal_all()
-        if on_gpu:
-            side, main = copy_stream(x.device), torch.cuda.current_stream(x.device)
-            side.wait_stream(main)
-        with torch.cuda.stream(side) if on_gpu else nullcontext():
-            for peer in ex.peers():
+        for turn, peer in enumerate(ex.peers()):
+            with beside.stream(turn % _STREAMS):
                 ex.wait(peer)
                 if gathered_scales is not None:
                     into = gathered_scales[starts[peer] :][: sizes[peer]]
@@ -81,8 +83,8 @@ def fetching(
                 for chunk, first in enumerate(range(0, sizes[peer], chunk_rows)):
                     into[first : first + chunk_rows].copy_(shard[first : first + chunk_rows])
                     _announce_kernel[(1,)](link_of(ws), ws.rank, peer, chunk, ws.world_size)
-            if with_own:
+        if with_own:
+            with beside.stream(0):
                 gathered[own].copy_(x)
         yield
-        if on_gpu:
-            main.wait_stream(side)
+        beside.rejoin()

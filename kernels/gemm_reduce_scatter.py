@@ -21,18 +21,22 @@ holding this rank's chunk as tiles of (BLOCK_M, BLOCK_N) fp32, one after another
 Tiles are numbered through all chunks: tile u of chunk d is number d * (tiles a chunk) + u, and
 program p of any rank makes those with number % P == p. So what p of the owner adds up was made by p
 of each peer, and the work is even although a chunk may have fewer tiles than there are programs.
+Of chunk d those are the tiles f, f + P, ..: f stands for p in what ranks tell each other.
+
+Tiles go to peers in turns (`weft.kernels.turns`): else programs would all wait for the link at the
+end of every tile, as all end at once.
 
 Protocol, in each program p
   1. For the destinations rank+1, rank+2, ..., rank: make the tiles, store them in the owner's slot
-     `rank`; then signal the word (0, rank, p) of the owner's pad: release at system scope. It is
+     `rank`; then signal the word (0, rank, f) of the owner's pad: release at system scope. It is
      signalled for empty chunks too.
-  2. Wait for the words (0, r, p) of all peers r (acquire, system scope): slots r now hold
-     p's tiles.
+  2. Wait for the words (0, r, f) of all peers r, f that of the own chunk (acquire, system scope):
+     slots r now hold p's tiles.
   3. Add the slots in rank order, store the output.
   4. Take a ticket; the last program sets GENERATION.
 
-Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for
-p. Slots of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold
+Why it neither races nor deadlocks: but for its turn, which is a program's with a smaller number and
+decides no order of data, nobody waits before it has signalled everything, and p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold
 because each program signals every peer after this rank's last call has ended, and waits for every
 peer.
 
@@ -53,7 +57,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import link_of
-from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
+from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
 from weft.kernels.chips import Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import factors_of, finish_of
@@ -68,12 +72,14 @@ class Config:
         programs: grid.
         reduce_m: rows of a tile that are added up at a time.
         descriptors: whether operands that allow it are read by tensor descriptor.
+        senders: programs that store tiles to peers at a time: see `weft.kernels.turns`.
     """
 
     tiling: Tiling
     programs: int
     reduce_m: int
     descriptors: bool
+    senders: int = 1
 
 
 def config_for(
@@ -91,6 +97,8 @@ def config_for(
         programs=max(1, min(chip.programs, count)),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
+        # A core stores up to 64 bytes a clock, 110 GB/s: eight fill a link of 450 GB/s twice over.
+        senders=max(1, chip.cores // 16),
     )
 
 
@@ -133,6 +141,7 @@ def _gemm_rs_kernel(
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
     REDUCE_M: tl.constexpr,
+    SENDERS: tl.constexpr,
 ) -> None:
     """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias + residual.
 
@@ -150,6 +159,7 @@ def _gemm_rs_kernel(
     tiles_m, tiles_n = tiles.cdiv(chunk, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
+    sends = 0
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
         begin = tiles.element(offsets, owner, WORLD_SIZE)
@@ -167,21 +177,28 @@ def _gemm_rs_kernel(
                     begin + start_m, start_n, N, 0,
                     TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
                 )  # fmt: skip
+                away = owner != rank
+                if away:
+                    turns.wait(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
                 tiles.store_block(slot + tl.cast(tile, tl.int64) * BLOCK, acc)
+                if away:
+                    sends += 1
+                    turns.end(link, rank, program, generation, sends, WORLD_SIZE)
         if owner != rank:
             signals.signal(
-                signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
+                signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, first), generation
             )
+    turns.end_all(link, rank, program, generation, WORLD_SIZE)
     # Own tiles too were stored by other threads than the ones that read them next.
     tl.debug_barrier()
+    own_first = (program + programs - rank * count % programs) % programs
     if signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, own_first, generation, link.max_polls
     ):
         rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
         rows -= tiles.element(offsets, rank, WORLD_SIZE)
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
-        first = (program + programs - rank * count % programs) % programs
-        for tile in range(first, count, programs):
+        for tile in range(own_first, count, programs):
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             for part in range(0, BLOCK_M, REDUCE_M):
                 start_m = tile_m * BLOCK_M + part
@@ -264,6 +281,7 @@ def launch_matmul_reduce_scatter(
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
         REDUCE_M=config.reduce_m,
+        SENDERS=config.senders,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -12,11 +12,12 @@ gathering means to copy the peers' shards beside it, and nothing is copied twice
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
 
-from weft.collectives import Exchange
+from weft.collectives import Exchange, Group
 from weft.collectives.movement import offsets
 from weft.kernels.dense import allocates, finished, mm
 from weft.kernels.scaled import Scaling, scaled_mm
@@ -74,9 +75,36 @@ def _fetch(
 
 
 @lru_cache(maxsize=16)
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream in which copy engines bring shards."""
+def copy_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
+    """A stream in which copy engines bring shards."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+class SideStreams:
+    """Streams beside the current one, from now on until `rejoin`. Virtual ranks on a chip have them
+    in virtual time; on a CPU what is enqueued in them is done at once."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._virtual, self._device = group.virtual, device
+        self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._begun: dict[int, torch.cuda.Stream] = {}
+
+    def stream(self, number: int) -> AbstractContextManager[object]:
+        """What is enqueued in the block goes to stream `number`."""
+        if self._main is not None:
+            if number not in self._begun:
+                self._begun[number] = copy_stream(self._device, number)
+                self._begun[number].wait_stream(self._main)
+            return torch.cuda.stream(self._begun[number])
+        return nullcontext() if self._virtual is None else self._virtual.beside(number)
+
+    def rejoin(self) -> None:
+        """What is enqueued next waits for all of them."""
+        if self._main is not None:
+            for stream in self._begun.values():
+                self._main.wait_stream(stream)
+        elif self._virtual is not None:
+            self._virtual.rejoin()
 
 
 def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 
 from weft.sim.hardware import Hardware
 from weft.sim.trace import (
+    Beside,
     HostOp,
     Launch,
     Meet,
     ProgramEvent,
+    Rejoin,
     Signal,
     Store,
     StreamEvent,
@@ -253,14 +255,16 @@ class Clock:
 
     # A rank's stream
 
-    def _stream(self, rank: int, events: list[StreamEvent]) -> Process:
+    def _stream(self, rank: int, events: list[StreamEvent], beside: bool = False) -> Process:
         engine, hardware = self._engine, self._hw
+        others: list[Join] = []
+        before: StreamEvent | None = None
         for event in events:
             start = engine.now
             if isinstance(event, Launch):
                 yield start + hardware.launch_us
                 start = engine.now
-                yield self._launch(rank, event)
+                yield self._launch(rank, event, beside)
                 self._launches.append(Span(rank, -1, event.kernel, "kernel", start, engine.now))
             elif isinstance(event, HostOp):
                 yield start + (hardware.collective_us if event.collective else hardware.launch_us)
@@ -268,8 +272,13 @@ class Clock:
                 yield from self._host_op(rank, event)
                 self._launches.append(Span(rank, -1, event.name, "kernel", start, engine.now))
             elif isinstance(event, Signal):
+                # A small kernel, which tells all peers.
+                if not isinstance(before, Signal):
+                    yield start + hardware.launch_us
                 self._deliver(rank, event, engine.now)
             elif isinstance(event, Wait):
+                if not isinstance(before, Wait):
+                    yield start + hardware.launch_us
                 yield self._arrival(event.address, event.version)
                 if engine.now > start:
                     self._launches.append(Span(rank, -1, "wait", "waiting", start, engine.now))
@@ -277,14 +286,21 @@ class Clock:
                 meeting = self._meetings.setdefault(event.key, Join(event.count))
                 meeting.part_done()
                 yield meeting
+            elif isinstance(event, Beside):
+                others.append(engine.start(self._stream(rank, event.events, beside=True)))
+            elif isinstance(event, Rejoin):
+                yield from others
+            before = event
 
-    def _launch(self, rank: int, launch: Launch) -> Join:
+    def _launch(self, rank: int, launch: Launch, beside: bool) -> Join:
         """All its programs, in order, on the cores that become free."""
         together = 1
         if not launch.multiplies:
             together = max(1, min(_MOST_PROGRAMS, _THREADS // (32 * launch.warps)))
         # Round the cores first: one program on each before any has two.
-        free = [core for _ in range(together) for core in range(self._hw.cores)][::-1]
+        free = [core for _ in range(together) for core in range(self._hw.cores)]
+        if not beside:  # small kernels there take the cores that a large one leaves free: the last
+            free.reverse()
         waiting = list(enumerate(launch.programs))[::-1]
         done = Join(len(launch.programs) + 1)
 
@@ -363,7 +379,8 @@ class Clock:
                 yield engine.now + hardware.l2_latency_us
                 kind = "waiting"
             else:
-                if stored.left or fence:
+                relaxed = isinstance(event, Signal) and not event.release
+                if not relaxed and (stored.left or fence):
                     yield stored
                     yield engine.now + fence
                     fence = 0.0
@@ -496,8 +513,8 @@ def library_matmul_us(hardware: Hardware, M: int, N: int, K: int, count: int, dt
 def _changes(trace: Trace) -> list[tuple[int, int]]:
     """(address, version) of every change of a word in the trace."""
     found = []
-    for stream in trace.streams:
-        for event in stream:
+    for rank in range(len(trace.streams)):
+        for event in trace.events(rank):
             if isinstance(event, Launch):
                 for events in event.programs:
                     found += [

@@ -12,7 +12,7 @@ import torch
 
 from weft.collectives import pad, signals
 from weft.collectives.group import forget_meshes
-from weft.sim import distributed_hooks, interpreter_hooks, timing_hooks
+from weft.sim import distributed_hooks, interpreter_hooks, rotation, timing_hooks
 from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware, named
 from weft.sim.host_access import python_reads
@@ -75,6 +75,7 @@ def run(
     timeout: float = 60.0,
     hardware: Hardware | str | None = None,
     numerics: bool = True,
+    symmetric: bool = False,
 ) -> Results:
     """Run `fn(rank)` on `world_size` virtual ranks in this process, and check it.
 
@@ -102,6 +103,9 @@ def run(
         numerics: False skips the arithmetic and the movement of floating-point data, so that real
             sizes run in seconds to minutes: control flow, indices and signals are real, the numbers
             in results are undefined, and races are not looked for. Needs `hardware`.
+        symmetric: with numerics=False, run the kernels of rank 0 only: those of the others are
+            taken to be the same, turned round (`weft.sim.rotation`). For one call of an op whose
+            ranks have equal shares.
 
     Returns:
         fn's results of the first schedule, in rank order.
@@ -135,6 +139,8 @@ def run(
         raise ValueError(
             "replay=True needs races, a number of schedules, and no hardware: leave it out"
         )
+    if symmetric and numerics:
+        raise ValueError("symmetric=True leaves out what other ranks compute: pass numerics=False")
     machine = None if hardware is None else named(hardware)
     if machine is not None and world_size > machine.ranks:
         raise ValueError(
@@ -174,6 +180,7 @@ def run(
                 timeout=timeout,
                 hardware=machine,
                 numerics=numerics,
+                symmetric=symmetric,
                 again=schedule is not None or results is not None,
                 tape=tape,
             )
@@ -241,13 +248,16 @@ def _run_one(
     timeout: float,
     hardware: Hardware | None,
     numerics: bool,
+    symmetric: bool,
     again: bool,
     tape: Tape | None,
 ) -> tuple[list[Any], World]:
     """One schedule; `again` if what does not depend on the schedule was checked before."""
     sites = Sites()
     scheduler = Scheduler(policy, sites)
-    world = World(world_size, scheduler, sites, races, programs, hardware, numerics, tape)
+    world = World(
+        world_size, scheduler, sites, races, programs, hardware, numerics, tape, symmetric
+    )
     results: list[Any] = [None] * world_size
 
     def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
@@ -289,6 +299,8 @@ def _run_one(
             where = scheduler.failed_rank
             error.add_note(shown if where is None else f"on virtual rank {where}; {shown}")
         raise error
+    if symmetric and world.recorder:
+        rotation.complete(world.recorder.trace, world.pads)
     return results, world
 
 

@@ -99,7 +99,10 @@ def timeline_of(
         with settings.engine(engine):
             call(op, M, N, K, rank, ranks)
 
-    results = run(ranks, body, hardware=hardware, numerics=False, timeout=_TIMEOUT_S)
+    symmetric = M % ranks == 0
+    results = run(
+        ranks, body, hardware=hardware, numerics=False, symmetric=symmetric, timeout=_TIMEOUT_S
+    )
     assert results.timeline is not None
     return results.timeline
 

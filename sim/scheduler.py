@@ -49,6 +49,7 @@ class Strand:
         waits_for: tells what it waits for, while it sleeps.
         lane: the events of the program that it runs, where virtual time is kept.
         track: what it has done, where the schedule is recorded.
+        looks_for: address and value of the last wait that it began, likewise.
         timed: whether what it does takes virtual time.
     """
 
@@ -65,6 +66,7 @@ class Strand:
     seen_before: int = 0  # hash of what it saw, but for the last
     random_state: torch.Tensor | None = None
     lane: Lane | None = None
+    looks_for: tuple[int, int] = (0, 0)
     timed: bool = True
     track: Track = field(default_factory=lambda: Track(None))
     name: tuple[int, str] = (0, "")

@@ -164,6 +164,22 @@ class Team:
         """Fill the contiguous `out` from the memory at `address`, which another member shares."""
         self._world.read(address, out)
 
+    @contextmanager
+    def beside(self, number: int) -> Iterator[None]:
+        """In virtual time, what this rank enqueues inside runs beside its stream."""
+        recorder, strand = self._world.recorder, strand_here()
+        if recorder is None or not strand.timed:
+            yield
+            return
+        with recorder.beside(strand.rank, number):
+            yield
+
+    def rejoin(self) -> None:
+        """In virtual time, this rank's stream goes on when those beside it have ended."""
+        recorder, strand = self._world.recorder, strand_here()
+        if recorder is not None and strand.timed:
+            recorder.rejoin(strand.rank)
+
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""
         if self._world.scheduler.tracing:

@@ -70,7 +70,7 @@ class Timeline:
 
     def _arithmetic(self, rank: int) -> float:
         hardware, total = self.hardware, 0.0
-        for event in self.trace.streams[rank]:
+        for event in self.trace.events(rank):
             if isinstance(event, HostOp) and event.matmul is not None:
                 total += library_matmul_us(hardware, *event.matmul, event.dtype)
             elif isinstance(event, Launch):
@@ -102,8 +102,8 @@ class Timeline:
         link = hardware.link_bandwidth * hardware.link_sustained / 1e6
         hbm = hardware.hbm_bandwidth / 1e6
         dots = [
-            sum(_whole_chip_us(hardware, event) for event in stream)
-            for stream in self.trace.streams
+            sum(_whole_chip_us(hardware, event) for event in self.trace.events(rank))
+            for rank in range(len(self.trace.streams))
         ]
         return max(*dots, 0.0, played.link_bytes / link, played.hbm_bytes / hbm)
 

@@ -50,11 +50,15 @@ class Store:
 
 @dataclass(slots=True)
 class Signal:
-    """The word at `address`, of rank `owner`, changes for the `version`-th time."""
+    """The word at `address`, of rank `owner`, changes for the `version`-th time.
+
+    `release`: after the program's stores have been acknowledged.
+    """
 
     address: int
     version: int
     owner: int
+    release: bool = True
 
 
 @dataclass(slots=True)
@@ -81,6 +85,18 @@ class Meet:
 
     key: Hashable
     count: int
+
+
+@dataclass(slots=True)
+class Beside:
+    """From here on `events` run in a stream beside this one, until it comes to a `Rejoin`."""
+
+    events: list[StreamEvent]
+
+
+@dataclass(slots=True)
+class Rejoin:
+    """What comes next needs all streams beside this one to have ended."""
 
 
 @dataclass(slots=True)
@@ -118,7 +134,7 @@ class Launch:
         return any(isinstance(e, Work) and e.turns for events in self.programs for e in events)
 
 
-StreamEvent = Launch | HostOp | Signal | Wait | Meet
+StreamEvent = Launch | HostOp | Signal | Wait | Meet | Beside | Rejoin
 
 
 @dataclass
@@ -126,6 +142,13 @@ class Trace:
     """The streams of all ranks."""
 
     streams: list[list[StreamEvent]]
+
+    def events(self, rank: int) -> Iterator[StreamEvent]:
+        """Those of a rank's stream and of the streams beside it, as they were enqueued."""
+        for event in self.streams[rank]:
+            yield event
+            if isinstance(event, Beside):
+                yield from event.events
 
 
 class Lane:
@@ -208,6 +231,8 @@ class Recorder:
         self._ends: list[int] = []
         self._owners: list[int] = []
         self._collectives: dict[int, HostOp] = {}  # rank -> the one that it is in
+        self._current = list(self.trace.streams)  # rank -> the stream that it enqueues in
+        self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
 
     def add_memory(self, start: int, end: int, owner: int) -> None:
         """`owner`'s symmetric memory; all else belongs to whoever touches it."""
@@ -253,7 +278,26 @@ class Recorder:
         elif strand.lane is not None:
             strand.lane.add(event)  # type: ignore[arg-type]
         else:
-            self.trace.streams[strand.rank].append(event)  # type: ignore[arg-type]
+            self._current[strand.rank].append(event)  # type: ignore[arg-type]
+
+    @contextmanager
+    def beside(self, rank: int, number: int) -> Iterator[None]:
+        """What `rank` enqueues inside goes to stream `number` beside its own."""
+        main = self._current[rank]
+        events = self._beside.get((rank, number))
+        if events is None:
+            events = self._beside[rank, number] = []
+            main.append(Beside(events))
+        self._current[rank] = events
+        try:
+            yield
+        finally:
+            self._current[rank] = main
+
+    def rejoin(self, rank: int) -> None:
+        """`rank`'s stream waits for those beside it."""
+        self._beside = {key: events for key, events in self._beside.items() if key[0] != rank}
+        self._current[rank].append(Rejoin())
 
     @contextmanager
     def collective(self, strand: Strand, name: str, share: float) -> Iterator[None]:
@@ -278,5 +322,5 @@ class Recorder:
             return None
         lanes = [Lane() for _ in range(programs)]
         launch = Launch(kernel, warps, [lane.events for lane in lanes])
-        self.trace.streams[strand.rank].append(launch)
+        self._current[strand.rank].append(launch)
         return lanes

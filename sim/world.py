@@ -26,6 +26,7 @@ from weft.sim.host_access import HostAccesses, addresses
 from weft.sim.host_ops import HostOps
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
 from weft.sim.recording import HOST, Tape
+from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team
@@ -53,11 +54,13 @@ class World:
         hardware: Hardware | None = None,
         numerics: bool = True,
         tape: Tape | None = None,
+        symmetric: bool = False,
     ) -> None:
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
         self.detector = Detector(sites) if races and numerics else None
         self.everybody = tuple(range(world_size))
-        self.hardware, self.numerics = hardware, numerics
+        self.hardware, self.numerics, self.symmetric = hardware, numerics, symmetric
+        self.pads = Pads()
         self.tape = tape
         if self.detector:
             self.detector.tape = tape
@@ -70,6 +73,7 @@ class World:
         self._starts: list[int] = []  # of segments, in order
         self._ends: list[int] = []
         self._values: dict[int, int] = {}  # last value seen of a polled word
+        self._brought: dict[int, list[tuple[int, int]]] = {}  # address -> versions and their values
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
@@ -138,6 +142,7 @@ class World:
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
         self._pads[start] = (team, rank, pad_bytes)
+        self.pads.add(start, pad_bytes, number, rank)
         if self.recorder:
             self.recorder.add_memory(start, start + total, rank)
         # Their addresses are others in every schedule.
@@ -302,6 +307,7 @@ class World:
         if changed:
             for address in map(int, accessed):
                 scheduler.changed(address)
+                self._note_value(address)
             scheduler.progressed(strand)
         else:
             scheduler.polled(strand, first, wanted)
@@ -310,16 +316,32 @@ class World:
                 self._time_atomic(strand, address, changed, sem)
         return out
 
+    def _note_value(self, address: int) -> None:
+        if self.recorder and self._is_shared(address):
+            value = ctypes.c_int64.from_address(address).value
+            version = self.scheduler.versions[address]
+            self._brought.setdefault(address, []).append((version, value))
+
     def _time_atomic(self, strand: Strand, address: int, changed: bool, sem: str) -> None:
         assert self.recorder is not None
         version = self.scheduler.versions.get(address, 0)
         owner = self.recorder.owner(address, strand.rank)
         if not changed:
-            self.recorder.add(strand, Wait(address, version))
+            self.recorder.add(strand, Wait(address, self._awaited_version(strand, address)))
         elif sem in ("acquire", "acq_rel"):
             self.recorder.add(strand, Update(address, version, owner))
         else:
-            self.recorder.add(strand, Signal(address, version, owner))
+            self.recorder.add(strand, Signal(address, version, owner, sem == "release"))
+
+    def _awaited_version(self, strand: Strand, address: int) -> int:
+        """The change that a poll which goes on has waited for: the last one, unless a value is
+        looked for that an earlier one brought."""
+        last = self.scheduler.versions.get(address, 0)
+        looked_for, value = strand.looks_for
+        if looked_for != address:
+            return last
+        brought = self._brought.get(address, [])
+        return next((version for version, other in brought if other >= value), last)
 
     def _saw(self, strand: Strand, address: int, value: int | None, wrote: bool) -> None:
         if value is not None:
@@ -342,6 +364,7 @@ class World:
         always go first.
         """
         strand = strand_here()
+        strand.looks_for = address, value
         self.scheduler.progressed(strand)
         if self.tape:
             self.tape.flush(strand)
@@ -351,6 +374,11 @@ class World:
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
         strand = strand_here()
+        if self.symmetric:  # the peer that would write it does not run
+            ctypes.c_int64.from_address(address).value = value
+            self.scheduler.changed(address)
+            self._note_value(address)
+            return 0
         self.scheduler.looks_again(strand)
         self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
         return 0
@@ -383,6 +411,8 @@ class World:
         timed = None
         if self.recorder:
             timed = self.recorder.launch(host, kernel, warps, len(programs))
+        if self.symmetric and host.rank:
+            return
         concurrent = self.programs == "concurrent"
         lanes = len(programs) if concurrent else min(len(programs), _LANES)
         slots = self._lanes.setdefault(host.rank, [])

@@ -102,7 +102,7 @@ def gather_by_copy_engines(rank: int, ours: Modules = OURS) -> None:
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
     config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
-    config = ours.gather.by_copy_engines(config, sum(sizes), W, INTERPRETER)
+    config = ours.gather.by_copy_engines(config, sum(sizes), K, torch.float32, W, INTERPRETER)
     for call in range(CALLS):
         made = ours.gather.launch_all_gather_matmul(
             shard * (call + 1), [w], ws, sizes, config=config

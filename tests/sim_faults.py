@@ -297,7 +297,7 @@ IN_KERNELS = [
     fault(
         "the signal is that of another program",
         gemm_reduce_scatter,
-        "WORLD_SIZE, 0, rank, program), generation",
+        "WORLD_SIZE, 0, rank, first), generation",
         "WORLD_SIZE, 0, rank, 0), generation",
         ("reduce-scatter",),
         (DEADLOCK, RACE),
@@ -305,7 +305,7 @@ IN_KERNELS = [
     fault(
         "a program waits for the first one of its peers",
         gemm_reduce_scatter,
-        "WORLD_SIZE, 0, program, generation, link.max_polls",
+        "WORLD_SIZE, 0, own_first, generation, link.max_polls",
         "WORLD_SIZE, 0, 0, generation, link.max_polls",
         ("reduce-scatter",),
     ),

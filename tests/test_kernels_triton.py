@@ -83,7 +83,7 @@ def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, activation=No
     if way == "fetched":
         return config
     if way == "copy engines":
-        return all_gather_gemm.by_copy_engines(config, M, W, INTERPRETER)
+        return all_gather_gemm.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
     t, widths = config.tiling, N // 2 if activation == "swiglu" else N
     count = -(-M // t.block_m) * -(-widths // t.block_n)
     split = 3 if way == "split" else 1  # K may have fewer steps than that
