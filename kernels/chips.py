@@ -6,7 +6,7 @@ the same tiles, so nothing is tuned by timing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -115,5 +115,8 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
     wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
     stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
     if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
+        # Fewer tiles than cores: halves, so that the others have work too.
+        if pieces * -(-M // wide.block_m) * -(-N // wide.block_n) < chip.cores:
+            return replace(wide, block_n=128)
         return wide
     return Tiling(128, 128, 32, num_warps=8, num_stages=4)

@@ -11,7 +11,7 @@ only on what all ranks know alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -126,7 +126,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     if group.world_size == 1:
         return fused if problem.host_refusal else "host", "one rank"
     prices = predict(problem, group, device)
-    best = min(prices, key=lambda engine: prices[engine].us)
+    best = min(prices, key=lambda engine: prices[engine].beyond_us)
     others = ", ".join(f"{price.us:.0f} us for {e}" for e, price in prices.items() if e != best)
     return best, f"{prices[best].us:.0f} us against {others}"
 
@@ -136,11 +136,14 @@ class Price:
     """Predicted time of one engine, and the reasoning, as `weft bench explain` prints it.
 
     Attributes:
+        beyond_us: what the choice is made by: time beyond the matmul, from what all ranks know
+            alike. The sizes of their own parts of a weight, of which some may have more, are not.
         parts: name, us, and where that comes from.
         rule: how the parts make up `us`.
     """
 
     us: float
+    beyond_us: float
     parts: tuple[tuple[str, float, str], ...]
     rule: str = "one after the other"
 
@@ -150,41 +153,73 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     rates = cost.machine(group, device)
     if not group.on_gpus(device):
         return _on_cpu(problem, group, rates)
-    # The copy engine overlaps all but the first chunk; the kernel overlaps all but filling its
-    # pipeline, at 95 % of the library's matmul rate.
-    W, matmul = group.world_size, _matmul(problem, rates)
-    moved, sync = _moved(problem, rates), rates.sync_us
+    return _on_gpus(problem, group, device, rates)
+
+
+def _on_gpus(
+    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
+) -> dict[RunnableEngine, Price]:
+    """Transfers overlap with the matmul; what does not is from virtual time: docs/scaling.md.
+
+    The fused gather waits for its first shards and ends with whole tiles, which at any size costs
+    about what 18 exchanges of nothing do. Fused sums at worst multiply first and then transfer.
+    """
+    W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
+    gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
+    moved = _moved(rates, problem.moved_bytes)
+    # The kernels' partial sums travel in fp32.
+    wide = _moved(rates, problem.moved_bytes * _widening(problem)) if sums else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
-    signals = ("signals", 2 * W * sync, f"{2 * W} of {sync:.3g} us")
+    lead = _LEAD_SYNCS if gathers else 2
+    about = "first and last tiles" if gathers else "signals"
+    start = (about, lead * sync, f"{lead} of {sync:.3g} us")
+    # Each signal of the host engine is a kernel there.
+    signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
+    fused_us = max(kernel[1], wide[1]) + start[1]
+    host_us = max(matmul[1], moved[1]) + first[1] + signals[1]
+    generic = by_process_group(problem, group, device)
+    rule = "the longer of matmul and transfers, then the rest"
+    beyond = {"triton": fused_us, "host": host_us, "generic": generic.us}
+    if gathers:
+        beyond = {"triton": start[1], "host": first[1] + signals[1], "generic": generic.beyond_us}
+    elif sums:
+        beyond = {"triton": wide[1] + start[1], "host": moved[1] + signals[1]}
+        beyond["generic"] = generic.beyond_us
     prices: dict[RunnableEngine, Price] = {
-        "triton": Price(
-            max(kernel[1], moved[1]) + 2 * sync,
-            (kernel, moved, ("signals", 2 * sync, f"2 of {sync:.3g} us")),
-            "the longer of matmul and transfers, then the signals",
-        ),
-        "host": Price(
-            max(matmul[1], moved[1]) + first[1] + signals[1],
-            (matmul, moved, first, signals),
-            "the longer of matmul and transfers, then the rest",
-        ),
-        "generic": by_process_group(problem, group, device),
+        "triton": Price(fused_us, beyond["triton"], (kernel, wide, start), rule),
+        "host": Price(host_us, beyond["host"], (matmul, moved, first, signals), rule),
+        "generic": replace(generic, beyond_us=beyond["generic"]),
     }
     if problem.host_refusal:
         del prices["host"]
     return prices
 
 
+_SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def _widening(problem: Problem) -> int:
+    """What fp32 takes more than the values that `moved_bytes` counts."""
+    return 2 if problem.dtype.itemsize == 2 else 1
+
+
 _KERNEL_RATE = 0.95
+_LEAD_SYNCS = 18
 
 
 def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:
     """Predicted time of the process group's collective and a matmul."""
     rates = cost.machine(group, device)
-    wire = rates.wire_time_us(problem.moved_bytes)
+    nbytes = problem.moved_bytes
+    if problem.op == "matmul_reduce_scatter" and group.on_gpus(device):
+        nbytes *= 2 * _widening(problem)  # an all-reduce in fp32, so that sums are rounded once
+    elif problem.op == "matmul_all_reduce" and group.on_gpus(device):
+        nbytes = 2 * nbytes * _widening(problem) // group.world_size
+    wire = rates.wire_time_us(nbytes)
     matmul = _matmul(problem, rates)
-    how = f"{_mib(problem.moved_bytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
-    return Price(matmul[1] + wire, (matmul, ("collective", wire, how)))
+    how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
+    return Price(matmul[1] + wire, wire, (matmul, ("collective", wire, how)))
 
 
 def _on_cpu(problem: Problem, group: Group, rates: cost.Machine) -> dict[RunnableEngine, Price]:
@@ -193,14 +228,14 @@ def _on_cpu(problem: Problem, group: Group, rates: cost.Machine) -> dict[Runnabl
     Without fusion the collective reads the same bytes of the same memory, and writes them once
     more before the matmul can begin.
     """
-    matmul, moved = _matmul(problem, rates), _moved(problem, rates)
+    matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = ("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
     copied = ("copy", moved[1], "what was read, once more")
     fused, unfused = (matmul, moved, signals), (matmul, moved, copied, signals)
-    return {
-        "host": Price(sum(part[1] for part in fused), fused),
-        "generic": Price(sum(part[1] for part in unfused), unfused),
-    }
+    parts: dict[RunnableEngine, tuple[tuple[str, float, str], ...]]
+    parts = {"host": fused, "generic": unfused}
+    prices = {engine: sum(part[1] for part in each) for engine, each in parts.items()}
+    return {e: Price(us, us - matmul[1], parts[e]) for e, us in prices.items()}
 
 
 def _matmul(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
@@ -212,9 +247,9 @@ def _matmul(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
     return "matmul", us, f"2 x {M} x {N} x {K} flop at {rates.flops_of(dtype) / 1e3:.3g} GFLOP/s"
 
 
-def _moved(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
-    us = rates.memory_us(problem.moved_bytes, syncs=0)
-    return "transfers", us, f"{_mib(problem.moved_bytes)} from peers at {rates.copy / 1e3:.3g} GB/s"
+def _moved(rates: cost.Machine, nbytes: int) -> tuple[str, float, str]:
+    us = rates.memory_us(nbytes, syncs=0)
+    return "transfers", us, f"{_mib(nbytes)} from peers at {rates.copy / 1e3:.3g} GB/s"
 
 
 def _mib(nbytes: float) -> str:

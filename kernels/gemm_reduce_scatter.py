@@ -35,10 +35,10 @@ Protocol, in each program p
   3. Add the slots in rank order, store the output.
   4. Take a ticket; the last program sets GENERATION.
 
-Why it neither races nor deadlocks: but for its turn, which is a program's with a smaller number and
-decides no order of data, nobody waits before it has signalled everything, and p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold
-because each program signals every peer after this rank's last call has ended, and waits for every
-peer.
+Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for
+p; but for its turn, for which it waits for a smaller number, and which orders no data. Slots of two
+calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold because each program
+signals every peer after this rank's last call has ended, and waits for every peer.
 
 The own partial sums pass through the own slot as well. Kept in registers they would have to wait
 there for the sums of lower ranks, a second accumulator of the tile's size; a round trip through L2

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.collectives import Group, cost, resolve
+from weft import settings, sim
+from weft.collectives import Group, cost, resolve, signals
 from weft.kernels import engines
+from weft.sim.hardware import H100
 
 
 def forced_body() -> list[str]:
@@ -109,3 +111,42 @@ def test_a_matmul_of_few_rows_takes_as_long_as_reading_its_weight() -> None:
     touched = (64 + 64 * 64 + 64) * 4
     assert machine.matmul_us(1, 64, 64, torch.float32) == pytest.approx(touched / 2e3)
     assert machine.matmul_us(4096, 4096, 4096, torch.float32) == 2 * 4096**3 / 1e6
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_auto_on_gpus_does_not_ask_for_what_ranks_may_differ_in(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    # Ranks have their own N in a gather, their own K in a sum; none of one of these, in the end.
+    monkeypatch.setattr(cost, "machine", lambda *_: H100.rates())
+    group = Group(None, 0, 3, (0, 1, 2), ())
+    seen = set()
+    for M in (1, 64, 512, 2048, 8192):
+        chosen = set()
+        for own in (0, 1, 100, 4096, 1 << 20):
+            sizes = (own, 4096) if op == "all_gather_matmul" else (4096, own)
+            moved = M * 4096 * 2 * 2 // 3
+            problem = engines.Problem(op, M, *sizes, torch.bfloat16, moved)
+            chosen.add(engines._cheapest(problem, group, torch.device("cuda"))[0])
+        assert len(chosen) == 1
+        seen |= chosen
+    assert "triton" in seen and (op != "all_gather_matmul" or "generic" in seen)
+
+
+@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+def test_auto_agrees_where_shards_are_uneven() -> None:
+    told: dict[int, list[str]] = {0: [], 1: [], 2: []}
+
+    def body(rank: int) -> None:
+        own = (4000, 3, 0)[rank]
+        heard = told[rank]
+        with settings.listening(lambda decision: heard.append(decision.engine)):
+            for M in (64, 6144):
+                shard = torch.empty(M // 3, 2048, dtype=torch.bfloat16)
+                w = torch.empty(2048, own, dtype=torch.bfloat16)
+                assert weft.all_gather_matmul(shard, w, sizes=[M // 3] * 3).shape == (M, own)
+            x, w = torch.empty(64, own), torch.empty(own, 96)
+            assert weft.matmul_reduce_scatter(x, w).shape[1] == 96
+
+    sim.run(3, body, hardware="h100", numerics=False)
+    assert told[0] == told[1] == told[2] and {"triton", "generic"} <= set(told[0])

@@ -17,7 +17,18 @@ from weft.kernels.chips import KNOWN
 from weft.sim import timing_hooks
 from weft.sim.clock import play
 from weft.sim.hardware import H100, H200, MI300X, PRESETS, Hardware, named
-from weft.sim.trace import HostOp, Launch, Signal, Store, Trace, Update, Wait, Work
+from weft.sim.trace import (
+    Beside,
+    HostOp,
+    Launch,
+    Rejoin,
+    Signal,
+    Store,
+    Trace,
+    Update,
+    Wait,
+    Work,
+)
 
 interpreted = pytest.mark.skipif(
     not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
@@ -117,6 +128,26 @@ def test_programs_share_cores_in_turn() -> None:
     assert play(trace([launch(*[moving] * 8)]), TOY).makespan < four
 
 
+def test_streams_beside_each_other() -> None:
+    copy = HostOp("copy", {1: 2000}, {0: 2000})  # 10 to launch, 1 of link, 5 there and back
+    tile = launch([work(0, 10, 20_000_000, 1)])
+    beside = play(trace([Beside([copy]), tile, Rejoin(), tile], []), TOY)
+    after = play(trace([copy, tile, tile], []), TOY)
+    alone = play(trace([tile, tile], []), TOY)
+    assert beside.makespan == pytest.approx(alone.makespan, abs=0.1)
+    assert after.makespan == pytest.approx(alone.makespan + 10 + 1 + 5)
+    late = play(trace([Beside([copy] * 4), tile, Rejoin()], []), TOY)
+    assert late.makespan == pytest.approx(4 * 16)
+
+
+def test_only_a_release_waits_for_stores() -> None:
+    def sends(release: bool) -> float:
+        events = [Store(1, 4000), Signal(8, 1, 0, release), work(9, 10, 5_000_000, 1)]
+        return play(trace([launch(events)], []), TOY).makespan
+
+    assert sends(release=True) > sends(release=False) + 4  # the link's latency, both ways
+
+
 def test_circular_waits_are_an_error() -> None:
     stuck = trace([launch([Wait(8, 1), Signal(9, 1, 1)])], [launch([Wait(9, 1), Signal(8, 1, 0)])])
     with pytest.raises(RuntimeError, match="stands still"):
@@ -196,6 +227,24 @@ def test_real_sizes_keep_to_their_bounds(engine: str) -> None:
         cores = [v for k, v in summary.items() if k.startswith("cores_")]
         assert sum(cores) == pytest.approx(1, abs=1e-6)
         assert timeline.on("mi300x").makespan_us > timeline.makespan_us
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_one_rank_stands_for_all_that_do_the_same(op: str) -> None:
+    def body(rank: int) -> torch.Tensor:
+        x, w = torch.empty(640, 512, dtype=torch.bfloat16), torch.empty(512, 512).bfloat16()
+        with weft.engine("triton"):
+            if op == "all_gather_matmul":
+                return weft.all_gather_matmul(x[:320], w, sizes=[320, 320])
+            return weft.matmul_reduce_scatter(x, w)
+
+    every, one = (
+        sim.run(2, body, hardware="h100", numerics=False, symmetric=symmetric).timeline
+        for symmetric in (False, True)
+    )
+    assert every and one
+    assert one.summary() == pytest.approx(every.summary(), rel=0.02)
 
 
 @interpreted
