@@ -7,10 +7,11 @@ the configuration are the real ones. The sizes are those of a 70B Llama on 8 ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
+    copy_engines,
     flash_decoding,
     gathers,
     gemm_all_reduce,
@@ -103,11 +105,15 @@ def _all_gather_launches(
     op = all_gather_gemm
     scaled = dtype.itemsize == 1
     cases: list[tuple[str, int, tuple[int, ...], Activation | None, bool]] = [
-        ("up", 8192, (_FFN,), None, False),
-        ("up, gelu", 8192, (_FFN,), "gelu", False),
-        ("up, gelu, kept", 8192, (_FFN,), "gelu", not scaled),
-        ("gate and up", 8192, (_FFN, _FFN), "swiglu", False),
-        ("qkv", 8192, _QKV, None, False),
+        ("up", 1536, (_FFN,), None, False),
+        ("up, gelu", 1536, (_FFN,), "gelu", False),
+        ("up, gelu, kept", 1536, (_FFN,), "gelu", not scaled),
+        ("gate and up", 1536, (_FFN, _FFN), "swiglu", False),
+        ("qkv", 1536, _QKV, None, False),
+        ("up, 1024 tokens", 1024, (_FFN,), None, False),
+        ("up, by copy engines", 16384, (_FFN,), None, False),
+        ("up, gelu, by copy engines", 16384, (_FFN,), "gelu", not scaled),
+        ("gate and up, by copy engines", 16384, (_FFN, _FFN), "swiglu", False),
         ("up, 128 tokens", 128, (_FFN,), "silu", False),
         ("up, 8 tokens", 8, (_FFN,), None, False),
         ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
@@ -119,7 +125,8 @@ def _all_gather_launches(
             tokens, sum(widths), _HIDDEN, dtype, _W, chip,
             activation=activation, keep_sums=keep,
         )  # fmt: skip
-        with catching(op, gathers) as caught:
+        by_engines = patch.object(copy_engines, "fetching", lambda *_: nullcontext())
+        with catching(op, gathers) as caught, by_engines:
             op.launch_all_gather_matmul(
                 empty(share, _HIDDEN),
                 weights,
@@ -133,7 +140,8 @@ def _all_gather_launches(
                 config=config,
             )
         # One publish kernel serves all.
-        yield from ((case, launch) for launch in caught[0 if case == "up" else 1 :])
+        publishes = case != "up" and not config.copy_engines
+        yield from ((case, launch) for launch in caught[int(publishes) :])
     if scaled:
         return  # weights have no gradients
     for case, x, transposed in (
@@ -161,6 +169,7 @@ def _reduce_launches(
     out_dtype = torch.bfloat16 if scaled else dtype
     for case, tokens, depths in (
         ("down", 8192, (_FFN,)),
+        ("down, 1024 tokens", 1024, (_FFN,)),
         ("d(qkv)", 8192, _QKV),
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),

@@ -126,7 +126,9 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     if group.world_size == 1:
         return fused if problem.host_refusal else "host", "one rank"
     prices = predict(problem, group, device)
-    best = min(prices, key=lambda engine: prices[engine].beyond_us)
+    # On GPUs the host engine is for what the kernel cannot do: in virtual time it is behind.
+    offered = [engine for engine in prices if engine in (fused, "generic")]
+    best = min(offered, key=lambda engine: prices[engine].beyond_us)
     others = ", ".join(f"{price.us:.0f} us for {e}" for e, price in prices.items() if e != best)
     return best, f"{prices[best].us:.0f} us against {others}"
 
@@ -161,8 +163,9 @@ def _on_gpus(
 ) -> dict[RunnableEngine, Price]:
     """Transfers overlap with the matmul; what does not is from virtual time: docs/scaling.md.
 
-    The fused gather waits for its first shards and ends with whole tiles, which at any size costs
-    about what 18 exchanges of nothing do. Fused sums at worst multiply first and then transfer.
+    The fused gather waits for its first shards and ends with whole tiles, which costs about what 16
+    exchanges of nothing do, and a 16th of a tile. Fused sums at worst multiply first and then
+    transfer.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
@@ -170,9 +173,12 @@ def _on_gpus(
     # The kernels' partial sums travel in fp32.
     wide = _moved(rates, problem.moved_bytes * _widening(problem)) if sums else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
-    lead = _LEAD_SYNCS if gathers else 2
-    about = "first and last tiles" if gathers else "signals"
-    start = (about, lead * sync, f"{lead} of {sync:.3g} us")
+    start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
+    if gathers:
+        tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
+        lead = _LEAD_SYNCS * sync + tile / _LEAD_SYNCS
+        how = f"{_LEAD_SYNCS} of {sync:.3g} us, 1/{_LEAD_SYNCS} of a tile's {tile:.3g} us"
+        start = ("first and last tiles", lead, how)
     # Each signal of the host engine is a kernel there.
     signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
@@ -205,7 +211,7 @@ def _widening(problem: Problem) -> int:
 
 
 _KERNEL_RATE = 0.95
-_LEAD_SYNCS = 18
+_LEAD_SYNCS = 16
 
 
 def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:

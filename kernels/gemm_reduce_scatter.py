@@ -7,7 +7,7 @@ fp32, one rounding.
 
     y_d (rows of chunk d, N) = scale * sum over r of x_r[chunk d] @ w_r + bias + residual_d
 
-Chunks of fewer rows than a tile has go by `weft.kernels.gemm_one_shot` instead: there tiles
+Chunks of fewer rows than a large tile has go by `weft.kernels.gemm_one_shot` instead: there tiles
 straddle chunks, here they would be mostly empty.
 
 Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each
@@ -58,7 +58,7 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
-from weft.kernels.chips import Chip, Tiling, chip_of, tiling_for
+from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import factors_of, finish_of
 
@@ -82,6 +82,10 @@ class Config:
     senders: int = 1
 
 
+# Rows of a chunk from which on no tile of it is smaller than those of a large matmul.
+_WHOLE_ROWS = 128
+
+
 def config_for(
     chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | gemm_one_shot.Config:
@@ -89,7 +93,8 @@ def config_for(
     op, M = "matmul_reduce_scatter", world_size * chunk
     choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
-    if world_size > 1 and chunk < tiling.block_m:
+    # Tiles that straddle chunks read w once for all of them.
+    if world_size > 1 and chunk < (tiling.block_m if chip is INTERPRETER else _WHOLE_ROWS):
         return gemm_one_shot.config_for(M, N, dtype, chip, choice.tiling)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(

@@ -231,6 +231,7 @@ class Recorder:
         self._ends: list[int] = []
         self._owners: list[int] = []
         self._collectives: dict[int, HostOp] = {}  # rank -> the one that it is in
+        self._values: dict[int, list[tuple[int, int]]] = {}  # word -> its versions, their values
         self._current = list(self.trace.streams)  # rank -> the stream that it enqueues in
         self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
 
@@ -279,6 +280,28 @@ class Recorder:
             strand.lane.add(event)  # type: ignore[arg-type]
         else:
             self._current[strand.rank].append(event)  # type: ignore[arg-type]
+
+    def changed(self, address: int, version: int, value: int) -> None:
+        """The word at `address` has changed for the `version`-th time, and holds `value`."""
+        self._values.setdefault(address, []).append((version, value))
+
+    def atomic(self, strand: Strand, address: int, version: int, changed: bool, order: str) -> None:
+        """`strand` has changed a word, or read it; it had changed `version` times after that."""
+        owner = self.owner(address, strand.rank)
+        if not changed:
+            self.add(strand, Wait(address, self._awaited(strand, address, version)))
+        elif order in ("acquire", "acq_rel"):
+            self.add(strand, Update(address, version, owner))
+        else:
+            self.add(strand, Signal(address, version, owner, order == "release"))
+
+    def _awaited(self, strand: Strand, address: int, last: int) -> int:
+        """The change that a poll which goes on has waited for: the last, unless a value is looked
+        for that an earlier one brought."""
+        looked_for, value = strand.looks_for
+        if looked_for != address:
+            return last
+        return next((v for v, held in self._values.get(address, ()) if held >= value), last)
 
     @contextmanager
     def beside(self, rank: int, number: int) -> Iterator[None]:

@@ -30,7 +30,7 @@ from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team
-from weft.sim.trace import HostOp, Lane, Recorder, Signal, Update, Wait
+from weft.sim.trace import HostOp, Lane, Recorder, Signal, Wait
 
 Programs = Literal["sequential", "concurrent"]
 
@@ -73,7 +73,6 @@ class World:
         self._starts: list[int] = []  # of segments, in order
         self._ends: list[int] = []
         self._values: dict[int, int] = {}  # last value seen of a polled word
-        self._brought: dict[int, list[tuple[int, int]]] = {}  # address -> versions and their values
         self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
@@ -307,41 +306,20 @@ class World:
         if changed:
             for address in map(int, accessed):
                 scheduler.changed(address)
-                self._note_value(address)
+                self._time_change(address)
             scheduler.progressed(strand)
         else:
             scheduler.polled(strand, first, wanted)
         if self.recorder:
             for address in map(int, accessed):
-                self._time_atomic(strand, address, changed, sem)
+                version = self.scheduler.versions.get(address, 0)
+                self.recorder.atomic(strand, address, version, changed, sem)
         return out
 
-    def _note_value(self, address: int) -> None:
-        if self.recorder and self._is_shared(address):
+    def _time_change(self, address: int) -> None:
+        if self.recorder and self._word(address):
             value = ctypes.c_int64.from_address(address).value
-            version = self.scheduler.versions[address]
-            self._brought.setdefault(address, []).append((version, value))
-
-    def _time_atomic(self, strand: Strand, address: int, changed: bool, sem: str) -> None:
-        assert self.recorder is not None
-        version = self.scheduler.versions.get(address, 0)
-        owner = self.recorder.owner(address, strand.rank)
-        if not changed:
-            self.recorder.add(strand, Wait(address, self._awaited_version(strand, address)))
-        elif sem in ("acquire", "acq_rel"):
-            self.recorder.add(strand, Update(address, version, owner))
-        else:
-            self.recorder.add(strand, Signal(address, version, owner, sem == "release"))
-
-    def _awaited_version(self, strand: Strand, address: int) -> int:
-        """The change that a poll which goes on has waited for: the last one, unless a value is
-        looked for that an earlier one brought."""
-        last = self.scheduler.versions.get(address, 0)
-        looked_for, value = strand.looks_for
-        if looked_for != address:
-            return last
-        brought = self._brought.get(address, [])
-        return next((version for version, other in brought if other >= value), last)
+            self.recorder.changed(address, self.scheduler.versions[address], value)
 
     def _saw(self, strand: Strand, address: int, value: int | None, wrote: bool) -> None:
         if value is not None:
@@ -377,7 +355,7 @@ class World:
         if self.symmetric:  # the peer that would write it does not run
             ctypes.c_int64.from_address(address).value = value
             self.scheduler.changed(address)
-            self._note_value(address)
+            self._time_change(address)
             return 0
         self.scheduler.looks_again(strand)
         self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))

@@ -1,0 +1,88 @@
+"""Errors of the fused matmuls against float64, beside those of torch.matmul on the whole operands.
+
+Root mean squares over a result, on the same inputs. `_SLACK` is for chance, and for the order of
+additions: the three engines and torch add in four different orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft import sim
+from weft.collectives import resolve, signals
+
+M, N, K = 64, 96, 3072
+_SLACK = {torch.float32: 1.25, torch.bfloat16: 1.02, torch.float16: 1.02}
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
+def error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((y.double() - exact).square().mean().sqrt())
+
+
+def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
+    """How many times as large as that of torch.matmul the error of each op is."""
+    group = resolve(None)
+    rank, W = group.rank, group.world_size
+    x, w = matrix(M, K, dtype, 1), matrix(K, N, dtype, 2)
+    exact, plain = x.double() @ w.double(), x @ w
+    if dtype == torch.float32:
+        plain = torch.mm(x, w)
+    rows, columns = x.chunk(W)[rank], x.chunk(W, 1)[rank].contiguous()
+    part = w.chunk(W)[rank]
+    with weft.engine(engine):
+        got = {
+            "all_gather_matmul": (weft.all_gather_matmul(rows, w), slice(None)),
+            "matmul_reduce_scatter": (
+                weft.matmul_reduce_scatter(columns, part),
+                slice(rank * M // W, (rank + 1) * M // W),
+            ),
+            "matmul_all_reduce": (weft.matmul_all_reduce(columns, part), slice(None)),
+        }
+    return {
+        op: error(y, exact[where]) / error(plain[where], exact[where])
+        for op, (y, where) in got.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["host", "generic", "triton"])
+def test_errors_are_those_of_one_matmul(ranks: Any, engine: str, dtype: torch.dtype) -> None:
+    for ratios in ranks(2, body, engine, dtype):
+        assert all(ratio <= _SLACK[dtype] for ratio in ratios.values()), ratios
+
+
+@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_offsets_beyond_int32(op: str) -> None:
+    # Rows so far apart that the last one lies 2^31 elements from the first: memory that is never
+    # touched between them is never there.
+    far, W = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16), 2
+    rows, K, N = 6, 16, 5
+
+    def spread(source: torch.Tensor, start: int) -> torch.Tensor:
+        count = source.shape[0]
+        pitch = (1 << 31) // (count - 1) + 1
+        view = far.as_strided(source.shape, (pitch, 1), start)
+        assert (count - 1) * pitch >= 1 << 31
+        return view.copy_(source)
+
+    x, w = matrix(rows, K, torch.float16, 1), matrix(K, N, torch.float16, 2)
+
+    def call(rank: int, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with weft.engine("triton"):
+            return getattr(weft, op)(x, w)
+
+    near = sim.run(W, lambda rank: call(rank, x, w))
+    far_x, far_w = spread(x, 0), spread(w, 1 << 10)
+    apart = sim.run(W, lambda rank: call(rank, far_x, far_w), races=False)
+    for got, want in zip(apart, near, strict=True):
+        assert torch.equal(got, want)
