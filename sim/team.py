@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from weft.collectives import pad
 from weft.collectives.cost import Machine
 from weft.collectives.symmetric import SymmetricBuffer, Waiter
 from weft.errors import MismatchError
@@ -231,3 +232,19 @@ def _joined(one: Any, other: Any) -> Any:
 
 def _listed(ranks: Any) -> str:
     return ", ".join(map(str, ranks))
+
+
+def word_name(team: Team, owner: int, word: int) -> str:
+    """A word of the pad of rank `owner`, and who writes it."""
+    if word >= pad.KERNEL_SLOTS:
+        rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
+        phase, member = divmod(rest, len(team.ranks))
+        source = team.ranks[member]
+        name = f"(phase {phase}, rank {source}, program {program})"
+    elif word >= pad.HOST_SLOTS:
+        member, index = divmod(word - pad.HOST_SLOTS, pad.LINE)
+        source = team.ranks[member]
+        name = f"({source}, {index})"
+    else:
+        return f"word {word} of rank {owner}'s pad"
+    return f"word {name} of rank {owner}'s pad: rank {source} should have signalled"

@@ -7,6 +7,7 @@ bytes and flop; nothing here depends on a chip, so that one trace can be played 
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -281,8 +282,9 @@ class Recorder:
         else:
             self._current[strand.rank].append(event)  # type: ignore[arg-type]
 
-    def changed(self, address: int, version: int, value: int) -> None:
-        """The word at `address` has changed for the `version`-th time, and holds `value`."""
+    def changed(self, address: int, version: int) -> None:
+        """The word at `address` has changed for the `version`-th time."""
+        value = ctypes.c_int64.from_address(address).value
         self._values.setdefault(address, []).append((version, value))
 
     def atomic(self, strand: Strand, address: int, version: int, changed: bool, order: str) -> None:

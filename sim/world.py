@@ -29,7 +29,7 @@ from weft.sim.recording import HOST, Tape
 from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
-from weft.sim.team import Team
+from weft.sim.team import Team, word_name
 from weft.sim.trace import HostOp, Lane, Recorder, Signal, Wait
 
 Programs = Literal["sequential", "concurrent"]
@@ -318,8 +318,7 @@ class World:
 
     def _time_change(self, address: int) -> None:
         if self.recorder and self._word(address):
-            value = ctypes.c_int64.from_address(address).value
-            self.recorder.changed(address, self.scheduler.versions[address], value)
+            self.recorder.changed(address, self.scheduler.versions[address])
 
     def _saw(self, strand: Strand, address: int, value: int | None, wrote: bool) -> None:
         if value is not None:
@@ -368,7 +367,7 @@ class World:
         for start, (team, rank, nbytes) in self._pads.items():
             word = (address - start) // pad.WORD_BYTES
             if start <= address < start + nbytes:
-                return f"{want} in {_word(team, rank, word)}, which is {seen}"
+                return f"{want} in {word_name(team, rank, word)}, which is {seen}"
         region = self.detector.find(address) if self.detector else None
         if self.detector is None or region is None:
             return f"{want} in the word at {address:#x}, which is {seen}"
@@ -386,9 +385,8 @@ class World:
     ) -> None:
         """Programs start after all that the host did, and the host goes on after all of them."""
         host = strand_here()
-        timed = None
-        if self.recorder:
-            timed = self.recorder.launch(host, kernel, warps, len(programs))
+        recorder = self.recorder
+        timed = recorder.launch(host, kernel, warps, len(programs)) if recorder else None
         if self.symmetric and host.rank:
             return
         concurrent = self.programs == "concurrent"
@@ -582,22 +580,6 @@ class World:
         if self.detector:
             with self._reporting():
                 self.detector.access(strand_here(), _one(address), pad.WORD_BYTES, kind)
-
-
-def _word(team: Team, owner: int, word: int) -> str:
-    """A word of the pad of rank `owner`, and who writes it."""
-    if word >= pad.KERNEL_SLOTS:
-        rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
-        phase, member = divmod(rest, len(team.ranks))
-        source = team.ranks[member]
-        name = f"(phase {phase}, rank {source}, program {program})"
-    elif word >= pad.HOST_SLOTS:
-        member, index = divmod(word - pad.HOST_SLOTS, pad.LINE)
-        source = team.ranks[member]
-        name = f"({source}, {index})"
-    else:
-        return f"word {word} of rank {owner}'s pad"
-    return f"word {name} of rank {owner}'s pad: rank {source} should have signalled"
 
 
 def _one(address: int) -> np.ndarray[Any, Any]:
