@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -247,8 +247,8 @@ def compile_all(
     archs: Sequence[str] = tuple(_TARGETS),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     only: Sequence[str] = (),
-) -> list[Report]:
-    """Compile the kernels for `archs` in this process: all, or the cases named in `only`.
+) -> Iterator[Report]:
+    """Compile the kernels for `archs` in this process, one by one: all, or the cases in `only`.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -259,29 +259,28 @@ def compile_all(
     chips = {chip.name: chip for chip in KNOWN}
     if unknown := [arch for arch in archs if arch not in chips]:
         raise ValueError(f"arch must be among {', '.join(chips)}, got {', '.join(unknown)}")
-    return [
-        compile_launch(case, launch, chips[arch], dtype)
-        for arch in archs
-        for dtype in dtypes
-        if dtype != torch.float8_e4m3fn or chips[arch].fp8
-        for case, launch in launches(chips[arch], dtype)
-        if not only or case in only
-    ]
+    for arch in archs:
+        for dtype in dtypes:
+            if dtype == torch.float8_e4m3fn and not chips[arch].fp8:
+                continue
+            for case, launch in launches(chips[arch], dtype):
+                if not only or case in only:
+                    yield compile_launch(case, launch, chips[arch], dtype)
 
 
-def table(reports: Sequence[Report]) -> str:
-    """The reports as text, one line each."""
-    head = (
-        f"{'arch':7} {'dtype':9} {'kernel':31} {'case':22} {'config':18} {'regs':>4} {'spills':>6} "
-        f"{'shared':>7} {'occupancy':>9}  {'matrix':8} widest load"
-    )
-    lines = [
+HEAD = (
+    f"{'arch':7} {'dtype':9} {'kernel':31} {'case':22} {'config':18} {'regs':>4} {'spills':>6} "
+    f"{'shared':>7} {'occupancy':>9}  {'matrix':8} widest load"
+)
+
+
+def line(r: Report) -> str:
+    """A report as text, under HEAD."""
+    return (
         f"{r.arch:7} {r.dtype:9} {r.kernel:31} {r.case:22} {_blocks(r.config):18} "
         f"{r.registers:4d} {r.spills:6d} {r.shared_bytes:7d} "
         f"{f'{r.programs_a_core} ({r.occupancy:.0%})':>9}  {r.matrix_instruction:8} {r.widest_load}"
-        for r in reports
-    ]
-    return "\n".join([head, *lines])
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -302,12 +301,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     if signals.INTERPRETED:
-        command = [sys.executable, "-m", "weft.kernels.aot", *(arguments or sys.argv[1:])]
+        given = sys.argv[1:] if arguments is None else arguments
+        command = [sys.executable, "-m", "weft.kernels.aot", *given]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
     archs = [arch for each in options.arch for arch in each.split(",") if arch]
     dtypes = [getattr(torch, name) for name in options.dtype]
-    reports = compile_all(archs, dtypes, options.case)
-    print(json.dumps([asdict(r) for r in reports]) if options.json else table(reports))
+    reports = []
+    if not options.json:
+        print(HEAD)
+    for report in compile_all(archs, dtypes, options.case):
+        reports.append(report)
+        if not options.json:
+            print(line(report), flush=True)  # each takes seconds
+    if not reports:
+        parser.error(f"there is no case named {' or '.join(options.case)}; without --case: all")
+    if options.json:
+        print(json.dumps([asdict(r) for r in reports]))
     return int(any(r.spills for r in reports))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from weft.kernels import aot
 from weft.kernels.aot import occupancy, widest_load
 from weft.kernels.chips import KNOWN
 
@@ -122,6 +123,19 @@ def test_float32_on_sm_90():
 @pytest.mark.parametrize("arch", SHARED)
 def test_other_dtypes(arch, dtype):
     check(arch, dtype)
+
+
+@pytest.mark.parametrize("given", [[], ["--arch", "sm_90"]])
+def test_another_process_gets_the_arguments(monkeypatch, given):
+    commands = []
+
+    def run(command, env):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(aot.subprocess, "run", run)
+    assert aot.main(given) == 3
+    assert commands == [[sys.executable, "-m", "weft.kernels.aot", *given]]
 
 
 def test_an_unknown_arch_is_refused():
