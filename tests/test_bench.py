@@ -204,7 +204,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     while not mark.exists() and time.monotonic() < deadline and run.poll() is None:
         time.sleep(0.1)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the ranks hear it, too
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=120)
     assert out.strip() == "['right', 'last'] True"
 
 
