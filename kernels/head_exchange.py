@@ -90,7 +90,7 @@ def ulysses_attention(
     op = "ulysses_attention"
     rows = tuple(known_sizes(q, inner, 2, sizes, op))
     key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, op))
-    mine, shared = _heads(H, k.shape[1], inner.world_size)
+    mine, shared = split_heads(H, k.shape[1], inner.world_size)
 
     q = _Swap.apply(q, inner, mine, rows)
     k, v = (_Swap.apply(x, inner, shared, key_rows) for x in (k, v))
@@ -121,7 +121,7 @@ def no_heads(
 Heads = tuple[tuple[int, ...], ...]
 
 
-def _heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
+def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
     """Heads of the queries, and of the keys that they use, of every rank.
 
     Example: 4 heads on 2 key heads, 4 ranks: (0,) (1,) (2,) (3,) and (0,) (0,) (1,) (1,).
@@ -144,33 +144,33 @@ def _heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
 
 
 class _Swap(torch.autograd.Function):
-    """(B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens. Backward: `_back`, added."""
+    """(B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens; the gradients are added."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.args = group, heads, sizes, x.shape[1]
-        return _forth(x, group, heads, sizes)
+        return to_heads(x, group, heads, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _back(grad, *ctx.args), None, None, None
+        return to_tokens(grad, *ctx.args), None, None, None
 
 
 class _SwapBack(torch.autograd.Function):
-    """(B, h, S, D) -> (B, H, n, D): this rank's tokens, of all heads. Backward: `_forth`."""
+    """(B, h, S, D) -> (B, H, n, D): this rank's tokens, of all heads. Backward: `to_heads`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.args = group, heads, sizes
-        return _back(x, group, heads, sizes, sum(map(len, heads)))
+        return to_tokens(x, group, heads, sizes, sum(map(len, heads)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _forth(grad, *ctx.args), None, None, None
+        return to_heads(grad, *ctx.args), None, None, None
 
 
 def _way(group: Group) -> str:
@@ -183,7 +183,7 @@ def _way(group: Group) -> str:
     return "host"
 
 
-def _forth(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) -> torch.Tensor:
+def to_heads(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) -> torch.Tensor:
     B, H, _, D = x.shape
     mine = list(heads[group.rank])
     starts = offsets(sizes)
@@ -206,7 +206,7 @@ def _forth(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) 
     return out
 
 
-def _back(
+def to_tokens(
     x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], H: int
 ) -> torch.Tensor:
     """This rank's tokens of all `H` heads; those of a head that several ranks have are added."""

@@ -109,7 +109,7 @@ def _ring_attention_backward(
 
 
 def _heads(heads: int, kv_heads: int, of_keys: bool, world_size: int) -> head_exchange.Heads:
-    return head_exchange._heads(heads, kv_heads, world_size)[of_keys]
+    return head_exchange.split_heads(heads, kv_heads, world_size)[of_keys]
 
 
 def _tokens_to_heads(
@@ -117,7 +117,9 @@ def _tokens_to_heads(
 ) -> torch.Tensor:
     group = resolve(group_name)
     rows = tuple(even_sizes(x, group, 2, sizes))
-    return head_exchange._forth(x, group, _heads(heads, kv_heads, of_keys, group.world_size), rows)
+    return head_exchange.to_heads(
+        x, group, _heads(heads, kv_heads, of_keys, group.world_size), rows
+    )
 
 
 def _tokens_to_heads_fake(
@@ -136,7 +138,7 @@ def _heads_to_tokens(
     W = group.world_size
     rows = tuple([x.shape[2] // W] * W if sizes is None else sizes)
     given = _heads(heads, kv_heads, of_keys, W)
-    return head_exchange._back(x, group, given, rows, kv_heads if of_keys else heads)
+    return head_exchange.to_tokens(x, group, given, rows, kv_heads if of_keys else heads)
 
 
 def _heads_to_tokens_fake(
