@@ -39,7 +39,7 @@ or sizes with commas:
   attention TOKENS,HEADS,KV_HEADS,HEAD_DIM of the whole sequence
 
 examples:
-  weft bench ops --quick --out report       a minute; then open report/index.html
+  weft bench ops --quick --out report       20 s; then open report/index.html
   weft bench ops --shapes llama-3-8b        the linears of a Llama, mirrored down to this CPU
   weft bench mlp --shapes 1024,1024,4096    a training step of your MLP
   weft bench collectives --filter all_reduce --ranks 4

@@ -8,7 +8,6 @@ each call starts at a barrier.
 from __future__ import annotations
 
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -199,8 +198,7 @@ def _time(
     rounds = _rounds(options, took)
     own = torch.zeros(rounds, len(every), 2, dtype=torch.float64)
     for number in range(rounds):
-        # In an order of its own, the same on every rank: no variant always follows the same other.
-        for i in random.Random(number).sample(range(len(every)), len(every)):
+        for i in _order(len(every), number):
             own[number, i] = torch.tensor(ranks.seconds(every[i], number % inputs))
         ranks.alive()
     table = torch.stack(ranks.gather(own)) * (1e6 / prepared.repeats)
@@ -210,6 +208,19 @@ def _time(
         timing.rounds_us = table[:, :, i, 0].max(0).values.tolist()
         timing.ranks_us = medians[:, i, 0].tolist()
         timing.waited_us = float(medians[:, i, 1].max()) or None
+
+
+def _order(count: int, number: int) -> list[int]:
+    """Who runs after whom in a round: over `count` rounds each follows each equally often.
+
+    What ran before decides what is in the caches and whose threads still wind down. (A Williams
+    design; for an odd count every other cycle of rounds runs backwards.)
+
+    Example: of 4, rounds 0 to 3: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1.
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -i // 2 for i in range(count)]
+    order = [(each + number) % count for each in zigzag]
+    return order[::-1] if count % 2 and number // count % 2 else order
 
 
 def _rounds(options: Options, round_s: float) -> int:

@@ -41,6 +41,10 @@ _GRID_M = (16, 64, 256, 1024, 4096)
 _GRID_N = (256, 1024, 4096)
 _K = 1024
 
+_QUICK_GRID_M = (16, 1024)
+_QUICK_GRID_N = (64, 512)
+_QUICK_K = 256
+
 _FULL_GRID_M = (16, 128, 1024, 4096, 16384)
 _FULL_GRID_N = (2048, 8192, 28672)
 _FULL_K = 8192
@@ -67,7 +71,7 @@ def cases(options: Options) -> list[Spec]:
 
 def _default(options: Options) -> list[tuple[int, int, int]]:
     if options.quick:
-        return [(16, 64, 128), (256, 256, 128)]
+        return [(M, N, _QUICK_K) for M in _QUICK_GRID_M for N in _QUICK_GRID_N]
     if options.device == "cuda" or options.full_size:
         return [(M, N, _FULL_K) for M in _FULL_GRID_M for N in _FULL_GRID_N]
     return [(M, N, _K) for M in _GRID_M for N in _GRID_N]

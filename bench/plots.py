@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from weft.bench.rows import Case, Result
 from weft.bench.tables import figure, unit_of, variants_of
@@ -96,9 +97,17 @@ def _over_size(cases: Sequence[Case]) -> Any:
             xscale="log", yscale="log", title=op, ylabel="ms",
             xlabel="bytes a rank" if in_bytes else "multiply-adds of the layer, M x N x K",
         )  # fmt: skip
+        _plain_numbers(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     return picture
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Logarithmic, labelled 0.5, 1, 2, 5, 10: often all lies within one power of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _size(case: Case) -> int:
@@ -152,7 +161,8 @@ def _crossover(cases: Sequence[Case]) -> Any:
         axis.axhline(1, color="black", linewidth=1)
         axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
         axis.set_xticks(rows, [str(m) for m in rows])
-        axis.minorticks_off()
+        axis.xaxis.set_minor_locator(NullLocator())
+        _plain_numbers(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     return picture

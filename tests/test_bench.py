@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import bench_cases
 import pytest
 
-from weft.bench import ops_suite, readme, rows, runner, shapes, tables
+from weft.bench import measure, ops_suite, readme, rows, runner, shapes, tables
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import SUITES, suite
 
@@ -217,6 +219,14 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert (twice.median, twice.low, twice.high) == (2, 2, 2) and twice.told_apart
     noisy = rows.ratio_of([1.0, 2.0] * 10, [2.0, 1.0] * 10)
     assert not noisy.told_apart and str(noisy).endswith("~")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_nobody_follows_one_and_the_same_in_every_round(count: int) -> None:
+    rounds = [measure._order(count, number) for number in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    followed = Counter(pair for order in rounds for pair in pairwise(order))
+    assert len(followed) == count * (count - 1) and set(followed.values()) <= {2}
 
 
 def test_statistics_are_of_the_slowest_rank() -> None:
