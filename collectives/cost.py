@@ -173,7 +173,7 @@ def onednn_is_quicker() -> bool:
 def _compare_matmuls() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
-    x = torch.ones(384, 384)
+    x = torch.ones(384, 384, device="cpu")
     return _timed(lambda: x @ x, 9) > 1.2 * _timed(lambda: _onednn_square(x), 9)
 
 

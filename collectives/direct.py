@@ -66,7 +66,7 @@ def reaches(group: Group) -> bool:
     known = _reaches.get(group)
     if known is None:
         # A pid may be another process's where ranks live in containers: the value read decides.
-        nonce = torch.tensor([secrets.randbits(62)])
+        nonce = torch.tensor([secrets.randbits(62)], device="cpu")
         told = group.gather_objects((nonce.data_ptr(), nonce.item()))
         seen = torch.zeros_like(nonce)
         works = settings.direct_reads() and all(

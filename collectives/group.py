@@ -238,13 +238,23 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     ranks = tuple(dist.get_process_group_ranks(pg))
     if world_size == 1:
         return Group(pg, rank, world_size, ranks, (Process.here(),))
-    if (backend := dist.get_backend(pg)) not in ("gloo", "nccl", "mpi", "undefined"):
-        return Group(pg, rank, world_size, ranks, (), f"{backend} ranks share no memory")
+    if unknown := backends_of(pg) - {"gloo", "nccl", "mpi", "undefined"}:
+        why = f"{', '.join(sorted(unknown))} ranks share no memory"
+        return Group(pg, rank, world_size, ranks, (), why)
     processes: list[Process] = Group(pg, rank, world_size, ranks, ()).gather_objects(Process.here())
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
     return Group(pg, rank, world_size, ranks, tuple(processes))
+
+
+def backends_of(pg: Any) -> set[str]:
+    """The backends of a process group, by name.
+
+    Example:
+        of "cpu:gloo,cuda:nccl": {"gloo", "nccl"}; of one made with no backend: {"undefined"}.
+    """
+    return {each.rpartition(":")[2] for each in str(dist.get_backend(pg)).split(",")}
 
 
 _spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks

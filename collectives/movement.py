@@ -356,7 +356,7 @@ def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[li
     """What every rank sends to every rank, after checking that it is what that one expects."""
     shape = (2, group.world_size)
     with exchange(group, 16 * group.world_size, "all_to_all") as ex:
-        ex.local(shape, torch.int64).copy_(torch.tensor([sends, receives]))
+        ex.local(shape, torch.int64).copy_(torch.tensor([sends, receives], device="cpu"))
         ex.signal_all()
         ex.wait_all()
         tables = [ex.peer(r, shape, torch.int64).tolist() for r in range(group.world_size)]

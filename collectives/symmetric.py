@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, resolve
+from weft.collectives.group import Group, GroupLike, backends_of, resolve
 from weft.errors import MismatchError, PeerTimeout
 
 
@@ -74,14 +73,20 @@ class PosixMemory:
 
 
 class CudaMemory:
-    """torch's symmetric memory: NVLink peers, or several ranks on one GPU."""
+    """torch's symmetric memory: NVLink peers, or several ranks on one GPU.
+
+    Each is an allocation of its own. `symm_mem.empty` takes from a pool that hands out again what
+    was freed: ranks that have freed different things would bring memory that their peers take for
+    another's, or wait for a rendezvous that a peer thinks it has had.
+    """
 
     def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
         if group.world_size > torch.cuda.device_count():
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        own = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        alone = symm_mem._SymmetricMemory.empty_strided_p2p
+        own: torch.Tensor = alone((nbytes,), (1,), torch.uint8, device)
         own.zero_()
         self._handle = symm_mem.rendezvous(own, group.pg)
         self.multicast_ptr = int(self._handle.multicast_ptr or 0)
@@ -101,11 +106,18 @@ class LocalMemory:
         self.segments = [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
 
 
-def default_device(group: Group) -> torch.device:
-    """Where a buffer of `group` is allocated if the caller does not say."""
-    if group.backend == "cuda" and "nccl" in str(dist.get_backend(group.pg)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
+    """Where a buffer of `group` is allocated; if the caller does not say, where the process group
+    communicates. "cuda" is the current GPU: one device must not have two names."""
+    device = torch.device(asked or "cpu")
+    if not asked and group.backend == "cuda" and not backends_of(group.pg) <= _HOST_BACKENDS:
+        device = torch.device("cuda")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_HOST_BACKENDS = {"gloo", "mpi"}
 
 
 _open: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
@@ -164,7 +176,8 @@ class SymmetricBuffer:
         self._memory: Memory | None = memory
         self._segments = memory.segments
         self.multicast_ptr = memory.multicast_ptr and memory.multicast_ptr + self._offset
-        addresses = torch.tensor([segment.data_ptr() for segment in self._segments])
+        pointers = [segment.data_ptr() for segment in self._segments]
+        addresses = torch.tensor(pointers, device="cpu")
         self.signal_ptrs = addresses.to(device)
         self.buffer_ptrs = (addresses + self._offset).to(device)
         self.local = self.get_buffer(self.rank, shape, dtype)
@@ -241,7 +254,7 @@ class SymmetricBuffer:
     def close(self) -> None:
         """Give the memory back. Local: the other ranks keep theirs until they close it too."""
         self._memory, self._segments = None, []
-        self.local = torch.empty(0)
+        self.local = torch.empty(0, device="cpu")
         _open.discard(self)
 
     def __repr__(self) -> str:
@@ -392,9 +405,7 @@ def empty(
         >>> buffer.get_buffer(rank=1, shape=(4,), dtype=torch.float32)  # rank 1's memory, in place
     """
     where = resolve(group)
-    return SymmetricBuffer(
-        shape, dtype, where, torch.device(device) if device else default_device(where)
-    )
+    return SymmetricBuffer(shape, dtype, where, device_for(where, device))
 
 
 def close_buffers() -> None:

@@ -31,7 +31,7 @@ from weft.collectives.group import (
 from weft.collectives.symmetric import (
     SymmetricBuffer,
     close_buffers,
-    default_device,
+    device_for,
 )
 from weft.errors import PeerTimeout
 
@@ -62,7 +62,8 @@ class Workspace:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         else:
-            self._status = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+            # Told where, as the caller's default device may be the GPU.
+            self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
             self._pad = self._own_pad()
         self._last_op = name
 
@@ -149,7 +150,7 @@ def workspace(
         NotImplementedError: symmetric memory does not reach all of the group.
     """
     where = resolve(group)
-    on = torch.device(device) if device else default_device(where)
+    on = device_for(where, device)
     key = (where, str(on), channel)
     found = _workspaces.get(key)
     if found is not None and found.half_bytes >= nbytes:
