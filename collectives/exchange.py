@@ -34,17 +34,16 @@ class Exchange:
 
     def __init__(self, ws: Workspace, op: str) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
-        self._ws, self._waiter = ws, ws.waiter
-        self._pending: set[int] = set()
+        self._ws = ws
+        self._pending = set(range(self.world_size)) - {self.rank}
 
     def __enter__(self) -> Exchange:
         ws = self._ws
         ws.check(self.op)
+        self._waiter = ws.waiter
         self.generation = ws.own[pad.GENERATION] + 1
         ws.own[pad.GENERATION] = self.generation
         self._parity = self.generation & 1
-        self._pending.update(range(self.world_size))
-        self._pending.discard(self.rank)
         return self
 
     def __exit__(
@@ -152,19 +151,12 @@ class StreamExchange(Exchange):
     alternating halves.
     """
 
-    def __init__(self, ws: Workspace, op: str) -> None:
-        self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
-        self._ws = ws
-        self._pending = set()
-        self._parity = 0
-
     def __enter__(self) -> Exchange:
         from weft.collectives import stream_signals
 
-        self._signals = stream_signals
+        self._signals, self._parity = stream_signals, 0
         self._ws.check(self.op)
         stream_signals.begin(self._ws)
-        self._pending = {peer for peer in range(self.world_size) if peer != self.rank}
         return self
 
     def __exit__(
@@ -184,14 +176,20 @@ class StreamExchange(Exchange):
 
     def signal_all(self) -> None:
         """`signal` to every peer."""
-        for peer in self.peers():
-            self._signals.post(self._ws, peer)
+        self._signals.post(self._ws, self.rank + 1, self.world_size - 1)
 
     def wait(self, peer: int) -> None:
         """Hold the stream until `peer` has signalled."""
         if peer in self._pending:
             self._signals.wait(self._ws, peer)
             self._pending.discard(peer)
+
+    def wait_all(self) -> None:
+        """`wait` for every peer that was not waited for yet."""
+        if 0 < len(self._pending) == self.world_size - 1:
+            self._signals.wait(self._ws, self.rank + 1, self.world_size - 1)
+            self._pending.clear()
+        super().wait_all()
 
 
 def exchange(

@@ -1,7 +1,8 @@
 """Signals of `StreamExchange` and `SymmetricBuffer.barrier` on a GPU: one-program kernels.
 
 Each is enqueued in the current stream and captured by CUDA graphs; generations live in device
-memory and are advanced by the kernels themselves, so that a replay continues the count.
+memory and are advanced by the kernels themselves, so that a replay continues the count. To launch a
+kernel takes longer than to signal a peer, so one launch serves any number of ranks in a row.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
     from weft.collectives.symmetric import SymmetricBuffer
     from weft.collectives.workspace import Workspace
 
-_GENERATION = tl.constexpr(pad.GENERATION)
 _HOST_SLOTS = tl.constexpr(pad.HOST_SLOTS)
 _LINE = tl.constexpr(pad.LINE)
 _DATA_WORD, _END_WORD = 0, 1
 _BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _begin_kernel(signal_ptrs, rank, GENERATION_WORD: tl.constexpr) -> None:
     """Advance this rank's generation. Grid: 1."""
     word = signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD
@@ -33,25 +33,53 @@ def _begin_kernel(signal_ptrs, rank, GENERATION_WORD: tl.constexpr) -> None:
 
 
 @triton.jit
+def _slot(signal_ptrs, owner, source, SLOT_WORD: tl.constexpr):
+    """The word of `owner`'s pad in which rank `source` tells how far it is."""
+    return signals.peer_ptr(signal_ptrs, owner, tl.int64) + _HOST_SLOTS + _LINE * source + SLOT_WORD
+
+
+@triton.jit(do_not_specialize=["rank", "first", "count"])
 def _post_kernel(
-    signal_ptrs, rank, peer, GENERATION_WORD: tl.constexpr, SLOT_WORD: tl.constexpr
+    signal_ptrs,
+    rank,
+    first,
+    count,
+    WORLD_SIZE: tl.constexpr,
+    GENERATION_WORD: tl.constexpr,
+    SLOT_WORD: tl.constexpr,
 ) -> None:
-    """Release this rank's generation into `peer`'s slot for it. Grid: 1."""
+    """Release this rank's generation into the slots that `count` ranks from `first` on have for it.
+
+    Grid: 1.
+    """
     generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
-    slot = signals.peer_ptr(signal_ptrs, peer, tl.int64) + _HOST_SLOTS + _LINE * rank + SLOT_WORD
-    signals.signal(slot, generation)
+    for step in range(count):
+        peer = (first + step) % WORLD_SIZE
+        signals.signal(_slot(signal_ptrs, peer, rank, SLOT_WORD), generation)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "first", "count", "max_polls"])
 def _wait_kernel(
-    signal_ptrs, rank, peer, max_polls, GENERATION_WORD: tl.constexpr, SLOT_WORD: tl.constexpr
+    signal_ptrs,
+    rank,
+    first,
+    count,
+    max_polls,
+    WORLD_SIZE: tl.constexpr,
+    GENERATION_WORD: tl.constexpr,
+    SLOT_WORD: tl.constexpr,
 ) -> None:
-    """Hold the stream until `peer` has reached this rank's generation. Grid: 1."""
+    """Hold the stream until `count` ranks from `first` on have reached this rank's generation.
+
+    Grid: 1.
+    """
     own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     generation = tl.load(own + GENERATION_WORD)
-    slot = own + _HOST_SLOTS + _LINE * peer + SLOT_WORD
-    if not signals.wait(slot, generation, max_polls):
-        signals.record_timeout(own, rank, peer, generation)
+    for step in range(count):
+        peer = (first + step) % WORLD_SIZE
+        polls = signals.patience(own, max_polls)
+        if not signals.wait(_slot(signal_ptrs, rank, peer, SLOT_WORD), generation, polls):
+            signals.record_timeout(own, rank, peer, generation)
 
 
 def begin(ws: Workspace) -> None:
@@ -59,49 +87,33 @@ def begin(ws: Workspace) -> None:
     _begin_kernel[(1,)](ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION)
 
 
-def post(ws: Workspace, peer: int, word: int = _DATA_WORD) -> None:
-    """Publish to `peer` what the stream has written so far."""
+def post(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
+    """Publish to `count` ranks, from `first` on, what the stream has written so far."""
     _post_kernel[(1,)](
-        ws.signal_ptrs, ws.rank, peer, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word
-    )
+        ws.signal_ptrs, ws.rank, first, count,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
+    )  # fmt: skip
 
 
-def wait(ws: Workspace, peer: int, word: int = _DATA_WORD) -> None:
-    """Hold the stream until `peer` has posted in this call."""
+def wait(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
+    """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     _wait_kernel[(1,)](
-        ws.signal_ptrs,
-        ws.rank,
-        peer,
-        ws.timeout_polls,
-        GENERATION_WORD=pad.GENERATION,
-        SLOT_WORD=word,
-    )
+        ws.signal_ptrs, ws.rank, first, count, ws.timeout_polls,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
+    )  # fmt: skip
 
 
 def end(ws: Workspace) -> None:
     """Hold the stream until every rank has finished this call."""
-    peers = [(ws.rank + step) % ws.world_size for step in range(1, ws.world_size)]
-    for peer in peers:
-        post(ws, peer, _END_WORD)
-    for peer in peers:
-        wait(ws, peer, _END_WORD)
+    post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
+    wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
 
 
 def barrier(buffer: SymmetricBuffer, channel: int) -> None:
     """`SymmetricBuffer.barrier` in the current stream."""
-    generation = _BARRIER_WORDS + channel
-    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation)
+    W, generation = buffer.world_size, _BARRIER_WORDS + channel
+    peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1
     polls = signals.polls_within(settings.timeout_s(), buffer.device)
-    for peer in range(buffer.world_size):
-        _post_kernel[(1,)](
-            buffer.signal_ptrs, buffer.rank, peer, GENERATION_WORD=generation, SLOT_WORD=channel
-        )
-    for peer in range(buffer.world_size):
-        _wait_kernel[(1,)](
-            buffer.signal_ptrs,
-            buffer.rank,
-            peer,
-            polls,
-            GENERATION_WORD=generation,
-            SLOT_WORD=channel,
-        )
+    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation)
+    _post_kernel[(1,)](*peers, WORLD_SIZE=W, GENERATION_WORD=generation, SLOT_WORD=channel)
+    _wait_kernel[(1,)](*peers, polls, WORLD_SIZE=W, GENERATION_WORD=generation, SLOT_WORD=channel)
