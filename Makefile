@@ -45,8 +45,8 @@ bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the 
 OWN_TORCH := import torch, triton, numpy, rich, pytest, pytest_benchmark as _; 1 / torch.cuda.is_available()
 
 gpu:  ## what needs a GPU: tests, then figures into bench/results and docs/gpu.md
-	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu; \
-	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu; fi
+	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu $(ARGS); \
+	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu $(ARGS); fi
 
 sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (hours; goes on where it was)
 	$(BIN)/python tests/sweeps.py --page docs/sweeps.md

@@ -145,7 +145,11 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     variants = {name: on(name) for name in offered}
     symm_mem, plain = problem.symm_mem, problem.plain
     if not options.engines or "peers" in options.engines:
-        variants[PEERS[0]] = lambda i: symm_mem(xs[i], ws[i])
+        if device.type == "cuda" and group.world_size > torch.cuda.device_count():
+            # Its waits know no time-out: a hang would cost the whole run.
+            absent[PEERS[0]] = "ranks share a GPU, which torch's ops are not made for"
+        else:
+            variants[PEERS[0]] = lambda i: symm_mem(xs[i], ws[i])
         if plain is None:
             absent[PEERS[1]] = "the process group takes equal shards only"
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ def test_ranks_and_names() -> None:
         gpu.main(["--device", "cpu", "--ranks", "1"])
 
 
-def test_a_failed_test_stops_before_figures(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
-    assert gpu.main(["--ranks", "2", "--results", str(tmp_path)]) == 1
-    assert "a test failed" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
     arguments = ["--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]
     assert gpu.main(["--device", "cpu", "--quick", "--ranks", "2", *arguments]) == 0
@@ -50,7 +41,9 @@ def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
     assert "TFLOP/s" in page and "NotImplementedError" in page
 
 
-def test_a_kernel_that_is_wrong_fails_the_run_though_auto_avoids_it(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_is_wrong_fails_the_run_and_is_written(tmp_path, monkeypatch, status: int) -> None:
+    """A kernel that auto avoids, or a test: figures are taken all the same."""
     right, wrong = Timing([1.0], [1.0]), Timing(failure="wrong: 7 times the tolerance")
     case = Case("ops", "x", {}, {"auto": right, "triton": wrong}, main="auto")
     where = {
@@ -63,9 +56,17 @@ def test_a_kernel_that_is_wrong_fails_the_run_though_auto_avoids_it(tmp_path, mo
     }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(gpu, "measure", lambda *_: Result("gpu", where, [case]))
+
+    def measured(options: object, counts: object, command: str, on_suite) -> Result:
+        result = Result("gpu", where, [case])
+        on_suite(result)
+        return result
+
+    monkeypatch.setattr(gpu, "measure", measured)
+    monkeypatch.setattr(gpu, "run_tests", lambda: status)
     page = tmp_path / "docs" / "gpu.md"
-    arguments = ["--no-tests", "--ranks", "2", "--results", str(tmp_path), "--page", str(page)]
-    assert gpu.main(arguments) == 1
+    arguments = ["--ranks", "2", "--results", str(tmp_path), "--page", str(page)]
+    assert gpu.main(arguments) == (status or 1)
+    assert f"Tests on this machine: {'failed' if status else 'passed'}." in page.read_text()
     assert (tmp_path / "some-gpu.json").exists()
     assert "they take turns" in page.read_text() and "- triton: wrong: 7" in page.read_text()

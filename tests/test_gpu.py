@@ -17,6 +17,7 @@ from test_ring_attention import run_cases as run_attention
 
 import weft
 from weft import collectives
+from weft.kernels import zigzag_sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,10 +37,43 @@ def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
         return run_cases(kind, cases)
 
 
+def number_of_cases(engine: str) -> int:
+    """Every launch of another shape of 1 to 24 rows is compiled anew: 2 s, and gradients again."""
+    return 9 if engine == "triton" else 24
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_random_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
-    cases = random_cases(kind, gpu_ranks.world_size, engine, 24)
+    cases = random_cases(kind, gpu_ranks.world_size, engine, number_of_cases(engine))
+    gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
+
+
+def large_cases(kind: str, W: int, engine: str) -> list[dict[str, Any]]:
+    """Of whole tiles: by descriptors, in many steps of K and several tiles a program, in all
+    orders of the operands; the last one large enough for copy engines."""
+    cases = []
+    for rows, K, N, dtype, strided in (
+        (16, 1024, 512, torch.bfloat16, False),
+        (300, 1024, 1000, torch.float16, True),
+        (1024, 512, 1536, torch.bfloat16, False),
+        (512, 256, 640, torch.float32, False),
+        (2048, 1280, 2048, torch.bfloat16, False),
+    ):
+        case = {"dtype": dtype, "engine": engine, "bias": True, "strided": strided}
+        if kind == "gather":
+            case |= {"K": K, "Ns": [N], "batch": [], "dim": 0, "known": True, "sizes": [rows] * W}
+        else:
+            dim = None if kind == "reduce" else 0
+            case |= {"lead": [rows * W], "N": N, "Ks": [K] * W, "reduce_op": "sum", "dim": dim}
+        cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize("engine", ["host", "triton"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_large_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
+    cases = large_cases(kind, gpu_ranks.world_size, engine)
     gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
 
 
@@ -48,15 +82,29 @@ def with_gpu(body: Callable[..., Any], *args: Any) -> Any:
         return body(*args)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+# The host engine's pieces are torch's CPU kernel.
+@pytest.mark.parametrize("engine", ["generic", "triton"])
 def test_ring_attention(gpu_ranks: RankPool, engine: str) -> None:
-    cases = random_attention(gpu_ranks.world_size, engine, 24)
+    cases = random_attention(gpu_ranks.world_size, engine, number_of_cases(engine))
     gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=600)
+
+
+@pytest.mark.parametrize("engine", ["generic", "triton"])
+def test_ring_attention_of_long_sequences(gpu_ranks: RankPool, engine: str) -> None:
+    case = random_attention(gpu_ranks.world_size, engine, 1)[0] | {
+        "B": 1, "H_kv": 2, "H": 8, "causal": True, "scale": None, "window": None,
+        "cu_seqlens": None, "layout": "zigzag", "strided": False, "with_lse": True, "known": True,
+    }  # fmt: skip
+    cases = []
+    for D, rows, dtype in ((128, 512, torch.bfloat16), (64, 300, torch.float16)):
+        sizes = zigzag_sizes(rows * gpu_ranks.world_size, gpu_ranks.world_size)
+        cases.append(case | {"D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes})
+    gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=300)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_flash_decode(gpu_ranks: RankPool, engine: str) -> None:
-    found = gpu_ranks.run(with_gpu, decode_cases, engine, 3, 16, timeout_s=600)
+    found = gpu_ranks.run(with_gpu, decode_cases, engine, 3, number_of_cases(engine), timeout_s=600)
     assert len(set(found)) == 1
 
 
