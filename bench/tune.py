@@ -25,7 +25,7 @@ from weft.bench.measure import Ranks
 from weft.bench.problem import Options, Spec, backend_for
 from weft.collectives import chunk_sizes
 from weft.demo.launch import launch
-from weft.kernels import tuning
+from weft.kernels import all_gather_gemm, tuning
 from weft.kernels.chips import chip_of, tiling_for
 
 _ROUNDS = 7
@@ -94,12 +94,14 @@ def _rank_main(
     for spec in specs:
         call = ops_suite.prepare(spec, options).variants["triton"]
         op, M, N, K = (spec.params[name] for name in ("op", *ops_suite.SIZES))
-        columns = chunk_sizes(N, options.ranks)[0] if op == "all_gather_matmul" else N
-        key = tuning.key_of(
-            op, M, columns, K if op == "all_gather_matmul" else 0, options.dtype, options.ranks
-        )
+        gathers = op == "all_gather_matmul"
+        columns = chunk_sizes(N, options.ranks)[0] if gathers else N
+        shape = M, columns, K if gathers else 0, options.dtype, options.ranks
         choices = tuning.candidates(
-            op, chip, options.dtype, tiling_for(chip, M, columns, options.dtype)
+            chip,
+            options.dtype,
+            tiling_for(chip, M, columns, options.dtype),
+            copies=gathers and all_gather_gemm.config_for(*shape, chip).copy_programs > 0,
         )
 
         def measured(once: Callable[[], torch.Tensor]) -> float:
@@ -115,7 +117,7 @@ def _rank_main(
             ranks.gather,
             ops_suite.TOLERANCE[options.dtype],
         )
-        entries.append(tuning.entry_of(key, best, trials[0]))
+        entries.append(tuning.entry_of(tuning.key_of(op, *shape), best, trials[0]))
         failed = sum(bool(trial.failure) for trial in trials)
         progress(("line", (
             f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft.kernels.chips import Chip, Tiling
 
@@ -146,11 +146,14 @@ def _identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(entry[field.name] for field in fields(Key))
 
 
-def candidates(op: str, chip: Chip, dtype: torch.dtype, start: Tiling) -> list[Choice]:
+def candidates(
+    chip: Chip, dtype: torch.dtype, start: Tiling, *, copies: bool = False
+) -> list[Choice]:
     """What the search tries, the heuristic first; the same list on every rank.
 
     Args:
         start: the heuristic's tiles. Tiles that do not fit the chip's memory are left out.
+        copies: whether programs of the kernel fetch shards, and not copy engines or nobody.
     """
     blocks = [(start.block_m, start.block_n, start.block_k, start.num_warps)]
     if chip.name == "interpreter":
@@ -175,7 +178,7 @@ def candidates(op: str, chip: Chip, dtype: torch.dtype, start: Tiling) -> list[C
             )  # fmt: skip
             if tiling != start:
                 found.append(Choice(tiling))
-    if op == "all_gather_matmul":
+    if copies:
         found += [Choice(copy_programs=count) for count in _copy_programs(chip)]
     return found
 
@@ -225,7 +228,7 @@ def search(
                 scale = float(expected.abs().max()) if expected.numel() else 1.0
                 off = float((got - expected).abs().max()) if got.numel() else 0.0
                 wrong = not off <= tolerance * scale
-            except (OutOfResources, RuntimeError) as error:  # too much memory of some kind
+            except (OutOfResources, PTXASError, RuntimeError) as error:  # too much of something
                 failure, wrong = f"{type(error).__name__}: {error}", False
             failures = gather(failure)
             if any(failures) and not all(failures):

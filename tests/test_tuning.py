@@ -99,8 +99,10 @@ def test_no_table_is_an_error_that_names_the_file(text: str, table: Path) -> Non
 
 def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
     for chip in KNOWN:
-        for op in tuning.OPS:
-            found = tuning.candidates(op, chip, torch.bfloat16, Tiling(128, 128, 64, num_stages=2))
+        for copies in (False, True):
+            start = Tiling(128, 128, 64, num_stages=2)
+            found = tuning.candidates(chip, torch.bfloat16, start, copies=copies)
+            assert any(choice.copy_programs for choice in found) == copies
             assert found[0] == tuning.HEURISTIC
             assert len(set(found)) == len(found) > 3
             for choice in found:
@@ -155,7 +157,7 @@ def tuned_body() -> None:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=generator) for s in ((40, 32), (32, 24)))
-    choices = tuning.candidates("matmul_all_reduce", INTERPRETER, x.dtype, Tiling(32, 32, 32))
+    choices = tuning.candidates(INTERPRETER, x.dtype, Tiling(32, 32, 32))
     for choice in choices:
         with tuning.trying(choice), weft.engine("triton"):
             y = weft.all_gather_matmul(x[20 * rank : 20 * rank + 20], w)
