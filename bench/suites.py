@@ -14,7 +14,7 @@ SUITES = {
     "mlp": "a ReLU MLP's training step: Column/RowParallelLinear, DTensor, torch's DTensor",
     "ops": "each fused op: our engines, torch's, collective + matmul",
     "collectives": "1 KiB to 256 MiB: latency and bus bandwidth, beside the process group's",
-    "dispatch": "host time of DTensor operations, beside torch's, in one process",
+    "dispatch": "host time of DTensor operations, beside torch's, in the same processes",
     "redistribute": "bytes, steps and time between all pairs of layouts, beside torch's",
     "layers": "feed-forward and attention blocks of published models, a training step",
     "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",

@@ -64,7 +64,7 @@ def test_every_suite_is_read_back(name: str, folder: Path) -> None:
     assert result.command == f"weft bench all --quick --out {folder}"
     for key in ("torch", "triton", "cpu", "cores", "commit", "cpu_mhz", "quiet", "threads a rank"):
         assert key in result.environment
-    assert result.environment["ranks"] == (1 if name in ("dispatch", "scaling") else 2)
+    assert result.environment["ranks"] == (1 if name == "scaling" else 2)
     cases = suite(name).cases(Options(quick=True))
     assert [case.name for case in result.cases] == [spec.name for spec in cases]
     for case in result.cases:
