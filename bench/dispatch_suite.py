@@ -10,7 +10,7 @@ whole plain tensors, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -128,7 +128,7 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
     for name, foreach in (("AdamW, 20 parameters", True), ("AdamW, one by one", False)):
         trained = parameters()
         step_of = torch.optim.AdamW(trained, foreach=foreach).step
-        yield name, Row(step_of, records=True, written=lambda trained=trained: trained)
+        yield name, Row(step_of, records=True, written=partial(list, trained))
     clipped = parameters()
     yield (
         "clip_grad_norm_, 20 parameters",

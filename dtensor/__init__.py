@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-# These register themselves: the rules in `dispatch`, the functions in `DTensor`.
+# These register themselves: the rules in `dispatch`, the functions in `DTensor`, hooks of steps.
 from weft.dtensor import functional as functional
+from weft.dtensor import optimizer_step as optimizer_step
 from weft.dtensor import rules_index as rules_index
 from weft.dtensor import rules_matmul as rules_matmul
 from weft.dtensor import rules_nn as rules_nn

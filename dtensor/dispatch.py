@@ -176,10 +176,9 @@ def dispatch(
             hook()
         plan.local(*local_args, **local_kwargs)
         result = args[0]
-        if known:  # autograd, which counts writes, has not seen it
+        if known or layout is None:  # writes that autograd has not seen, or does not count
             torch._C._increment_version(result if layout is None else (result,))
-            return result
-        return None if layout is None else result
+        return result if known or layout is not None else None
     return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
@@ -282,7 +281,8 @@ def _follow(
         return _wrap_dynamic_tree(result, args, kwargs)
     if plan.check and not _as_expected(result, plan):
         return _wrap_dynamic_tree(result, args, kwargs)
-    if plan.writes and plan.result is None:
+    if plan.writes and plan.result is None:  # of lists: autograd does not count these
+        torch._C._increment_version([tensors[position] for position in plan.writes])
         return None  # what a foreach function returns all the same, its op does not
     return _wrap_tree(result, plan.result, tensors)
 

@@ -127,6 +127,9 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
         )
     result: list[Placement] = []
     for placement in placements:
+        if type(placement) is Replicate or (type(placement) is Shard and -1 < placement.dim < ndim):
+            result.append(placement)  # what is usual needs nothing
+            continue
         if not isinstance(placement, Placement):
             raise ValueError(
                 f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r} in "

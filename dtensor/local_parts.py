@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
-from weft.collectives import agree, spanning_group
+from weft.collectives import Group, agree, spanning_group
 from weft.collectives.group import forget_meshes, is_traced
 from weft.dtensor.layout import (
     Layout,
@@ -40,18 +40,21 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
     traced = is_traced(local)  # sizes may be symbols, which no cache takes
     evenly = _even_layout.__wrapped__ if traced else _even_layout
     even = evenly(local.shape, local.stride(), local.dtype, mesh, placements)
-    cut = even.cut_dims
-    if not cut or even.index is None or traced or local.is_meta:
+    if traced or local.is_meta:
         return even
-    group = spanning_group(mesh)
-    if group.why or group.world_size == 1:
+    group, call = _who_agrees(even)
+    if group is None:
         return even
-    fixed = [size for dim, size in enumerate(local.shape) if dim not in cut]
-    call = f"from_local({local.dtype}, other dims {fixed}, {show(placements)})"
-    place, shape = even.place, list(local.shape)
+    cut, given = even.cut_dims, tuple(local.shape)
+    told = [agree(group, call, given[dim]) for dim in cut]
+    if all(
+        lengths.count(given[dim]) == len(lengths) for dim, lengths in zip(cut, told, strict=True)
+    ):
+        return even
+    place, shape = even.place, list(given)
     parts: list[list[int]] = []
-    for dim in cut:
-        lengths = dict(zip(group.ranks, agree(group, call, local.shape[dim]), strict=True))
+    for dim, values in zip(cut, told, strict=True):
+        lengths = dict(zip(group.ranks, values, strict=True))
         parts.append([lengths[rank] for rank in place.ranks])
         shape[dim] = sum(
             length
@@ -60,8 +63,6 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
                 i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
             )
         )
-    if all(len(set(lengths)) == 1 for lengths in parts):
-        return even
     layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
     right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
     if parts != right:
@@ -92,7 +93,19 @@ def _even_layout(
     return layout_of(mesh, placements, tuple(whole), tuple(steps), dtype)
 
 
-forget_meshes.append(_even_layout.cache_clear)
+@lru_cache(maxsize=4096)
+def _who_agrees(even: Layout) -> tuple[Group | None, str]:
+    """Who tells whom the lengths of shards, and what call that is; None where nobody does."""
+    if not even.cut_dims or even.index is None:
+        return None, ""
+    group = spanning_group(even.mesh)
+    if group.why or group.world_size == 1:
+        return None, ""
+    fixed = [size for dim, size in enumerate(even.shape) if dim not in even.cut_dims]
+    return group, f"from_local({even.dtype}, other dims {fixed}, {show(even.placements)})"
+
+
+forget_meshes += [_even_layout.cache_clear, _who_agrees.cache_clear]
 
 
 def check_parts(local: torch.Tensor, layout: Layout) -> torch.Tensor:

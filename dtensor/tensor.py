@@ -403,7 +403,7 @@ def _from_local(
         layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
     if layout.index is None:
         local_tensor = local_tensor.new_empty(0, requires_grad=local_tensor.requires_grad)
-    elif tuple(local_tensor.shape) != layout.local_shape:
+    elif shape is not None and tuple(local_tensor.shape) != layout.local_shape:
         raise ValueError(
             f"from_local: the local tensor has shape {tuple(local_tensor.shape)}, but "
             f"{layout!r} gives rank {layout.index} of the mesh {layout.local_shape} (shards "
@@ -414,12 +414,10 @@ def _from_local(
         value = value.resolve_conj().resolve_neg()
     if run_check and layout.index is not None:
         value = check_parts(value, layout)
-    wanted = (
-        layout.gradient_placements
-        if grad_placements is None
-        else normalize(grad_placements, local_tensor.ndim, mesh.ndim)
-    )
+    if grad_placements is not None:
+        grad_placements = normalize(grad_placements, local_tensor.ndim, mesh.ndim)
     if torch.is_grad_enabled() and local_tensor.requires_grad:
+        wanted = layout.gradient_placements if grad_placements is None else grad_placements
         return cast(DTensor, record(_FromLocal, local_tensor, value, layout, wanted))
     return wrap(value, layout)
 
