@@ -128,7 +128,7 @@ class Exchange:
 
 
 class _VirtualStreamExchange(Exchange):
-    """A `StreamExchange` of virtual ranks that stand for GPUs: it ends with a barrier, too."""
+    """A `StreamExchange` of virtual ranks that stand for GPUs: it ends with a barrier."""
 
     def __exit__(
         self,
@@ -136,7 +136,6 @@ class _VirtualStreamExchange(Exchange):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
         if kind is None:
             for peer in self.peers():
                 self._waiter.post(peer, self.generation, word=_END_WORD)
@@ -166,7 +165,6 @@ class StreamExchange(Exchange):
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            self.wait_all()
             self._signals.end(self._ws)
             self._ws.launched(self.op)
 

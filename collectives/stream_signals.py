@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOST_SLOTS = tl.constexpr(pad.HOST_SLOTS)
 _LINE = tl.constexpr(pad.LINE)
-_DATA_WORD, _END_WORD = 0, 1
+DATA_WORD, _END_WORD = 0, 1
 _BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channels
 
 
@@ -58,6 +58,15 @@ def _post_kernel(
         signals.signal(_slot(signal_ptrs, peer, rank, SLOT_WORD), generation)
 
 
+@triton.jit
+def hold(signal_ptrs, rank, peer, generation, max_polls, SLOT_WORD: tl.constexpr):
+    """Until `peer` has posted `generation` to `rank`, which is this one. A time-out is recorded."""
+    own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    polls = signals.patience(own, max_polls)
+    if not signals.wait(_slot(signal_ptrs, rank, peer, SLOT_WORD), generation, polls):
+        signals.record_timeout(own, rank, peer, generation)
+
+
 @triton.jit(do_not_specialize=["rank", "first", "count", "max_polls"])
 def _wait_kernel(
     signal_ptrs,
@@ -73,33 +82,29 @@ def _wait_kernel(
 
     Grid: 1.
     """
-    own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    generation = tl.load(own + GENERATION_WORD)
+    generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
     for step in range(count):
-        peer = (first + step) % WORLD_SIZE
-        polls = signals.patience(own, max_polls)
-        if not signals.wait(_slot(signal_ptrs, rank, peer, SLOT_WORD), generation, polls):
-            signals.record_timeout(own, rank, peer, generation)
+        hold(signal_ptrs, rank, (first + step) % WORLD_SIZE, generation, max_polls, SLOT_WORD)
 
 
 def begin(ws: Workspace) -> None:
     """Begin the next call on `ws`."""
-    _begin_kernel[(1,)](ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION)
+    _begin_kernel[(1,)](ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION, num_warps=1)
 
 
-def post(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
+def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Publish to `count` ranks, from `first` on, what the stream has written so far."""
     _post_kernel[(1,)](
         ws.signal_ptrs, ws.rank, first, count,
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
     )  # fmt: skip
 
 
-def wait(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
+def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     _wait_kernel[(1,)](
         ws.signal_ptrs, ws.rank, first, count, ws.timeout_polls,
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
     )  # fmt: skip
 
 
@@ -113,7 +118,8 @@ def barrier(buffer: SymmetricBuffer, channel: int) -> None:
     """`SymmetricBuffer.barrier` in the current stream."""
     W, generation = buffer.world_size, _BARRIER_WORDS + channel
     peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1
+    words = {"WORLD_SIZE": W, "GENERATION_WORD": generation, "SLOT_WORD": channel, "num_warps": 1}
     polls = signals.polls_within(settings.timeout_s(), buffer.device)
-    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation)
-    _post_kernel[(1,)](*peers, WORLD_SIZE=W, GENERATION_WORD=generation, SLOT_WORD=channel)
-    _wait_kernel[(1,)](*peers, polls, WORLD_SIZE=W, GENERATION_WORD=generation, SLOT_WORD=channel)
+    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
+    _post_kernel[(1,)](*peers, **words)
+    _wait_kernel[(1,)](*peers, polls, **words)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import triton
 
-from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull
+from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull, stream_signals
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
@@ -214,6 +214,11 @@ def _reduce_launches(
 
 def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     op, ws = kernel_collectives, _workspace()
+    with catching(stream_signals, copy_engines) as caught:
+        stream_signals.begin(ws)
+        stream_signals.end(ws)
+        copy_engines.announce(ws, 1, 0, 2)
+    yield from (("signals of a stream", launch) for launch in caught)
     gpu = torch.device("cuda")
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
         x = torch.empty(count, dtype=dtype, device="meta")

@@ -1,13 +1,19 @@
 """Shards fetched by the chip's copy engines, in streams beside the kernel that multiplies them.
 
     consumer's stream   show x | consumer kernel: tiles, each waiting for its chunks ......... | end
-    side streams               | wait for peer, copy a chunk, announce it, copy the next, ...  |
+    side stream 0       | wait for its peer | copy chunk 0 | announce it | copy chunk 3 | ...
+    side stream 1       | wait for its peer | copy half of 1 | the other half | announce | ...
+    side stream 2       | ...
 
-Three side streams take peers in turn: some copy while another announces.
+Chunks of all shards, the next rank's first, go to the side streams in turn, so that they come in
+the order in which tiles want them, and some streams copy while another announces. What the streams
+copy first is cut in more and more parts: else all would announce at the same time, and the link
+would rest.
 
 The kernels keep all cores for tiles: no program copies. The words are those of
-`weft.kernels.gathers`, (1, peer, chunk), written by kernels of one program between the copies.
-These need a core of their own while the consumer runs, so its grid leaves one free.
+`weft.kernels.gathers`, (1, peer, chunk), written by kernels of one program between the copies,
+which then wait for the peer of the stream's next copy. These need a core of their own while the
+consumer runs, so its grid leaves one free.
 
 Calls are exchanges (`weft.collectives.exchange`): on a GPU they end with a barrier, so that the
 half of memory that the host hands to the copy engines is the same in every replay of a graph.
@@ -21,8 +27,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+import triton.language as tl
 
-from weft.collectives import signals
+from weft.collectives import signals, stream_signals
 from weft.collectives.exchange import exchange_on
 from weft.collectives.movement import offsets
 from weft.collectives.workspace import link_of
@@ -34,14 +41,29 @@ if TYPE_CHECKING:
 
 
 _STREAMS = 3
+_DATA_WORD = tl.constexpr(stream_signals.DATA_WORD)
 
 
-@triton.jit(do_not_specialize=["rank", "peer", "chunk"])
-def _announce_kernel(link, rank, peer, chunk, world_size) -> None:
-    """Tell the consumer that `chunk` of `peer`'s shard has been gathered. Grid: 1."""
+@triton.jit(do_not_specialize=["rank", "peer", "chunk", "next_peer"])
+def _announce_kernel(link, rank, peer, chunk, next_peer, WORLD_SIZE: tl.constexpr) -> None:
+    """Tell the consumer that `chunk` of `peer`'s shard has come; then hold the stream until
+    `next_peer` shows its own. Either may be `rank`, for nothing to do. Grid: 1.
+    """
     generation = signals.last_generation(link.signal_ptrs, rank)
-    slot = signals.slot_ptr(link.signal_ptrs, rank, world_size, 1, peer, chunk)
-    signals.signal_local(slot, generation)
+    if peer != rank:
+        slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
+        signals.signal_local(slot, generation)
+    if next_peer != rank:
+        stream_signals.hold(
+            link.signal_ptrs, rank, next_peer, generation, link.max_polls, _DATA_WORD
+        )
+
+
+def announce(ws: Workspace, peer: int, chunk: int, next_peer: int) -> None:
+    """Enqueue `_announce_kernel`."""
+    _announce_kernel[(1,)](
+        link_of(ws), ws.rank, peer, chunk, next_peer, WORLD_SIZE=ws.world_size, num_warps=1
+    )
 
 
 @contextmanager
@@ -72,17 +94,27 @@ def fetching(
         if scale_a is not None:
             ex.local((len(x),), torch.float32, scales_at).copy_(scale_a.reshape(-1))
         ex.signal_all()
-        for turn, peer in enumerate(ex.peers()):
+        chunks = [
+            (peer, chunk, slice(first, min(first + chunk_rows, sizes[peer])))
+            for peer in ex.peers()
+            for chunk, first in enumerate(range(0, sizes[peer], chunk_rows))
+        ]
+        for turn, (peer, chunk, rows) in enumerate(chunks):
             with beside.stream(turn % _STREAMS):
-                ex.wait(peer)
+                parts = 1
+                if turn < _STREAMS:
+                    parts += turn
+                    announce(ws, ws.rank, 0, peer)
                 if gathered_scales is not None:
-                    into = gathered_scales[starts[peer] :][: sizes[peer]]
-                    into.copy_(ex.peer(peer, tuple(into.shape), torch.float32, scales_at))
-                shard = ex.peer(peer, (sizes[peer], K), x.dtype)
-                into = gathered[starts[peer] :][: sizes[peer]]
-                for chunk, first in enumerate(range(0, sizes[peer], chunk_rows)):
-                    into[first : first + chunk_rows].copy_(shard[first : first + chunk_rows])
-                    _announce_kernel[(1,)](link_of(ws), ws.rank, peer, chunk, ws.world_size)
+                    factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
+                    gathered_scales[starts[peer] :][rows].copy_(factors[rows])
+                shard = ex.peer(peer, (sizes[peer], K), x.dtype)[rows]
+                into = gathered[starts[peer] :][rows]
+                for here, there in zip(into.chunk(parts), shard.chunk(parts), strict=True):
+                    here.copy_(there)
+                later = turn + _STREAMS
+                following = chunks[later][0] if later < len(chunks) else peer
+                announce(ws, peer, chunk, ws.rank if following == peer else following)
         if with_own:
             with beside.stream(0):
                 gathered[own].copy_(x)

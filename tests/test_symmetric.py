@@ -82,10 +82,15 @@ def stream_body() -> None:
     """What a GPU does with kernels in a stream, with the kernels interpreted."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ws = workspace(None, 1 << 12, channel="stream")
-    for call in range(4):
+    for call in range(6):
         with StreamExchange(ws, "test") as ex:
             ex.local((8,), torch.int64).fill_(100 * call + rank)
-            ex.signal_all()
+            for peer in ex.peers() if call % 2 else []:
+                ex.signal(peer)
+            if call % 2 == 0:
+                ex.signal_all()
+            if call % 3 == 0:
+                ex.wait_all()
             for peer in ex.peers():
                 ex.wait(peer)
                 assert (ex.peer(peer, (8,), torch.int64) == 100 * call + peer).all()
