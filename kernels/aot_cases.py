@@ -26,6 +26,8 @@ from weft.kernels import (
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
+    heads_flash,
+    heads_flash_backward,
     ring_flash,
     ring_flash_backward,
 )
@@ -268,6 +270,25 @@ def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, L
             ring_flash_backward.launch_ring_attention_backward(
                 q, k, k, out, lse, q, None, _workspace(), geometry, 0.1,
                 config=ring_flash_backward.config_for(*shape),
+            )  # fmt: skip
+        yield from ((case, launch) for launch in caught)
+    for case, rows, D, before in (
+        ("attention by heads", 1024, 128, UNBOUNDED),
+        ("attention by heads, window", 1024, 64, 4096),
+        ("attention by heads, D 256", 1024, 256, UNBOUNDED),
+        ("attention by heads, 16 rows", 16, 128, UNBOUNDED),
+    ):
+        sizes = (rows,) * _W
+        geometry = Geometry(sizes, sizes, "contiguous", Visibility(rows * _W, before, 0, None))
+        q, k = empty(1, heads * _W, rows, D), empty(1, _W, rows, D)
+        shape = (heads * _W, _W, rows, D, dtype, _W, chip)
+        with catching(heads_flash, heads_flash_backward) as caught:
+            out, lse = heads_flash.launch_head_attention(
+                q, k, k, _workspace(), geometry, 0.1, config=heads_flash.config_for(*shape)
+            )
+            heads_flash_backward.launch_head_attention_backward(
+                q, k, k, out, lse, q, None, _workspace(), geometry, 0.1,
+                config=heads_flash_backward.config_for(*shape),
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
     for case, batch, tokens, paged in (

@@ -16,6 +16,9 @@ ranks. Their gradients come back from all of those, and are added in rank order.
 
 What happens between the swaps is `ring_attention`: on this rank alone, or, in two dimensions, over
 the ranks of another mesh dim, each of which then holds the part of the sequence of its own swap.
+
+The triton engine, in one dimension, does all of it in one launch, without swaps: see `heads_flash`
+and `heads_flash_backward`.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.sequence_attention import as_op_arguments, ring_attention
+from weft.kernels.sequence_attention import Plan, as_op_arguments, plan, ring_attention
 from weft.kernels.sharded_sequence import SequenceLayout
+
+OP = "ulysses_attention"
 
 
 def ulysses_attention(
@@ -66,7 +71,8 @@ def ulysses_attention(
         out (B, H, n, D), or the pair (out, lse) with `return_lse`. Differentiable.
 
     Raises:
-        ValueError, MismatchError, PeerTimeout: as `ring_attention`.
+        ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`; ValueError
+            also for a layout other than "contiguous" without `ring_group`.
 
     Example:
         2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
@@ -80,23 +86,37 @@ def ulysses_attention(
         )  # fmt: skip
         return (out, lse) if return_lse else out
     inner = resolve(group)
-    outer = alone() if ring_group is None else resolve(ring_group)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[1] % max(1, k.shape[1]):
         raise ValueError(
             f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     H = q.shape[1]
-    op = "ulysses_attention"
-    rows = tuple(known_sizes(q, inner, 2, sizes, op))
-    key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, op))
+    if ring_group is None:
+        if layout != "contiguous":
+            raise ValueError(
+                f"without ring_group the tokens of a rank follow those of the rank before it: "
+                f'layout must be "contiguous", got {layout!r}; ring_attention takes "zigzag"'
+            )
+        outer = alone()
+        call = plan(
+            q, k, v, inner, causal, scale, "contiguous", window, cu_seqlens, sizes, key_sizes, OP
+        )
+        if call.engine == "triton" and inner.world_size > 1:
+            out, lse = _HeadAttention.apply(q, k, v, call)
+            return (out, lse) if return_lse else out
+        rows, key_rows = call.geometry.q_sizes, call.geometry.k_sizes
+    else:
+        outer = resolve(ring_group)
+        rows = tuple(known_sizes(q, inner, 2, sizes, OP))
+        key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, OP))
     mine, shared = split_heads(H, k.shape[1], inner.world_size)
 
     q = _Swap.apply(q, inner, mine, rows)
     k, v = (_Swap.apply(x, inner, shared, key_rows) for x in (k, v))
-    if settings.tracing():
+    if ring_group is not None and settings.tracing():
         shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"
-        settings.record(op, _way(inner), "heads exchanged", shapes)
+        settings.record(OP, _way(inner), "heads exchanged", shapes)
     if mine[inner.rank]:
         out, lse = ring_attention(
             q, k, v, outer, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens,
@@ -108,6 +128,42 @@ def ulysses_attention(
     if not return_lse:
         return out
     return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
+
+
+class _HeadAttention(torch.autograd.Function):
+    """q, k, v -> out, lse, on the triton engine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from weft.kernels import heads_flash as kernel
+
+        ws = kernel.workspace_for(q, k, call.group, call.geometry)
+        ws.check(OP)
+        out, lse = kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
+        ws.launched(OP)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        from weft.kernels import heads_flash_backward as kernel
+
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        call, op = ctx.call, f"{OP} backward"
+        ws = kernel.workspace_for(q, k, call.group, call.geometry)
+        ws.check(op)
+        dq, dk, dv = kernel.launch_head_attention_backward(
+            q, k, v, out, lse, grad_out, grad_lse, ws, call.geometry, call.scale
+        )
+        ws.launched(op)
+        return dq, dk, dv, None
 
 
 def no_heads(
@@ -193,7 +249,7 @@ def to_heads(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
         return out.copy_(whole[:, mine])
     picked = slice(mine[0], mine[-1] + 1) if _is_run(mine) else mine
     nbytes = B * H * max(sizes) * D * x.element_size()
-    with exchange(group, nbytes, "ulysses_attention", x.device, channel="swap") as ex:
+    with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         ex.signal_all()
         for source in (group.rank, *ex.peers()):
@@ -232,7 +288,7 @@ def to_tokens(
             take(source, part[:, :, rows])
         return out.to(x.dtype)
     nbytes = B * max(map(len, heads)) * S * D * x.element_size()
-    with exchange(group, nbytes, "ulysses_attention", x.device, channel="swap") as ex:
+    with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         ex.signal_all()
         # Sums must be in rank order; else the ranks spread over their peers.

@@ -142,7 +142,7 @@ def _first_tile(owner, slots, program, programs):
 
 
 @triton.jit
-def _add_to_dkv(
+def add_to_dkv(
     dk,  # (BLOCK_N, block_d) fp32
     dv,
     k,  # (BLOCK_N, block_d)
@@ -235,7 +235,7 @@ def make_dkv(
                     start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
                     begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
                     q_of = kv_head * sharing + shared // SPANS
-                    dk, dv = _add_to_dkv(
+                    dk, dv = add_to_dkv(
                         dk, dv, k, v, position, head_queries(queries, batch, q_of, q_row - start),
                         begin, a, b, end, sees, scale * LOG2_E, SHAPE, BLOCK_M,
                     )  # fmt: skip

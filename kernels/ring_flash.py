@@ -62,6 +62,7 @@ from weft.kernels.ring_keys import (
     publish_keys,
     shape_for,
     shard_bytes,
+    signal_published,
     span_of,
     tables,
     tile_of,
@@ -129,7 +130,7 @@ def workspace_for(
 
 
 @triton.jit
-def _attend(
+def _add_keys(
     top,
     total,
     acc,  # (BLOCK_M, block_d) fp32
@@ -164,6 +165,42 @@ def _attend(
     return top, total, acc
 
 
+@triton.jit
+def attend(
+    come,
+    q,  # (BLOCK_M, block_d), of which `length` rows count
+    position,  # of row 0 of q
+    length,
+    batch,
+    kv_head,
+    keys,
+    ring,
+    sees,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile of queries over all keys that it sees: `come` as `having` leaves it, and what
+    `averaged` returns."""
+    SPANS: tl.constexpr = SHAPE.spans
+    lowest, highest = visible(position, sees), visible(position + length - 1, sees)
+    top, total, acc = nothing_seen(q.shape[0], SHAPE.block_d)
+    for step in range(SHAPE.world_size):
+        source = (ring.rank + step) % SHAPE.world_size
+        for span in range(SPANS):
+            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
+            begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            if begin < end:
+                come = having(come, step, ring, SHAPE)
+                held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
+                top, total, acc = _add_keys(
+                    top, total, acc, q, position, held, begin, a, b, end, sees, scale * LOG2_E,
+                    SHAPE, BLOCK_N,
+                )  # fmt: skip
+    out, lse = averaged(top, total, acc)
+    return come, out, lse
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _ring_attention_kernel(
     out_ptr,  # (B, H, n, D)
@@ -196,6 +233,7 @@ def _ring_attention_kernel(
     D: tl.constexpr = SHAPE.head_dim
     if program < COPIES:
         publish_keys(keys, ring, SHAPE)
+        signal_published(ring, SHAPE)
         fetch_keys(keys, ring, SHAPE)
     else:
         come = tl.cast(1, tl.int64)  # bit `step`: that source's keys are here
@@ -208,24 +246,11 @@ def _ring_attention_kernel(
             stop = row + length
             q_head = head_ptr(q, batch, q_of)
             q_tile = load_rows(q_head, row, stop, q.stride_m, BLOCK_M, D, SHAPE.block_d)
-            lowest, highest = visible(position, sees), visible(position + length - 1, sees)
-            top, total, acc = nothing_seen(BLOCK_M, SHAPE.block_d)
-            for step in range(SHAPE.world_size):
-                source = (rank + step) % SHAPE.world_size
-                for span in range(SPANS):
-                    start, k_row, k_length = span_of(
-                        key_spans(table_ptr, SHAPE), source, span, SPANS
-                    )
-                    begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-                    if begin < end:
-                        come = having(come, step, ring, SHAPE)
-                        kv_head = q_of // (H // keys.H_KV)
-                        held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
-                        top, total, acc = _attend(
-                            top, total, acc, q_tile, position, held, begin, a, b, end,
-                            sees, scale * LOG2_E, SHAPE, BLOCK_N,
-                        )  # fmt: skip
-            out, lse = averaged(top, total, acc)
+            kv_head = q_of // (H // keys.H_KV)
+            come, out, lse = attend(
+                come, q_tile, position, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
+                BLOCK_N,
+            )  # fmt: skip
             # From row 0 of the head: offsets that are the same for all tiles would be kept in
             # registers through them all.
             at = tl.cast(head, tl.int64) * n

@@ -61,6 +61,7 @@ from weft.kernels.ring_keys import (
     keys_of,
     publish_keys,
     shape_for,
+    signal_published,
     span_of,
     tables,
     tile_of,
@@ -140,7 +141,7 @@ def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspac
 
 
 @triton.jit
-def _make_delta(
+def make_delta(
     out_ptr,  # (B, H, n, D)
     dlse_ptr,  # (B, H, n) or None
     queries,
@@ -203,6 +204,43 @@ def _add_to_dq(
 
 
 @triton.jit
+def sum_dq(
+    come,
+    q,  # (BLOCK_M, block_d), of which `length` rows count
+    dout,
+    lse,  # (BLOCK_M,) times log2(e)
+    delta,
+    position,  # of row 0 of q
+    length,
+    batch,
+    kv_head,
+    keys,
+    ring,
+    sees,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile of dq, over all keys that its queries see; `come` as `having` leaves it."""
+    SPANS: tl.constexpr = SHAPE.spans
+    lowest, highest = visible(position, sees), visible(position + length - 1, sees)
+    dq = tiles.zeros(q.shape[0], SHAPE.block_d)
+    for step in range(SHAPE.world_size):
+        source = (ring.rank + step) % SHAPE.world_size
+        for span in range(SPANS):
+            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
+            begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            if begin < end:
+                come = having(come, step, ring, SHAPE)
+                held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
+                dq = _add_to_dq(
+                    dq, q, dout, lse, delta, position, held, begin, a, b, end, sees,
+                    scale * LOG2_E, SHAPE, BLOCK_N,
+                )  # fmt: skip
+    return come, dq * scale
+
+
+@triton.jit
 def _make_dq(
     dq_ptr,
     come,
@@ -217,7 +255,7 @@ def _make_dq(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Step 3 of the protocol, of the keys that have come."""
+    """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
@@ -235,22 +273,13 @@ def _make_dq(
         dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
         delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
-        lowest, highest = visible(position, sees), visible(position + length - 1, sees)
-        dq = tiles.zeros(BLOCK_M, BLOCK_D)
-        for step in range(SHAPE.world_size):
-            source = (rank + step) % SHAPE.world_size
-            for span in range(SPANS):
-                start, k_row, k_length = span_of(key_spans(table, SHAPE), source, span, SPANS)
-                begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-                if (begin < end) & ((come >> step & 1) == 1):
-                    kv_head = q_of // (H // keys.H_KV)
-                    held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
-                    dq = _add_to_dq(
-                        dq, q, dout, lse, delta, position, held, begin, a, b, end,
-                        sees, scale * LOG2_E, SHAPE, BLOCK_N,
-                    )  # fmt: skip
+        kv_head = q_of // (H // keys.H_KV)
+        come, dq = sum_dq(
+            come, q, dout, lse, delta, position, length, batch, kv_head, keys, ring, sees, scale,
+            SHAPE, BLOCK_N,
+        )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
-        tiles.store(dq_head, dq * scale, row, 0, stop, D, D, 1)
+        tiles.store(dq_head, dq, row, 0, stop, D, D, 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -281,7 +310,8 @@ def _ring_attention_backward_kernel(
     ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
     if tl.program_id(0) < SHAPE.copy_programs:
         publish_keys(keys, ring, SHAPE)
-        _make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
+        signal_published(ring, SHAPE)
+        make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
         announce(ring, rank, SHAPE)
         fetch_keys(keys, ring, SHAPE)
     else:

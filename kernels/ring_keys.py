@@ -1,4 +1,4 @@
-"""Keys and values on their way round: what the ring attention kernels share.
+"""Keys and values on their way round: what the attention kernels over sharded sequences share.
 
 Legend: W ranks; rank s holds m_s rows of keys and of values for each of B * H_kv heads, D wide, in
 one or two spans (see `sharded_sequence`). PITCH is D rounded up to 16 bytes' worth of elements.
@@ -6,13 +6,15 @@ one or two spans (see `sharded_sequence`). PITCH is D rounded up to 16 bytes' wo
     shard of s     [k | v] x [heads] x [rows] x PITCH     published: first in s's half
                                                           fetched: in `gathered`, at row base[s]
 
+`ring_flash` fetches all heads, `heads_flash` those that its rank computes.
+
 Protocol, shared by forward and backward; programs 0 .. C-1 copy, the others compute
   1. Copy program p publishes every C-th chunk of rows of the own shard, and signals the word
      (0, rank, p) of every peer's pad: release at system scope.
   2. Copy program p, for the peers rank+1, rank+2, ...: waits for the peer's word (0, peer, p)
      (acquire: chunks p, p+C, .. may be read), copies those of them that some query here sees to
      `gathered`, signals the own word (1, peer, p): release at device scope. Peers of whose keys
-     nothing is seen come last, and are only waited for.
+     nothing is seen come last, and nothing of them is copied.
   3. A compute program waits for the words (1, source, 0 .. C-1) before its first use of a source,
      once in a launch: it remembers in a bit mask which have come.
 
@@ -26,7 +28,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,9 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
+from weft.collectives.movement import offsets
 from weft.kernels import tiles
+from weft.kernels.attention_tiles import Heads, head_ptr
 from weft.kernels.chips import INTERPRETER, Chip
 from weft.kernels.sharded_sequence import Geometry, Span, needed_rows
 
@@ -64,7 +67,8 @@ class Shape:
 
 class Keys(NamedTuple):
     """Keys and values of B * H_KV = `heads` heads: `k` and `v` of this rank, (B, H_KV, m, D) with
-    the same `strides` from one batch, head and row to the next; `gathered`, all ranks'."""
+    the same `strides` from one batch, head and row to the next; `gathered`, all ranks', of the
+    `fetched` heads of each batch from `first` on."""
 
     k: Any
     v: Any
@@ -72,6 +76,8 @@ class Keys(NamedTuple):
     gathered: Any
     H_KV: Any
     heads: Any
+    first: Any
+    fetched: Any
 
 
 class Ring(NamedTuple):
@@ -119,15 +125,19 @@ def copy_programs(
 
 @lru_cache(maxsize=64)
 def tables(
-    geometry: Geometry, rank: int, device: torch.device
+    geometry: Geometry, rank: int, device: torch.device, all_queries: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What kernels of `rank` must know of a geometry, on their device: the same on every rank, but
     virtual ranks in one process must not share the tensors.
 
+    Args:
+        all_queries: every rank attends for the queries of all, not for its own only.
+
     Returns:
         int32 words: start, row and length of the spans of every rank's queries, then of its keys;
-        base of every rank's keys in `gathered`, in rows; for every (rank, source, span of source)
-        the first row that is needed and the one after the last.
+        base of every rank's keys, and of its queries, where those of all ranks lie one after
+        another, in rows; for every (rank, source, span of source) the first row that is needed and
+        the one after the last.
         And, where documents are packed, start and stop of the document of every token.
     """
     W = len(geometry.q_sizes)
@@ -141,10 +151,10 @@ def tables(
         word
         for rank in range(W)
         for source in range(W)
-        for interval in needed_rows(geometry, rank, source)
+        for interval in needed_rows(geometry, range(W) if all_queries else (rank,), source)
         for word in interval
     ]
-    bases = [0, *accumulate(geometry.k_sizes)][:W]
+    bases = [n for sizes in (geometry.k_sizes, geometry.q_sizes) for n in offsets(sizes)]
     table = torch.tensor(
         words(geometry.q_spans) + words(geometry.k_spans) + bases + needed,
         dtype=torch.int32,
@@ -174,12 +184,16 @@ def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> 
     )
 
 
-def keys_of(k: torch.Tensor, v: torch.Tensor, geometry: Geometry) -> Keys:
-    """The own shard (B, H_kv, m, D) as kernels take it, and room for everyone's."""
+def keys_of(
+    k: torch.Tensor, v: torch.Tensor, geometry: Geometry, heads: range | None = None
+) -> Keys:
+    """The own shard (B, H_kv, m, D) as kernels take it, and room for those `heads` of everyone's:
+    None for all."""
     B, H_kv, _, D = k.shape
+    heads = range(H_kv) if heads is None else heads
     remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
-    gathered = k.new_empty(2 * B * H_kv * remote * pitch_of(D, k.dtype))
-    return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv)
+    gathered = k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype))
+    return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv, heads.start, len(heads))
 
 
 @triton.jit
@@ -218,20 +232,25 @@ def tile_of(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of(table_ptr, source, SHAPE: tl.constexpr):
-    """Keys that `source` holds."""
-    SPANS: tl.constexpr = SHAPE.spans
+def count_rows(spans_ptr, rank, SPANS: tl.constexpr):
+    """Rows that `rank` holds, of queries or keys."""
     rows = 0
     for span in tl.static_range(SPANS):
-        rows += span_of(key_spans(table_ptr, SHAPE), source, span, SPANS)[2]
+        rows += span_of(spans_ptr, rank, span, SPANS)[2]
     return rows
+
+
+@triton.jit
+def rows_of(table_ptr, source, SHAPE: tl.constexpr):
+    """Keys that `source` holds."""
+    return count_rows(key_spans(table_ptr, SHAPE), source, SHAPE.spans)
 
 
 @triton.jit
 def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
     """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
     SPANS: tl.constexpr = SHAPE.spans
-    words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 1)
+    words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 2)
     words += (rank * SHAPE.world_size + source) * SPANS * 2
     found = False
     for span in tl.static_range(SPANS):
@@ -243,8 +262,21 @@ def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
 @triton.jit
 def _shard_ptr(keys, ring, source, SHAPE: tl.constexpr):
     """Where the keys of `source` begin in `gathered`."""
-    base = ring.table + SHAPE.world_size * 2 * SHAPE.spans * 3 + source
-    return keys.gathered + tl.load(base).to(tl.int64) * 2 * keys.heads * SHAPE.pitch
+    base = base_of(ring.table, source, 0, SHAPE)
+    return keys.gathered + base * 2 * _fetched_heads(keys) * SHAPE.pitch
+
+
+@triton.jit
+def base_of(table_ptr, source, QUERIES: tl.constexpr, SHAPE: tl.constexpr):
+    """Keys (0) or queries (1) that the ranks before `source` hold."""
+    words = table_ptr + SHAPE.world_size * (2 * SHAPE.spans * 3 + QUERIES)
+    return tl.load(words + source).to(tl.int64)
+
+
+@triton.jit
+def _fetched_heads(keys):
+    """Of all batches."""
+    return keys.heads // keys.H_KV * keys.fetched
 
 
 @triton.jit
@@ -260,26 +292,25 @@ def head_keys(keys, ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
     else:
         rows = tl.cast(rows_of(ring.table, source, SHAPE), tl.int64)
         k = _shard_ptr(keys, ring, source, SHAPE)
-        k += ((batch * keys.H_KV + kv_head) * rows + shift) * SHAPE.pitch
-        v, stride = k + keys.heads * rows * SHAPE.pitch, tl.cast(SHAPE.pitch, tl.int32)
+        k += ((batch * keys.fetched + kv_head - keys.first) * rows + shift) * SHAPE.pitch
+        v, stride = k + _fetched_heads(keys) * rows * SHAPE.pitch, tl.cast(SHAPE.pitch, tl.int32)
     return HeadKeys(k, v, stride)
 
 
 @triton.jit
-def _publish_rows(half_ptr, x_ptr, keys, rows, SHAPE: tl.constexpr):
-    """The own keys or values, every chunk that is this program's."""
+def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
+    """`rows` rows of `heads` = B * H heads of x (Heads), every chunk that is this program's."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), keys.heads * chunks, SHAPE.copy_programs):
+    for unit in range(tl.program_id(0), heads * chunks, SHAPE.copy_programs):
         head, first = (unit // chunks).to(tl.int64), (unit % chunks).to(tl.int64) * COPY_M
-        x_head = x_ptr + head // keys.H_KV * keys.strides[0] + head % keys.H_KV * keys.strides[1]
         tiles.copy_block(
-            half_ptr + (head * rows + first) * SHAPE.pitch,
-            x_head + first * keys.strides[2],
+            to_ptr + (head * rows + first) * SHAPE.pitch,
+            head_ptr(x, head // H, head % H) + first * x.stride_m,
             tl.minimum(COPY_M, rows - first),
             SHAPE.head_dim,
             SHAPE.pitch,
-            keys.strides[2],
+            x.stride_m,
             1,
             COPY_M,
             SHAPE.block_d,
@@ -291,14 +322,15 @@ def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexp
     """The keys or values of `source` that are needed here, every chunk that is this program's."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), keys.heads * chunks, SHAPE.copy_programs):
+    for unit in range(tl.program_id(0), _fetched_heads(keys) * chunks, SHAPE.copy_programs):
         first = unit % chunks * COPY_M
         last = tl.minimum(first + COPY_M, rows)
         if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
-            at = ((unit // chunks).to(tl.int64) * rows + first) * SHAPE.pitch
+            head = (unit // chunks).to(tl.int64)
+            batch, kv_head = head // keys.fetched, keys.first + head % keys.fetched
             tiles.copy_block(
-                out_ptr + at,
-                shard_ptr + at,
+                out_ptr + (head * rows + first) * SHAPE.pitch,
+                shard_ptr + ((batch * keys.H_KV + kv_head) * rows + first) * SHAPE.pitch,
                 last - first,
                 SHAPE.head_dim,
                 SHAPE.pitch,
@@ -311,23 +343,30 @@ def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexp
 
 @triton.jit
 def publish_keys(keys, ring, SHAPE: tl.constexpr):
-    """Step 1 of the protocol."""
+    """Step 1 of the protocol, up to the signal."""
     link, rank, generation = ring.link, ring.rank, ring.generation
     dtype: tl.constexpr = keys.k.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     rows = rows_of(ring.table, rank, SHAPE)
-    _publish_rows(half, keys.k, keys, rows, SHAPE)
+    stride_b, stride_h, stride_m = keys.strides
+    k, v = Heads(keys.k, stride_b, stride_h, stride_m), Heads(keys.v, stride_b, stride_h, stride_m)
+    publish_rows(half, k, keys.H_KV, keys.heads, rows, SHAPE)
     half += tl.cast(keys.heads, tl.int64) * rows * SHAPE.pitch
-    _publish_rows(half, keys.v, keys, rows, SHAPE)
-    program = tl.program_id(0)
-    signals.signal_peers(link.signal_ptrs, rank, SHAPE.world_size, 0, program, generation)
+    publish_rows(half, v, keys.H_KV, keys.heads, rows, SHAPE)
+
+
+@triton.jit
+def signal_published(ring, SHAPE: tl.constexpr):
+    """The signal of step 1."""
+    signals.signal_peers(
+        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation
+    )
 
 
 @triton.jit
 def fetch_keys(keys, ring, SHAPE: tl.constexpr):
     """Step 2 of the protocol."""
     link, rank, generation, program = ring.link, ring.rank, ring.generation, tl.program_id(0)
-    dtype: tl.constexpr = keys.gathered.dtype.element_ty
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     PEERS: tl.constexpr = WORLD_SIZE - 1
     for visit in range(2 * PEERS):
@@ -339,14 +378,22 @@ def fetch_keys(keys, ring, SHAPE: tl.constexpr):
                 link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls
             )
             if arrived & useful:
-                shard = signals.half_ptr(
-                    link.buffer_ptrs, source, generation, link.half_bytes, dtype
-                )
-                out = _shard_ptr(keys, ring, source, SHAPE)
-                for values in range(2):
-                    at = tl.cast(values * keys.heads, tl.int64) * rows * SHAPE.pitch
-                    _fetch_rows(out + at, shard + at, keys, ring, source, rows, SHAPE)
+                fetch_shard(keys, ring, source, SHAPE)
+            if arrived:
                 announce(ring, source, SHAPE)
+
+
+@triton.jit
+def fetch_shard(keys, ring, source, SHAPE: tl.constexpr):
+    """This program's share of the keys of `source`, which have been published."""
+    link = ring.link
+    dtype: tl.constexpr = keys.gathered.dtype.element_ty
+    shard = signals.half_ptr(link.buffer_ptrs, source, ring.generation, link.half_bytes, dtype)
+    out, rows = _shard_ptr(keys, ring, source, SHAPE), rows_of(ring.table, source, SHAPE)
+    pitch = tl.cast(rows, tl.int64) * SHAPE.pitch
+    _fetch_rows(out, shard, keys, ring, source, rows, SHAPE)
+    out += _fetched_heads(keys) * pitch
+    _fetch_rows(out, shard + keys.heads * pitch, keys, ring, source, rows, SHAPE)
 
 
 @triton.jit

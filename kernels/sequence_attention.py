@@ -145,8 +145,9 @@ def plan(
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     sizes: Sequence[int] | None,
     key_sizes: Sequence[int] | None,
+    op: str = "ring_attention",
 ) -> Plan:
-    """Check the arguments of `ring_attention`, and find out what it is to do."""
+    """Check the arguments of `ring_attention`, or of `op`, and find out what it is to do."""
     where = resolve(group)
     _check_tensors(q, k, v, layout)
     before, after = _reach(causal, window)
@@ -154,7 +155,7 @@ def plan(
     B, H, D = q.shape[0], q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     call = (
-        f"ring_attention of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
+        f"{op} of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
         f"{after=}, {scale=}, {layout}, {documents=}"
     )
     q_sizes, k_sizes = _sizes(q, k, where, call, sizes, key_sizes)
@@ -169,13 +170,16 @@ def plan(
 
     W = where.world_size
     share = -(-sum(q_sizes) // W)
+    moved = 2 * B * k.shape[1] * D * (total - total // W)
+    if op == "ulysses_attention":  # heads of q, k and v come, and out goes
+        moved = 2 * B * (H + k.shape[1]) * D * max(share, total // W) * (W - 1) // W
     problem = Problem(
-        "ring_attention",
+        op,
         M=B * H * share,
         N=max(1, min(total, before + after) // (2 if causal and window is None else 1)),
         K=2 * D,
         dtype=q.dtype,
-        moved_bytes=2 * B * k.shape[1] * D * (total - total // W) * k.element_size(),
+        moved_bytes=moved * k.element_size(),
         host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
     )
     return Plan(where, geometry, scale, choose(problem, where, q.device))

@@ -18,6 +18,7 @@ these few numbers.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -263,8 +264,8 @@ def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
     return Piece((a.queries[0], c.queries[1]), (a.keys[0], c.keys[1]), "causal")
 
 
-def needed_rows(geometry: Geometry, rank: int, source: int) -> list[tuple[int, int]]:
-    """For each span of `source`: first row of keys that a query of `rank` may see, and the one
+def needed_rows(geometry: Geometry, ranks: Sequence[int], source: int) -> list[tuple[int, int]]:
+    """For each span of `source`: first row of keys that a query of `ranks` may see, and the one
     after the last; (0, 0) if none. All rows that are seen lie between, and perhaps some others.
     """
     sees = geometry.sees
@@ -272,6 +273,7 @@ def needed_rows(geometry: Geometry, rank: int, source: int) -> list[tuple[int, i
     for keys in geometry.k_spans[source]:
         rows = [
             (max(sees.lo(q.start), keys.start), min(sees.hi(q.stop - 1), keys.stop))
+            for rank in ranks
             for q in geometry.q_spans[rank]
             if q.length and geometry.sees.keys
         ]

@@ -23,6 +23,8 @@ from weft.kernels import (
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
+    heads_flash,
+    heads_flash_backward,
     ring_flash,
     ring_flash_backward,
     to_zigzag,
@@ -49,6 +51,8 @@ class Modules:
     pull: Any = pull
     ring: Any = ring_flash
     ring_backward: Any = ring_flash_backward
+    heads: Any = heads_flash
+    heads_backward: Any = heads_flash_backward
     decode: Any = flash_decoding
 
 
@@ -251,21 +255,49 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
         torch.testing.assert_close(out, sum(terms)[:, first : first + 3])
 
 
-def causal(rank: int, W: int) -> tuple[Geometry, list[torch.Tensor], list[torch.Tensor]]:
-    """A causal attention over uneven shards: its geometry, and q, k, v whole and of this rank."""
+def causal(
+    rank: int, W: int, heads: int = 1
+) -> tuple[Geometry, list[torch.Tensor], list[torch.Tensor]]:
+    """A causal attention over uneven shards: its geometry, and q, k, v whole and of this rank.
+
+    `heads` of queries, on one of keys.
+    """
     sizes = (17, *(1 + r % 3 for r in range(1, W)))
     geometry = Geometry(sizes, sizes, "contiguous", Visibility(sum(sizes), after=0))
-    whole = [matrix(sum(sizes), 4, seed).view(1, 1, -1, 4) for seed in range(3)]
+    whole = [
+        matrix(count * sum(sizes), 4, seed).view(1, count, -1, 4)
+        for seed, count in enumerate((heads, 1, 1))
+    ]
     return geometry, whole, [x.split(sizes, 2)[rank].clone() for x in whole]
 
 
 def ring(rank: int, ours: Modules = OURS) -> None:
     W = resolve(None).world_size
     geometry, whole, (q, k, v) = causal(rank, W)
-    want, want_lse = attention_reference(*whole, causal=True)
     ws = ours.ring.workspace_for(k, resolve(None), geometry)
+    forward(rank, geometry, whole, (q, k, v), ws, ours.ring.launch_ring_attention)
+
+
+def heads(rank: int, ours: Modules = OURS) -> None:
+    """Every rank has a head, the last one none."""
+    W = resolve(None).world_size
+    geometry, whole, (q, k, v) = causal(rank, W, W - 1)
+    ws = ours.heads.workspace_for(q, k, resolve(None), geometry)
+    forward(rank, geometry, whole, (q, k, v), ws, ours.heads.launch_head_attention)
+
+
+def forward(
+    rank: int,
+    geometry: Geometry,
+    whole: list[torch.Tensor],
+    shards: tuple[torch.Tensor, ...],
+    ws: Any,
+    launch: Callable[..., Any],
+) -> None:
+    want, want_lse = attention_reference(*whole, causal=True)
+    q, k, v = shards
     for call in range(CALLS):
-        out, lse = ours.ring.launch_ring_attention(q, k, v * (call + 1), ws, geometry, 0.5)
+        out, lse = launch(q, k, v * (call + 1), ws, geometry, 0.5)
         mine = want.split(geometry.q_sizes, 2)[rank] * (call + 1)
         torch.testing.assert_close(out, mine, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse, want_lse.split(geometry.q_sizes, 2)[rank])
@@ -274,17 +306,39 @@ def ring(rank: int, ours: Modules = OURS) -> None:
 def ring_backward(rank: int, ours: Modules = OURS) -> None:
     W = resolve(None).world_size
     geometry, whole, (q, k, v) = causal(rank, W)
+    ws = ours.ring_backward.workspace_for(k, resolve(None), geometry)
+    launch = ours.ring_backward.launch_ring_attention_backward
+    backward(rank, geometry, whole, (q, k, v), ws, launch)
+
+
+def heads_backward(rank: int, ours: Modules = OURS) -> None:
+    """One head of keys for all: as many slots as ranks that have heads."""
+    W = resolve(None).world_size
+    geometry, whole, (q, k, v) = causal(rank, W, W)
+    ws = ours.heads_backward.workspace_for(q, k, resolve(None), geometry)
+    launch = ours.heads_backward.launch_head_attention_backward
+    backward(rank, geometry, whole, (q, k, v), ws, launch)
+
+
+def backward(
+    rank: int,
+    geometry: Geometry,
+    whole: list[torch.Tensor],
+    shards: tuple[torch.Tensor, ...],
+    ws: Any,
+    launch: Callable[..., Any],
+) -> None:
     leaves = [x.clone().requires_grad_() for x in whole]
     out, lse = attention_reference(*leaves, causal=True)
-    grad_out = matrix(geometry.sees.keys, 4, 9).view(1, 1, -1, 4)
+    grad_out = matrix(out.shape[1] * geometry.sees.keys, 4, 9).view(out.shape)
     out.backward(grad_out)
 
     def mine(x: torch.Tensor) -> torch.Tensor:
         return x.detach().split(geometry.q_sizes, 2)[rank].clone()
 
-    ws = ours.ring_backward.workspace_for(k, resolve(None), geometry)
+    q, k, v = shards
     for call in range(CALLS):
-        grads = ours.ring_backward.launch_ring_attention_backward(
+        grads = launch(
             q, k, v, mine(out), mine(lse), mine(grad_out) * (call + 1), None, ws, geometry, 0.5
         )
         for grad, leaf in zip(grads, leaves, strict=True):
@@ -321,6 +375,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "straddling reduce-scatter": straddling_scatter,
     "ring attention": ring,
     "ring attention, backward": ring_backward,
+    "attention by heads": heads,
+    "attention by heads, backward": heads_backward,
     "decoding": decoding,
 }
 

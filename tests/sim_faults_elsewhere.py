@@ -10,6 +10,7 @@ from sim_faults import (
     DEADLOCK,
     DECODING,
     EXCHANGES,
+    HEADS,
     PULLS,
     RACE,
     RINGS,
@@ -18,7 +19,14 @@ from sim_faults import (
 )
 
 from weft.collectives import direct, kernel_collectives, movement, pull
-from weft.kernels import flash_decoding, ring_dkv, ring_keys
+from weft.kernels import (
+    flash_decoding,
+    head_units,
+    heads_flash,
+    heads_flash_backward,
+    ring_dkv,
+    ring_keys,
+)
 
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.exchange")
@@ -141,7 +149,7 @@ IN_COLLECTIVES = [
 
 HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
 WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls"
-GATHERED = "                out = _shard_ptr(keys, ring, source, SHAPE)"
+FETCHED = "                fetch_shard(keys, ring, source, SHAPE)"
 ANNOUNCE = "                announce(ring, source, SHAPE)\n"
 
 IN_ATTENTION = [
@@ -151,28 +159,28 @@ IN_ATTENTION = [
         HALF_OF_KEYS,
         "signals.signal_peers(link.signal_ptrs, rank, SHAPE.world_size, 0, tl.program_id(0), "
         "generation)\n    " + HALF_OF_KEYS,
-        RINGS,
+        (*RINGS, *HEADS),
     ),
     fault(
         "keys are published in the other half",
         ring_keys,
         HALF_OF_KEYS,
         HALF_OF_KEYS.replace("generation", "generation + 1"),
-        RINGS,
+        (*RINGS, *HEADS),
     ),
     fault(
         "keys are fetched before they are there",
         ring_keys,
         WAIT_KEYS,
         WAIT_KEYS.replace("generation", "generation - 1"),
-        RINGS,
+        (*RINGS, HEADS[0]),
     ),
     fault(
         "keys are announced before they are copied",
         ring_keys,
-        GATHERED,
-        ANNOUNCE + GATHERED,
-        RINGS,
+        FETCHED,
+        ANNOUNCE + FETCHED,
+        (*RINGS, HEADS[0]),
         programs="concurrent",
     ),
     fault(
@@ -180,7 +188,7 @@ IN_ATTENTION = [
         ring_keys,
         "if (come >> step & 1) == 0:",
         "if (come >> step & 1) == 2:",
-        RINGS,
+        (*RINGS, *HEADS),
     ),
     fault(
         "one row of keys too many",
@@ -220,6 +228,35 @@ IN_ATTENTION = [
         "half + source",
         BACKWARD,
         (RACE, AssertionError),
+    ),
+    fault(
+        "results are collected before they are there",
+        head_units,
+        "    return signals.wait_for_peers(",
+        "    return ring.rank < SHAPE.world_size or signals.wait_for_peers(",
+        HEADS,
+    ),
+    fault(
+        "results go to the wrong program",
+        head_units,
+        "SHAPE.world_size, 0, ring.rank, tl.program_id(0)\n",
+        "SHAPE.world_size, 0, ring.rank, 1\n",
+        HEADS,
+        DEADLOCK,
+    ),
+    fault(
+        "queries are published after the signal",
+        heads_flash,
+        "    publish_keys(keys, ring, SHAPE)\n",
+        "    publish_keys(keys, ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
+        HEADS[:1],
+    ),
+    fault(
+        "parts of all ranks go to one slot",
+        heads_flash_backward,
+        "slot = user - _first_user(kv_head, sharing, H, SHAPE)",
+        "slot = 0 * user",
+        HEADS[1:],
     ),
     fault(
         "parts are merged before they are there",

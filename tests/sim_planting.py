@@ -28,6 +28,9 @@ from weft.kernels import (
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
+    head_units,
+    heads_flash,
+    heads_flash_backward,
     partial_sums,
     ring_dkv,
     ring_flash,
@@ -55,10 +58,24 @@ HOME = {
     "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
     "ring attention": ("ring", ring_flash),
     "ring attention, backward": ("ring_backward", ring_flash_backward),
+    "attention by heads": ("heads", heads_flash),
+    "attention by heads, backward": ("heads_backward", heads_flash_backward),
     "decoding": ("decode", flash_decoding),
 }
 # What the kernels are made of: each imports those before it only.
-PARTS = (signals, tiles, splits, gathers, partial_sums, gemm_one_shot, ring_keys, ring_dkv)
+PARTS = (
+    signals,
+    tiles,
+    splits,
+    gathers,
+    partial_sums,
+    gemm_one_shot,
+    ring_keys,
+    ring_dkv,
+    head_units,
+    ring_flash,
+    ring_flash_backward,
+)
 
 
 def of_copies(module: ModuleType, copies: dict[ModuleType, ModuleType]) -> dict[str, object]:

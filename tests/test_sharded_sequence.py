@@ -130,7 +130,7 @@ def test_needed_rows_hold_all_that_is_seen(layout: str) -> None:
         geometry = Geometry(tuple(sizes), tuple(sizes), layout, random_visibility(rng, length))
         for rank in range(W):
             for source in range(W):
-                needed = needed_rows(geometry, rank, source)
+                needed = needed_rows(geometry, (rank,), source)
                 for piece in pieces_between(geometry, rank, source):
                     first, last = piece.keys
                     assert (

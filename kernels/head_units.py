@@ -1,0 +1,170 @@
+"""Heads dealt to ranks, and their results sent home: what the kernels of ulysses_attention share.
+
+Legend as in `ring_keys`; rank r holds n_r rows of queries of B * H heads, and computes the heads
+first .. first + count - 1 (torch.chunk's rule) of the tokens of all ranks, with those of the keys
+that they use. The half of this generation on every rank holds, after its keys, *areas*: what it
+shows its peers, and what they bring. Offsets of areas are the same on all ranks.
+
+    area of rows      [heads] x [n_r] x PITCH         queries, out, gradients of both
+    area of numbers   [heads] x [n_r]        fp32     lse, delta
+
+Tiles of the tokens of one owner are numbered alike on all ranks, as *units*: by head, then batch,
+then tile. Unit u of owner d is made by the program with number (u + d * stagger) % P among those
+that compute, on the rank that has the head. A rank's units follow each other, so that its programs
+have as many each; and what program p of the owner collects was made by p of its peers.
+
+Protocol of results: for the owners rank+1, rank+2, .., rank: make the units; store them in the
+owner's area; signal the word (0, rank, program) of its pad (release at system scope), where there
+was nothing to make, too. In the end wait for the words (0, r, program) of all peers r (acquire),
+and copy what they brought, or add it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import signals
+from weft.kernels import tiles
+from weft.kernels.ring_keys import count_rows, count_tiles, pitch_of, tile_of
+from weft.kernels.sharded_sequence import Geometry, Span
+
+_LINE_BYTES = 128
+
+
+def heads_at(rank: int, H: int, world_size: int) -> range:
+    """The heads that `rank` computes: torch.chunk's rule."""
+    share = -(-H // world_size)
+    return range(min(rank * share, H), min((rank + 1) * share, H))
+
+
+def kv_range(heads: range, H: int, H_kv: int) -> range:
+    """The heads of keys that the heads of queries `heads` use.
+
+    Example: heads 3 .. 5 of 8, on 4 key heads: 1 .. 2.
+    """
+    share = H // H_kv
+    return range(heads.start // share, -(-heads.stop // share)) if heads else range(0)
+
+
+def offsets_of(nbytes: Sequence[int]) -> list[int]:
+    """Where areas of that many bytes begin, in whole lines, and where the last one ends."""
+    return [0, *accumulate(-(-each // _LINE_BYTES) * _LINE_BYTES for each in nbytes)]
+
+
+def rows_bytes(x: torch.Tensor, geometry: Geometry) -> int:
+    """Of an area of rows for the largest shard of x (B, H, n, D)."""
+    B, H, _, D = x.shape
+    return B * H * max(geometry.q_sizes) * pitch_of(D, x.dtype) * x.dtype.itemsize
+
+
+def numbers_bytes(x: torch.Tensor, geometry: Geometry) -> int:
+    """Of an area of fp32 numbers, one a row of x (B, H, n, D)."""
+    return x.shape[0] * x.shape[1] * max(geometry.q_sizes) * 4
+
+
+def stagger_of(spans: Sequence[Sequence[Span]], heads: int, block: int) -> int:
+    """Units of a rank with `heads` heads (B * count) in the largest of the shards."""
+    return heads * max(sum(-(-span.length // block) for span in held) for held in spans)
+
+
+@triton.jit
+def area_ptr(ring, owner, offset, dtype: tl.constexpr):
+    """The area of `owner` that begins `offset` bytes behind its half."""
+    link = ring.link
+    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, dtype)
+    return half + offset // (dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def own_heads(rank, H, SHAPE: tl.constexpr):
+    """The first head of `rank`, and the one after its last."""
+    share = tiles.cdiv(H, SHAPE.world_size)
+    return tl.minimum(rank * share, H), tl.minimum((rank + 1) * share, H)
+
+
+@triton.jit
+def first_unit(begin, shift, SHAPE: tl.constexpr):
+    """The first unit from `begin` on that is this program's; the next is P later."""
+    program, programs = compute_program(SHAPE)
+    return begin + (program + programs - (begin + shift) % programs) % programs
+
+
+@triton.jit
+def compute_program(SHAPE: tl.constexpr):
+    """This program's number among those that compute, and how many they are."""
+    return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
+
+
+@triton.jit
+def unit_of(unit, B, count):
+    """Head, batch (int64) and tile of a unit, where a head of a batch has `count` tiles."""
+    of_head = unit // count
+    return tl.cast(of_head // B, tl.int64), tl.cast(of_head % B, tl.int64), unit % count
+
+
+@triton.jit
+def query_tile(unit, owner, B, count, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Head, batch, position, row and length of the tile of `owner`'s queries that a unit is.
+
+    The last tile comes first: where attention is causal, its queries see the most.
+    """
+    head, batch, tile = unit_of(unit, B, count)
+    position, row, length = tile_of(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
+    return head, batch, position, row, length
+
+
+@triton.jit
+def announce_results(ring, owner, SHAPE: tl.constexpr):
+    """Tell `owner` that all that this program makes for it is there."""
+    word = signals.slot_ptr(
+        ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
+    )
+    signals.signal(word, ring.generation)
+
+
+@triton.jit
+def await_results(ring, SHAPE: tl.constexpr):
+    """Until program number p of every peer has announced its results. False on a time-out."""
+    return signals.wait_for_peers(
+        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
+        ring.link.max_polls,
+    )  # fmt: skip
+
+
+@triton.jit
+def collect_rows(
+    out_ptr,  # (B, H, n, D)
+    area,  # of rows
+    numbers_ptr,  # (B, H, n) fp32, or None
+    numbers,  # area of numbers, or None
+    ring,
+    B,
+    H,
+    stagger,
+    SHAPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of the own tokens, the units of other ranks' heads that this program's namesakes made."""
+    SPANS: tl.constexpr = SHAPE.spans
+    D: tl.constexpr = SHAPE.head_dim
+    table, rank = ring.table, ring.rank
+    first, last = own_heads(rank, H, SHAPE)
+    n, count = count_rows(table, rank, SPANS), count_tiles(table, rank, SPANS, BLOCK)
+    programs = compute_program(SHAPE)[1]
+    for unit in range(first_unit(0, rank * stagger, SHAPE), H * B * count, programs):
+        head, batch, _, row, length = query_tile(unit, rank, B, count, ring, SHAPE, BLOCK)
+        if (head < first) | (head >= last):
+            at = (batch * H + head) * n + row
+            tiles.copy_block(
+                out_ptr + at * D, area + at * SHAPE.pitch, length, D, D, SHAPE.pitch, 1,
+                SHAPE.copy_m, SHAPE.block_d,
+            )  # fmt: skip
+            if numbers is not None:
+                rows = tl.arange(0, BLOCK)
+                values = tl.load(numbers + at + rows, mask=rows < length)
+                tl.store(numbers_ptr + at + rows, values, mask=rows < length)

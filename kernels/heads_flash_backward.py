@@ -1,0 +1,552 @@
+"""ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
+
+Legend as in `ring_keys` and `head_units`, formulas as in `ring_flash_backward`. A head of keys may
+be used by several ranks, where there are fewer of them than ranks: what each adds to dk and dv is a
+part, and has a slot of its own with the owner of the tokens, who adds up the slots in rank order.
+
+    half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: shown
+                    [dq] of its tokens, all heads: brought
+                    slots x [dk | dv] x [key heads] x [rows of the largest shard] x fp32: brought
+    `Fetched` on r  of the tokens of every other rank, the heads of r:
+                    [q | dout] x [heads] x [n_s] x PITCH,  [lse | delta] x [heads] x [n_s] fp32
+
+Protocol
+  1. Copy programs publish keys, queries and dout, make and publish delta, and signal; they fetch
+     what belongs to their rank's heads, keys as `ring_keys` says and the rest beside them, and
+     announce each source in the own words (1, source, p); their own rank first.
+  2. For the owners rank+1, rank+2, .., rank, the other programs make dk and dv of the owner's keys
+     from the queries of all ranks; then, for the same owners, dq of the owner's queries from the
+     keys of all. They store them in the owner's areas and signal after its dq, as `head_units`
+     says. dq of own tokens goes straight to its place.
+  3. They wait for what their namesakes on the peers have brought: dq is copied, dk and dv are added
+     up.
+  4. The last program to end sets GENERATION.
+
+Why it neither races nor deadlocks: as for `heads_flash`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Group, Workspace, signals, workspace
+from weft.collectives.workspace import link_of
+from weft.kernels import ring_flash_backward, tiles
+from weft.kernels.attention_tiles import (
+    LOG2_E,
+    Sight,
+    heads_of,
+    in_rows,
+    interval,
+    load_rows,
+    visible,
+)
+from weft.kernels.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.head_units import (
+    announce_results,
+    area_ptr,
+    await_results,
+    collect_rows,
+    compute_program,
+    first_unit,
+    heads_at,
+    kv_range,
+    numbers_bytes,
+    offsets_of,
+    own_heads,
+    query_tile,
+    rows_bytes,
+    stagger_of,
+    unit_of,
+)
+from weft.kernels.ring_dkv import HeadQueries, Queries, add_to_dkv, in_base_2
+from weft.kernels.ring_flash_backward import Config, make_delta, sum_dq
+from weft.kernels.ring_keys import (
+    Ring,
+    announce,
+    base_of,
+    count_rows,
+    count_tiles,
+    fetch_shard,
+    having,
+    head_keys,
+    is_needed,
+    key_spans,
+    keys_of,
+    pitch_of,
+    publish_keys,
+    publish_rows,
+    rows_of,
+    shape_for,
+    shard_bytes,
+    signal_published,
+    span_of,
+    tables,
+    tile_of,
+)
+from weft.kernels.sharded_sequence import Geometry
+
+
+def config_for(
+    heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config:
+    """The launch for shards of at most `rows` queries, `heads` = B * H."""
+    config = ring_flash_backward.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
+    if chip is INTERPRETER:
+        return config
+    # Nothing can begin before all is published.
+    config = replace(config, copy_programs=max(1, chip.cores // 8))
+    # What fits around the ring spills here, 16 to 120 bytes: there is more to keep in registers.
+    if D > 128 and dtype.itemsize == 2 and chip.name.startswith("sm_"):
+        return replace(config, dkv_n=16)
+    if D > 64 and dtype.itemsize == 2 and chip.name == "sm_90":
+        return replace(config, dq_m=32)
+    return config
+
+
+class Areas(NamedTuple):
+    """Where what is shown and brought begins in a half, in bytes; `rows` of the largest shard of
+    keys; `stagger` of units of dq, `kv_stagger` of those of dk and dv: see `head_units`."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    parts: Any
+    rows: Any
+    stagger: Any
+    kv_stagger: Any
+
+
+class Fetched(NamedTuple):
+    """What belongs to the `count` heads of this rank from `first` on, of all ranks' tokens: `rows`
+    of q and dout, and `numbers`, lse and delta."""
+
+    rows: Any
+    numbers: Any
+    first: Any
+    count: Any
+
+
+def _slots(H: int, H_kv: int, world_size: int) -> int:
+    """Ranks that use one head of keys, at most.
+
+    Example: 4 heads on 2 key heads: 1 on 2 ranks, 2 on 4 ranks.
+    """
+    used = [kv_range(heads_at(rank, H, world_size), H, H_kv) for rank in range(world_size)]
+    return max(sum(head in heads for heads in used) for head in range(H_kv))
+
+
+def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
+    kv_heads, m, D = k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3]
+    slots = _slots(q.shape[1], k.shape[1], len(geometry.k_sizes))
+    rows, numbers = rows_bytes(q, geometry), numbers_bytes(q, geometry)
+    parts = slots * shard_bytes(kv_heads, m, D, torch.float32)
+    return [shard_bytes(kv_heads, m, D, k.dtype), rows, rows, numbers, numbers, rows, parts]
+
+
+def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
+    """The group's workspace with room for the largest shard of all."""
+    nbytes = offsets_of(_area_bytes(q, k, geometry))[-1]
+    return workspace(group, nbytes, channel="heads", device=q.device)
+
+
+@triton.jit
+def _publish(out_ptr, dlse_ptr, queries, keys, areas, ring, B, SHAPE: tl.constexpr):
+    """Step 1 of the protocol, up to the signal. `queries.delta` is the own area of delta."""
+    dtype: tl.constexpr = keys.k.dtype.element_ty
+    publish_keys(keys, ring, SHAPE)
+    H, n, rank = queries.H, queries.n, ring.rank
+    publish_rows(area_ptr(ring, rank, areas.q, dtype), queries.q, H, B * H, n, SHAPE)
+    publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
+    make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
+    shown = area_ptr(ring, rank, areas.lse, tl.float32)
+    count = tl.cast(B * H, tl.int64) * n
+    for block in range(tl.program_id(0), tiles.cdiv(count, SHAPE.copy_m), SHAPE.copy_programs):
+        at = tl.cast(block, tl.int64) * SHAPE.copy_m + tl.arange(0, SHAPE.copy_m)
+        tl.store(shown + at, tl.load(queries.lse + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
+    """This program's share of what belongs to the own heads and the tokens of `source`."""
+    COPY_M: tl.constexpr = SHAPE.copy_m
+    PITCH: tl.constexpr = SHAPE.pitch
+    dtype: tl.constexpr = fetched.rows.dtype.element_ty
+    n = count_rows(ring.table, source, SHAPE.spans)
+    chunks = tiles.cdiv(n, COPY_M)
+    to_q, to_lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+    size = tl.cast(B * fetched.count, tl.int64) * n
+    q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
+    lse = area_ptr(ring, source, areas.lse, tl.float32)
+    delta = area_ptr(ring, source, areas.delta, tl.float32)
+    for unit in range(tl.program_id(0), B * fetched.count * chunks, SHAPE.copy_programs):
+        head, row = (unit // chunks).to(tl.int64), unit % chunks * COPY_M
+        rows = tl.minimum(COPY_M, n - row)
+        to = head * n + row
+        at = (head // fetched.count * H + fetched.first + head % fetched.count) * n + row
+        tiles.copy_block(
+            to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
+            SHAPE.block_d,
+        )  # fmt: skip
+        tiles.copy_block(
+            to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1,
+            COPY_M, SHAPE.block_d,
+        )  # fmt: skip
+        offs = tl.arange(0, COPY_M)
+        inside = offs < rows
+        tl.store(to_lse + to + offs, tl.load(lse + at + offs, mask=inside), mask=inside)
+        tl.store(to_lse + size + to + offs, tl.load(delta + at + offs, mask=inside), mask=inside)
+
+
+@triton.jit
+def _fetched_ptrs(fetched, ring, source, B, SHAPE: tl.constexpr):
+    """Where the rows and the numbers of `source` begin in `fetched`."""
+    base = base_of(ring.table, source, 1, SHAPE) * 2 * B * fetched.count
+    return fetched.rows + base * SHAPE.pitch, fetched.numbers + base
+
+
+@triton.jit
+def _held_queries(
+    queries, fetched, areas, ring, source, batch, head, B, shift, SHAPE: tl.constexpr
+):
+    """What belongs to one own head and the tokens of `source`, from row `shift` on.
+
+    Own tokens are read where they are shown: rows that lie alike for all sources spare registers.
+    """
+    dtype: tl.constexpr = fetched.rows.dtype.element_ty
+    if source == ring.rank:
+        at = (batch * queries.H + head) * queries.n + shift
+        q = area_ptr(ring, source, areas.q, dtype) + at * SHAPE.pitch
+        dout = area_ptr(ring, source, areas.dout, dtype) + at * SHAPE.pitch
+        lse, delta = queries.lse + at, queries.delta + at
+    else:
+        n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
+        size = B * fetched.count * n
+        at = (batch * fetched.count + head - fetched.first) * n + shift
+        q, lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+        q += at * SHAPE.pitch
+        lse += at
+        dout, delta = q + size * SHAPE.pitch, lse + size
+    return HeadQueries(q, SHAPE.pitch, dout, SHAPE.pitch, lse, delta)
+
+
+@triton.jit
+def _part_ptr(areas, keys, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
+    """Where `owner` has the dk that rank `user` makes of a head of keys, and how far behind it the
+    dv is."""
+    sharing = H // keys.H_KV
+    slot = user - _first_user(kv_head, sharing, H, SHAPE)
+    size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
+    at = (batch * keys.H_KV + kv_head) * areas.rows * SHAPE.fp32_pitch
+    return area_ptr(ring, owner, areas.parts, tl.float32) + slot * 2 * size + at, size
+
+
+@triton.jit
+def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
+    """The first rank that uses a head of keys."""
+    return kv_head * sharing // tiles.cdiv(H, SHAPE.world_size)
+
+
+@triton.jit
+def _make_dkv(
+    come,
+    owner,
+    queries,
+    fetched,
+    keys,
+    areas,
+    sees,  # Sight of the queries
+    seen_by,  # Sight of the keys
+    ring,
+    B,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Parts of dk and dv of the keys of `owner`; `come` as `having` leaves it."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    SPANS: tl.constexpr = SHAPE.spans
+    WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
+    sharing = queries.H // keys.H_KV
+    each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
+    begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
+    for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
+        kv_head, batch, tile = unit_of(unit, B, each // B)
+        position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
+        stop = row + length
+        if is_needed(table, rank, owner, row, stop, SHAPE):
+            come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
+            held = head_keys(keys, ring, owner, batch, kv_head, 0, SHAPE)
+            k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+            v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+            lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
+            dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
+            first = tl.maximum(kv_head * sharing, fetched.first)
+            last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
+            for part in range(WORLD_SIZE * SPANS):
+                step = part // SPANS
+                source = (rank + step) % WORLD_SIZE
+                start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
+                begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
+                if begin < end:
+                    come = having(come, step, ring, SHAPE)
+                    for head in range(first, last):
+                        mine = _held_queries(
+                            queries, fetched, areas, ring, source, batch, head, B,
+                            q_row - start, SHAPE,
+                        )  # fmt: skip
+                        dk, dv = add_to_dkv(
+                            dk, dv, k, v, position, mine, begin, a, b, end, sees, scale * LOG2_E,
+                            SHAPE, BLOCK_M,
+                        )  # fmt: skip
+            at, size = _part_ptr(areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
+            tiles.store(at, dk * scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+            tiles.store(at + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+    return come
+
+
+@triton.jit
+def _make_dq(
+    dq_ptr,
+    come,
+    owner,
+    queries,
+    fetched,
+    keys,
+    areas,
+    sees,
+    ring,
+    B,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of the queries of `owner`, to where it belongs; `come` as `having` leaves it."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    rank, H = ring.rank, queries.H
+    first, last = own_heads(rank, H, SHAPE)
+    n = count_rows(ring.table, owner, SHAPE.spans)
+    count = count_tiles(ring.table, owner, SHAPE.spans, BLOCK_M)
+    begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
+    for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
+        come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
+        head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
+        rows, stop = row + tl.arange(0, BLOCK_M), row + length
+        mine = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
+        q = load_rows(mine.q, row, stop, mine.stride_q, BLOCK_M, D, BLOCK_D)
+        dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
+        lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
+        delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
+        come, dq = sum_dq(
+            come, q, dout, lse, delta, position, length, batch, head // (H // keys.H_KV), keys,
+            ring, sees, scale, SHAPE, BLOCK_N,
+        )  # fmt: skip
+        at = (batch * H + head) * n
+        if owner == rank:
+            to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
+        else:
+            to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
+            pitch = tl.cast(SHAPE.pitch, tl.int32)
+        tiles.store(to, dq, row, 0, stop, D, pitch, 1)
+    return come
+
+
+@triton.jit
+def _add_parts(
+    dk_ptr,  # (B, H_KV, m, D)
+    dv_ptr,
+    keys,
+    areas,
+    ring,
+    B,
+    H,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REDUCE_N: tl.constexpr,
+):
+    """dk and dv of the own keys, from the parts that this program and its namesakes made."""
+    D: tl.constexpr = SHAPE.head_dim
+    SPANS: tl.constexpr = SHAPE.spans
+    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
+    sharing, heads = H // keys.H_KV, tiles.cdiv(H, SHAPE.world_size)
+    m, count = rows_of(table, rank, SHAPE), count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
+    begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
+    for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
+        kv_head, batch, tile = unit_of(unit, B, count)
+        _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
+        # Of a tile that no query sees there are no parts.
+        users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
+        users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
+        user = _first_user(kv_head, sharing, H, SHAPE)
+        parts, size = _part_ptr(areas, keys, ring, rank, user, batch, kv_head, H, SHAPE)
+        for part in range(0, length, REDUCE_N):
+            rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
+            inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
+            offs = rows.to(tl.int64)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
+            dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
+            dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
+            for slot in range(users):
+                dk += tl.load(parts + slot * 2 * size + offs, mask=inside, other=0.0)
+                dv += tl.load(parts + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
+            at = ((batch * keys.H_KV + kv_head) * m + row) * D
+            tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
+            tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _head_attention_backward_kernel(
+    dq_ptr,  # (B, H, n, D)
+    dk_ptr,  # (B, H_KV, m, D)
+    dv_ptr,
+    out_ptr,  # (B, H, n, D)
+    dlse_ptr,  # (B, H, n) or None
+    queries,  # Queries, of which delta is not there
+    fetched,  # Fetched
+    keys,  # Keys
+    areas,  # Areas
+    sees,  # Sight of the queries
+    seen_by,  # Sight of the keys
+    table_ptr,
+    link,
+    B,
+    scale,
+    rank,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,  # Config
+) -> None:
+    """dq, dk and dv of the own tokens. Grid: copy programs and at least one more.
+
+    Example: 2 ranks, 4 heads on one head of keys. Rank 0 makes dq of heads 0 and 1 of all tokens,
+    and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
+    slot 1. dk = slot 0 + slot 1.
+    """
+    ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
+    delta = area_ptr(ring, rank, areas.delta, tl.float32)
+    H = queries.H
+    shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
+    if tl.program_id(0) < SHAPE.copy_programs:
+        _publish(out_ptr, dlse_ptr, shown, keys, areas, ring, B, SHAPE)
+        signal_published(ring, SHAPE)
+        announce(ring, rank, SHAPE)
+        for step in range(1, SHAPE.world_size):
+            source = (rank + step) % SHAPE.world_size
+            if signals.wait_for(
+                link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
+                ring.generation, link.max_polls,
+            ):  # fmt: skip
+                fetch_shard(keys, ring, source, SHAPE)
+                _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
+                announce(ring, source, SHAPE)
+    else:
+        # Bit `step`: what that source has shown is here; bit 0: delta is.
+        come = having(tl.cast(0, tl.int64), 0, ring, SHAPE)
+        for step in range(1, SHAPE.world_size + 1):
+            owner = (rank + step) % SHAPE.world_size
+            come = _make_dkv(
+                come, owner, shown, fetched, keys, areas, sees, seen_by, ring, B, scale, SHAPE,
+                TILES.dkv_m, TILES.dkv_n,
+            )  # fmt: skip
+        # A loop of its own: what is the same in all turns of one loop stays in registers there.
+        for step in range(1, SHAPE.world_size + 1):
+            owner = (rank + step) % SHAPE.world_size
+            come = _make_dq(
+                dq_ptr, come, owner, shown, fetched, keys, areas, sees, ring, B, scale, SHAPE,
+                TILES.dq_m, TILES.dq_n,
+            )  # fmt: skip
+            if step < SHAPE.world_size:
+                announce_results(ring, owner, SHAPE)
+        # Own parts too were stored by other threads than the ones that read them next.
+        tl.debug_barrier()
+        if await_results(ring, SHAPE):
+            brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
+            collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
+            _add_parts(dk_ptr, dv_ptr, keys, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
+    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
+        signals.set_generation(link.signal_ptrs, rank, ring.generation)
+
+
+def launch_head_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    ws: Workspace,
+    geometry: Geometry,
+    scale: float,
+    *,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Enqueue the gradients of `heads_flash.launch_head_attention`.
+
+    Args:
+        out, lse: what it returned; grad_out, any strides, and grad_lse: their gradients.
+        ws: `workspace_for` the tokens.
+        config: the same on all ranks; default `config_for`.
+
+    Returns:
+        dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
+    """
+    B, H, n, D = q.shape
+    W, H_kv, seen = ws.world_size, k.shape[1], geometry.sees
+    config = config or config_for(
+        B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
+    )
+    heads = heads_at(ws.rank, H, W)
+    of_keys = kv_range(heads, H, H_kv)
+    k, v = in_rows(k, v)
+    table, documents = tables(geometry, ws.rank, q.device, all_queries=True)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
+    offsets = offsets_of(_area_bytes(q, k, geometry))
+    _head_attention_backward_kernel[(config.programs,)](
+        dq,
+        dk,
+        dv,
+        out,
+        None if grad_lse is None else grad_lse.contiguous(),
+        Queries(heads_of(in_rows(q)), heads_of(in_rows(grad_out)), lse, None, H, n),
+        Fetched(
+            q.new_empty(tokens * pitch_of(D, q.dtype)),
+            lse.new_empty(tokens),
+            heads.start,
+            len(heads),
+        ),
+        keys_of(k, v, geometry, of_keys),
+        Areas(
+            *offsets[1:7],
+            max(geometry.k_sizes),
+            stagger_of(geometry.q_spans, B * -(-H // W), config.dq_m),
+            stagger_of(
+                geometry.k_spans, B * len(kv_range(range(-(-H // W)), H, H_kv)), config.dkv_n
+            ),
+        ),
+        Sight(documents, seen.before, seen.after, seen.keys),
+        Sight(documents, seen.after, seen.before, sum(geometry.q_sizes)),
+        table,
+        link_of(ws),
+        B,
+        scale,
+        ws.rank,
+        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
+        TILES=config,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return dq, dk, dv
