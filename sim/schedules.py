@@ -108,14 +108,19 @@ def _changes_of(made: Sequence[Choice]) -> Changes:
     return tuple((step, c.chosen) for step, c in enumerate(made) if c.chosen != c.default)
 
 
-def _changed(made: Sequence[Choice], steps: Iterable[int]) -> list[Changes]:
-    """What was `made` up to one of `steps`, another choice there, and the default after."""
+def _others(made: Sequence[Choice], steps: Iterable[int]) -> list[tuple[int, int]]:
+    """Every choice at one of `steps` that was not `made`: (step, who instead)."""
     return [
-        (*_changes_of(made[:step]), (step, other))
+        (step, other)
         for step in steps
         for other in range(made[step].options)
         if other != made[step].chosen
     ]
+
+
+def _departing(made: Sequence[Choice], change: tuple[int, int]) -> Changes:
+    """What was `made` up to a change, and the default after."""
+    return (*_changes_of(made[: change[0]]), change)
 
 
 _TRACES = 64  # schedules with one preemption that get a second one
@@ -130,17 +135,18 @@ def preempting(seed: int, budget: int) -> Iterator[tuple[Changes, Directed]]:
     chance = random.Random(f"{seed} preemptions")
     policy = Directed()
     yield (), policy
-    once = _changed(policy.made, range(len(policy.made)))
-    traces: list[tuple[range, list[Choice]]] = []
-    for changes in chance.sample(once, min(len(once), budget // 2)):
+    once = _others(policy.made, range(len(policy.made)))
+    traces: list[tuple[list[Choice], list[tuple[int, int]]]] = []
+    for change in chance.sample(once, min(len(once), budget // 2)):
+        changes: Changes = (change,)
         policy = Directed(changes)
         yield changes, policy
-        after = changes[-1][0] + 1
-        if len(traces) < _TRACES and len(policy.made) > after:
-            traces.append((range(after, len(policy.made)), policy.made))
+        after = range(change[0] + 1, len(policy.made))
+        if len(traces) < _TRACES and after:
+            traces.append((policy.made, _others(policy.made, after)))
     for _ in range(4 * budget if traces else 0):  # there may be fewer different ones
-        steps, made = chance.choice(traces)
-        changes = chance.choice(_changed(made, steps))
+        made, others = chance.choice(traces)
+        changes = _departing(made, chance.choice(others))
         yield changes, Directed(changes)
 
 
@@ -161,7 +167,9 @@ class Exhaustive:
             start = changes[-1][0] + 1 if changes else 0
             policy = Visiting(changes, start, self.states)
             yield changes, policy
-            self._left += _changed(policy.made, policy.fresh)
+            self._left += [
+                _departing(policy.made, change) for change in _others(policy.made, policy.fresh)
+            ]
 
 
 class Visiting(Directed):

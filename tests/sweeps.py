@@ -52,6 +52,14 @@ def with_rows(page: str, rows: dict[Key, str]) -> str:
     return re.sub(r"(?s)(<!-- sweeps -->\n).*(\n<!-- /sweeps -->)", rf"\1{table}\2", page)
 
 
+def keep(page: Path, key: Key, row: str) -> None:
+    """Put a row into the page; who is killed meanwhile leaves it as it was."""
+    text = page.read_text()
+    fresh = page.with_suffix(".new")
+    fresh.write_text(with_rows(text, rows_of(text) | {key: row}))
+    fresh.replace(page)
+
+
 def wanted(
     ranks: Sequence[int], programs: Sequence[sim.Programs], names: str = ""
 ) -> Iterator[Key]:
@@ -98,12 +106,10 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="names of cases")
     args = parser.parse_args()
     for key in wanted(args.ranks, args.programs, args.only):
-        rows = rows_of(args.page.read_text())
-        if key in rows:
-            continue
-        rows[key] = row(*key, args.schedules, args.seed)
-        print(rows[key], flush=True)
-        args.page.write_text(with_rows(args.page.read_text(), rows))
+        if key not in rows_of(args.page.read_text()):
+            found = row(*key, args.schedules, args.seed)
+            print(found, flush=True)
+            keep(args.page, key, found)
 
 
 if __name__ == "__main__":
