@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
 
+_FIRST_COLUMNS = 8  # strands whose reads of a region there is room for at first
+
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again."""
@@ -59,27 +61,29 @@ class Region:
     granule: int = 4
     defined: bool = True
     guard: bool = False
-    writer: Array = field(default_factory=lambda: np.empty(0))  # slot of the last write, or -1
+    writer: Array = field(default_factory=lambda: np.empty(0))  # slot + 1 of the last write, or 0
     written: Array = field(default_factory=lambda: np.empty(0))  # its number there
+    columns: dict[int, int] = field(default_factory=dict)  # slot -> its column of the tables below
+    slots: Array = field(default_factory=lambda: np.zeros(_FIRST_COLUMNS, np.int64))  # of columns
     reads: Array = field(default_factory=lambda: np.empty((0, 0)))  # last number of each slot
     atomics: Array | None = None
     touched: int = 0  # granules from here on have no history
 
-    def make(self, slots: int) -> None:
-        """Set up an empty history for clocks of `slots` entries."""
+    def make(self) -> None:
+        """Set up an empty history."""
         count = -(-(self.end - self.start) // self.granule)
-        # Slot + 1, so that fresh pages, which are zero, say "never": large buffers cost nothing.
-        self.writer = zeros((count,), np.int16)
+        # Fresh pages, which are zero, say "never": large buffers cost nothing.
+        self.writer = zeros((count,), np.int32)
         self.written = zeros((count,), np.int32)
-        self.reads = zeros((count, slots), np.int32)
+        self.reads = zeros((count, len(self.slots)), np.int32)
         self.atomics = None
 
     def refine(self, granule: int) -> None:
         """Keep the history by smaller granules from now on."""
-        old, touched, factor = self, self.touched, self.granule // granule
-        writer, written, reads, atomics = old.writer, old.written, old.reads, old.atomics
+        touched, factor = self.touched, self.granule // granule
+        writer, written, reads, atomics = self.writer, self.written, self.reads, self.atomics
         self.granule = granule
-        self.make(reads.shape[1])
+        self.make()
         self.touched = touched * factor
         self.writer[: self.touched] = writer[:touched].repeat(factor)
         self.written[: self.touched] = written[:touched].repeat(factor)
@@ -88,14 +92,26 @@ class Region:
             self.atomics = zeros(self.reads.shape, np.int32)
             self.atomics[: self.touched] = atomics[:touched].repeat(factor, axis=0)
 
-    def widen(self, slots: int) -> None:
-        """Room for clocks of `slots` entries."""
-        for name in ("reads", "atomics"):
-            old = getattr(self, name)
-            if old is not None:
-                new = zeros((len(old), slots), np.int32)
-                new[: self.touched, : old.shape[1]] = old[: self.touched]
-                setattr(self, name, new)
+    def column(self, slot: int) -> int:
+        """The column of `slot`: few of all strands reach any one region."""
+        at = self.columns.get(slot)
+        if at is None:
+            at = self.columns[slot] = len(self.columns)
+            if at == len(self.slots):
+                self.slots = np.pad(self.slots, (0, at))
+                self.reads = _wider(self.reads)
+                self.atomics = None if self.atomics is None else _wider(self.atomics)
+            self.slots[at] = slot
+        return at
+
+
+def _wider(table: Array) -> Array:
+    # Of a signal pad few words are used: the pages of others stay untouched.
+    count, columns = table.shape
+    wider = zeros((count, 2 * columns), np.int32)
+    used = np.flatnonzero(table.any(1))
+    wider[used, :columns] = table[used]
+    return wider
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class Detector(Clocks):
     def add(self, region: Region) -> None:
         """Watch `region` from now on."""
         if not region.guard:
-            region.make(self._capacity)
+            region.make()
         at = bisect.bisect_left(self._starts, region.start)
         self._starts.insert(at, region.start)
         self._regions.insert(at, region)
@@ -152,7 +168,7 @@ class Detector(Clocks):
         at = (address - region.start) // region.granule
         slots = {int(region.writer[at]) - 1} - {-1}
         if region.atomics is not None:
-            slots |= set(np.flatnonzero(region.atomics[at]).tolist())
+            slots |= set(region.slots[np.flatnonzero(region.atomics[at])].tolist())
         return sorted({self.ranks[slot] for slot in slots})
 
     # Clocks
@@ -162,12 +178,6 @@ class Detector(Clocks):
         self._events.append([None])
         self._releases.append([])
         return super().new_slot(rank)
-
-    def _widen(self) -> None:
-        super()._widen()
-        for region in self._regions:
-            if not region.guard:
-                region.widen(self._capacity)
 
     def release(self, slot: int, word: Hashable, scope: str, *, host: bool = False) -> Array | None:
         """Publish at `word` what strand `slot` is ordered after."""
@@ -272,23 +282,23 @@ class Detector(Clocks):
             self._check_reads(region, strand, event, index)
         if kind == WRITE:
             region.writer[index], region.written[index] = slot + 1, number
-        elif kind in (READ, ATOMIC_READ):
-            region.reads[index, slot] = number
-        else:
-            if region.atomics is None:
-                region.atomics = np.zeros(
-                    region.reads.shape, np.int32
-                )  # pages that nobody touches cost nothing
-            region.atomics[index, slot] = number
+            return
+        column = region.column(slot)
+        if kind != ATOMIC:
+            region.reads[index, column] = number
+            return
+        if region.atomics is None:
+            region.atomics = zeros(region.reads.shape, np.int32)
+        region.atomics[index, column] = number
 
     def _check_reads(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
-        late = region.reads[index] > self.clocks[strand.slot]
+        late = region.reads[index] > self.clocks[strand.slot][region.slots]
         if late.any():
             self._first_that_counts(region, strand, event, index, region.reads, late)
 
     def _check_atomics(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
         assert region.atomics is not None
-        late = region.atomics[index] > self.clocks[strand.slot]
+        late = region.atomics[index] > self.clocks[strand.slot][region.slots]
         if late.any():
             self._first_that_counts(region, strand, event, index, region.atomics, late)
 
@@ -296,9 +306,11 @@ class Detector(Clocks):
         self, region: Region, strand: Strand, event: Event, index: Array, table: Array, late: Array
     ) -> None:
         """Unordered atomics are no race if the scope of both reaches the other."""
-        for other in np.flatnonzero(late.any(0)):
-            rows = index[late[:, other]]
-            number = int(table[rows[0], other])
+        columns = np.flatnonzero(late.any(0))
+        for column in sorted(columns, key=lambda column: region.slots[column]):
+            other = int(region.slots[column])
+            rows = index[late[:, column]]
+            number = int(table[rows[0], column])
             earlier = self._events[other][number]
             assert earlier is not None
             if event.kind in (ATOMIC, ATOMIC_READ) and earlier.kind in (ATOMIC, ATOMIC_READ):
@@ -306,7 +318,7 @@ class Detector(Clocks):
                 enough = ("gpu", "sys") if near else ("sys",)
                 if event.scope in enough and earlier.scope in enough:
                     continue
-            self._race(region, strand, event, rows, int(other), number)
+            self._race(region, strand, event, rows, other, number)
 
     def _race(
         self, region: Region, strand: Strand, event: Event, index: Array, slot: int, number: int
