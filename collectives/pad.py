@@ -4,8 +4,8 @@
     GENERATION     this rank         number of the last call begun on this workspace
     TICKET         this rank         programs of the running launch that have finished
     STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out
-    HOST_SLOTS     rank s, line s    one cache line a source rank: its generation, then what it
-    tells KERNEL_SLOTS   rank s            signals of kernels
+    HOST_SLOTS     rank s, line s    one cache line a source rank: its generation, what it tells
+    KERNEL_SLOTS   rank s            signals of kernels
 
 Every slot has one writer. Signals only grow and are never reset: a waiter waits for
 "at least this generation", so a slot that a call leaves out does no harm.
@@ -16,7 +16,7 @@ from __future__ import annotations
 GENERATION = 0
 TICKET = 1
 STATUS = 2
-MAX_RANKS = 64
+MAX_RANKS = 128  # more than a rack of 72 GPUs on one switch
 MAX_PROGRAMS = 256
 LINE = 8  # words in a cache line
 HOST_SLOTS = 64

@@ -42,6 +42,9 @@ from weft.kernels.sharded_sequence import (
     pieces_between,
 )
 
+# The kernels remember in the bits of an int64 whose keys have come.
+_MOST_RANKS = 64
+
 
 def ring_attention(
     q: torch.Tensor,
@@ -180,6 +183,7 @@ def plan(
         K=2 * D,
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
+        refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, here are {W}",
         host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
     )
     return Plan(where, geometry, scale, choose(problem, where, q.device))

@@ -67,7 +67,7 @@ class Region:
     slots: Array = field(default_factory=lambda: np.zeros(_FIRST_COLUMNS, np.int64))  # of columns
     reads: Array = field(default_factory=lambda: np.empty((0, 0)))  # last number of each slot
     atomics: Array | None = None
-    touched: int = 0  # granules from here on have no history
+    seen: Array = field(default_factory=lambda: np.empty(0))  # whether a granule has any history
 
     def make(self) -> None:
         """Set up an empty history."""
@@ -77,20 +77,22 @@ class Region:
         self.written = zeros((count,), np.int32)
         self.reads = zeros((count, len(self.slots)), np.int32)
         self.atomics = None
+        self.seen = zeros((count,), np.bool_)
 
     def refine(self, granule: int) -> None:
         """Keep the history by smaller granules from now on."""
-        touched, factor = self.touched, self.granule // granule
         writer, written, reads, atomics = self.writer, self.written, self.reads, self.atomics
+        old, factor = np.flatnonzero(self.seen), self.granule // granule
+        new = (old[:, None] * factor + np.arange(factor)).reshape(-1)
         self.granule = granule
         self.make()
-        self.touched = touched * factor
-        self.writer[: self.touched] = writer[:touched].repeat(factor)
-        self.written[: self.touched] = written[:touched].repeat(factor)
-        self.reads[: self.touched] = reads[:touched].repeat(factor, axis=0)
+        self.seen[new] = True
+        self.writer[new] = writer[old].repeat(factor)
+        self.written[new] = written[old].repeat(factor)
+        self.reads[new] = reads[old].repeat(factor, axis=0)
         if atomics is not None:
             self.atomics = zeros(self.reads.shape, np.int32)
-            self.atomics[: self.touched] = atomics[:touched].repeat(factor, axis=0)
+            self.atomics[new] = atomics[old].repeat(factor, axis=0)
 
     def column(self, slot: int) -> int:
         """The column of `slot`: few of all strands reach any one region."""
@@ -99,19 +101,17 @@ class Region:
             at = self.columns[slot] = len(self.columns)
             if at == len(self.slots):
                 self.slots = np.pad(self.slots, (0, at))
-                self.reads = _wider(self.reads)
-                self.atomics = None if self.atomics is None else _wider(self.atomics)
+                self.reads = self._wider(self.reads)
+                self.atomics = None if self.atomics is None else self._wider(self.atomics)
             self.slots[at] = slot
         return at
 
-
-def _wider(table: Array) -> Array:
-    # Of a signal pad few words are used: the pages of others stay untouched.
-    count, columns = table.shape
-    wider = zeros((count, 2 * columns), np.int32)
-    used = np.flatnonzero(table.any(1))
-    wider[used, :columns] = table[used]
-    return wider
+    def _wider(self, table: Array) -> Array:
+        count, columns = table.shape
+        wider = zeros((count, 2 * columns), np.int32)
+        seen = np.flatnonzero(self.seen)
+        wider[seen, :columns] = table[seen]
+        return wider
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Detector(Clocks):
         number = len(events)
         events.append(event)
         clock[slot] = number
-        region.touched = max(region.touched, int(index.max()) + 1)
+        region.seen[index] = True
         if self.tape:
             self.tape.touch(strand, region, index, kind, event.scope)
 

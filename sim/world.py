@@ -153,9 +153,17 @@ class World:
             data, end = start + pad_bytes, start + total
             what = f"symmetric buffer {number} of rank {rank}"
             last = base + len(block)
+            columns = np.zeros(4 * self.world_size, np.int64)  # some strands of every rank signal
             for region in (
                 Region(base, start, f"before {what}", guard=True),
-                Region(start, data, f"signal pad of {what}", (*name, "pad"), granule=8),
+                Region(
+                    start,
+                    data,
+                    f"signal pad of {what}",
+                    (*name, "pad"),
+                    granule=8,
+                    slots=columns,
+                ),
                 Region(data, end, what, (*name, "data"), defined=False),
                 Region(end, last, f"past the end of {what}", guard=True),
             ):

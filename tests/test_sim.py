@@ -43,7 +43,17 @@ def test_results_come_in_rank_order(world_size: int) -> None:
 
 
 def test_many_ranks() -> None:
-    assert torch.stack(sim.run(64, mean)).eq(31.5).all()
+    assert torch.stack(sim.run(72, mean)).eq(35.5).all()
+
+
+def test_rings_are_of_as_many_ranks_as_a_word_has_bits() -> None:
+    x = torch.zeros(1, 1, 1, 4)
+
+    def body(rank: int) -> torch.Tensor:
+        return weft.ring_attention(x, x, x, sizes=[1] * 65, key_sizes=[1] * 65)
+
+    with weft.engine("triton"), pytest.raises(NotImplementedError, match="at most 64 ranks"):
+        sim.run(65, body)
 
 
 def test_the_triton_this_runs_on_has_all_that_is_hooked() -> None:
@@ -110,8 +120,8 @@ def test_what_a_rank_raises_is_raised_with_its_traceback() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"world_size must be in 1\.\.64, got 65"):
-        sim.run(65, mean)
+    with pytest.raises(ValueError, match=r"world_size must be in 1\.\.128, got 129"):
+        sim.run(129, mean)
     with pytest.raises(ValueError, match="schedules must be at least 1"):
         sim.run(2, mean, schedules=0)
     with pytest.raises(ValueError, match="programs must be"):
