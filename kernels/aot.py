@@ -283,21 +283,37 @@ def line(r: Report) -> str:
     )
 
 
+_EXAMPLES = """
+A row a kernel and configuration that the heuristics choose at the sizes of a 70B Llama on 8 ranks:
+registers a thread, bytes spilled to local memory, shared memory, programs that a core holds (and
+the part of its warps), the matrix instruction of the main loop, the widest load. A second or three
+a row. The exit status is 1 if a kernel spills.
+
+examples:
+  weft aot --arch sm_90                        all kernels on a Hopper GPU, in bf16
+  weft aot --arch sm_90,sm_100 --case up down  two of them on two chips
+  weft aot --dtype float8_e4m3fn --json        for a program to read
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 1 if a kernel spills."""
     parser = argparse.ArgumentParser(
-        prog="weft aot", description=__doc__.splitlines()[0] if __doc__ else ""
+        prog="weft aot",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--arch", nargs="+", default=list(_TARGETS), metavar="ARCH", help="commas will do as well"
-    )
+        "--arch", nargs="+", default=list(_TARGETS), metavar="ARCH",
+        help=f"of {', '.join(_TARGETS)} (all); commas will do as well",
+    )  # fmt: skip
     parser.add_argument("--case", nargs="+", default=[], help="only these, as the table has them")
     parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=["bfloat16"],
+        "--dtype", nargs="+", default=["bfloat16"], metavar="DTYPE",
         choices=["bfloat16", "float16", "float32", "float8_e4m3fn"],
-    )
+        help="of bfloat16 (the default), float16, float32, float8_e4m3fn",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     if signals.INTERPRETED:
