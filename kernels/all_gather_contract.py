@@ -214,7 +214,6 @@ def launch_all_gather_contract(
         COPY_PROGRAMS=config.copy_programs,
         COPY_M=config.copy_m,
         COPY_N=config.copy_n,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        **tiling.options,
     )
     return gathered, out

@@ -113,7 +113,7 @@ def config_for(
     choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
-    if pair:  # two sums at a time
+    if pair and (tiling.block_n > 64 or dtype == torch.float32):  # two sums at a time
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
     elif activation == "gelu" or keep_sums:  # at 256 columns they spill on sm_90, 8 and 24 bytes
         tiling = replace(tiling, block_n=min(tiling.block_n, 128))
@@ -191,8 +191,11 @@ def _peers_rows(
     own_rows, own_scales, rows, link, offsets, pitch, scales_at, rank, generation, dtype,
     SCALED: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the given rows of the gathered matrix, and to their factors, at their owners."""
-    a_rows, a_scales = own_rows, own_scales
+    """Pointers to the given rows of the gathered matrix, and to their factors, at their owners.
+
+    Without factors, the rows are returned twice: Triton 3.6 cannot return None.
+    """
+    a_rows, a_scales = own_rows, own_scales if SCALED else own_rows
     for source in tl.static_range(WORLD_SIZE):
         theirs = (rows >= offsets[source]) & (rows < offsets[source + 1]) & (source != rank)
         inside = tl.where(theirs, rows - offsets[source], 0).to(tl.int64)
@@ -307,6 +310,8 @@ def _ag_gemm_kernel(
                     a_rows, a_scales, rows, link, offsets, pitch, scales_at, rank, generation,
                     dtype, SCALED, WORLD_SIZE,
                 )  # fmt: skip
+                if not SCALED:
+                    a_scales = None
             else:
                 wide = rows.to(tl.int64)
                 a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
@@ -455,9 +460,10 @@ def launch_all_gather_matmul(
                 )
             )
         else:
+            shown = x[:0] if W == 1 and gathers.in_place(x) else x  # nobody would read it
             gathers.publish(
-                x, ws, pitch, config.programs, config.copy_m, config.copy_n, scales_of(scale_a),
-                scales_at,
+                shown, ws, pitch, config.programs, config.copy_m, config.copy_n,
+                scales_of(scale_a), scales_at,
             )  # fmt: skip
         _ag_gemm_kernel[(config.programs,)](
             tuple(outs),
@@ -493,7 +499,6 @@ def launch_all_gather_matmul(
             COPY_PROGRAMS=config.copy_programs,
             COPY_M=config.copy_m,
             COPY_N=config.copy_n,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            **tiling.options,
         )
     return Gathered(gathered, outs, sums)

@@ -76,6 +76,11 @@ def _chip_behind(device: torch.device) -> Chip:
     )
 
 
+# A launch option on NVIDIA's chips, of at most 8 warps: a lane may have all registers there are.
+# Else the assembler spills some bytes where that lets a core hold one program more.
+ALL_REGISTERS = {"maxnreg": 255}
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a matmul is cut: see `weft.kernels.tiles`."""
@@ -86,6 +91,13 @@ class Tiling:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    all_registers: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What kernels of such tiles are launched with."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | ALL_REGISTERS if self.all_registers else options
 
 
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
@@ -103,13 +115,14 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
         if M <= 32:
             return Tiling(32, 32, 32, num_warps=4, num_stages=3)
         if not chip.descriptors:
-            return Tiling(64, 64, 32, num_warps=4, num_stages=3)
-        return Tiling(128, 128, 16, num_warps=8, num_stages=3)
+            return Tiling(64, 64, 16, num_warps=4, num_stages=3)
+        return Tiling(128, 128, 16, num_warps=8, num_stages=2)
     if M <= 64 or pieces * M * N <= 128 * 128 * chip.cores // 2:
         # Small: more and smaller tiles, so that every core has one.
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64
-        stages = 2 if chip.name.startswith("gfx") else 4
-        return Tiling(block_m, 64, 64, num_warps=4, num_stages=stages)
+        if chip.name.startswith("gfx"):
+            return Tiling(block_m, 64, 64, num_warps=4, num_stages=2)
+        return Tiling(block_m, 64, 64, num_warps=4, num_stages=4, all_registers=True)
     if chip.name.startswith("gfx"):
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
     wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)

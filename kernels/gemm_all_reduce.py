@@ -280,7 +280,6 @@ def launch_matmul_all_reduce(
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=x.shape[1] % tiling.block_k == 0,
         REDUCE_M=config.reduce_m,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        **tiling.options,
     )
     return out

@@ -245,6 +245,5 @@ def launch(
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
         REDUCE_M=config.reduce_m,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        **tiling.options,
     )

@@ -287,7 +287,6 @@ def launch_matmul_reduce_scatter(
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
         REDUCE_M=config.reduce_m,
         SENDERS=config.senders,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        **tiling.options,
     )
     return out

@@ -80,14 +80,10 @@ def read_described(desc, row, column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _column_blocks(w, first_k, offs_k, columns):
-    """Pointers to w[first_k + offs_k, columns]; None for None."""
-    if w is None:
-        ptrs = None
-    else:
-        rows = first_k + offs_k.to(tl.int64)
-        ptrs = w.ptr + rows[:, None] * w.stride_m
-        ptrs += columns.to(tl.int64)[None, :] * w.stride_n
-    return ptrs
+    """Pointers to w[first_k + offs_k, columns]."""
+    rows = first_k + offs_k.to(tl.int64)
+    ptrs = w.ptr + rows[:, None] * w.stride_m
+    return ptrs + columns.to(tl.int64)[None, :] * w.stride_n
 
 
 @triton.jit
