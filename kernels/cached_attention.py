@@ -194,6 +194,9 @@ def _check(
         raise ValueError(
             f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
         )
+    for name, where in (("lengths", lengths), ("block_table", table)):
+        if where is not None and where.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, as q is, got {where.device}")
     if table is not None:
         if table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32:
             raise ValueError(

@@ -11,7 +11,8 @@ that read the same keys. An *item* is one (sequence, key head). See `cached_atte
 Protocol, in each program p
   1. Attend, by online softmax in fp32. With SPLIT > 1, all but the last part of an item store their
      result in scratch memory and signal the own word (0, rank, p): release at device scope; the
-     last one waits for those words, of smaller-numbered programs, and merges in the order of parts.
+     last one waits for those words, of smaller-numbered programs, and merges them with its own, in
+     order.
   2. Store the item's (out, lse) in slot `rank` of every rank; signal the words (0, rank, p) of all
      peers: release at system scope.
   3. Wait for the words (0, r, p) of all peers (acquire, system scope); merge the slots of the own
@@ -27,7 +28,8 @@ numbers of keys: parts are cut from what there is, and an empty one gives sum 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +47,7 @@ from weft.kernels.attention_tiles import (
     nothing_seen,
     weighed,
 )
-from weft.kernels.chips import Chip, chip_of
+from weft.kernels.chips import ALL_REGISTERS, INTERPRETER, Chip, chip_of
 
 if TYPE_CHECKING:
     from weft.collectives import Workspace
@@ -62,6 +64,7 @@ class Config:
         programs: grid; items * split if split > 1.
         split: programs that share an item.
         block_n: keys a step.
+        options: to Triton's compiler besides.
     """
 
     programs: int
@@ -69,17 +72,20 @@ class Config:
     block_n: int
     num_warps: int = 4
     num_stages: int = 2
+    options: Mapping[str, int] = field(default_factory=dict)
 
 
-def config_for(items: int, D: int, dtype: torch.dtype, chip: Chip) -> Config:
-    """The launch for `items` pairs of a sequence and a key head."""
+def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip) -> Config:
+    """The launch for `items` pairs of a sequence and a key head, tiles of (rows, block_d)."""
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
-    # At 64 keys a kernel with pages spills on sm_90.
-    block_n = 16 if chip.name == "interpreter" else 32
-    # Triton 3.7 cannot translate the pipelined loop for AMD.
-    num_stages = 1 if chip.name.startswith("gfx") else 2
     programs = max(1, min(chip.programs, items * split))
-    return Config(programs, split, block_n, num_stages=num_stages)
+    if chip is INTERPRETER:
+        return Config(programs, split, 16)
+    # At 64 keys a kernel with pages spills on sm_90.
+    block_n, num_warps = 32, 4 if rows * block_d <= 32 * 64 else 8
+    if chip.name.startswith("gfx"):  # Triton 3.7 cannot translate the pipelined loop for AMD
+        return Config(programs, split, block_n, num_warps, num_stages=1)
+    return Config(programs, split, block_n, num_warps, options=ALL_REGISTERS)
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,6 @@ def _flash_decode_kernel(
         if SPLIT > 1:
             base = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             if whole:
-                all_top, all_total, all_acc = nothing_seen(ROWS, CUT.block_d)
                 for other in range(SPLIT - 1):
                     word = signals.slot_ptr(
                         link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1) + other
@@ -229,13 +234,12 @@ def _flash_decode_kernel(
                     polls = signals.patience(own_pad, link.max_polls)
                     complete &= signals.wait_local(word, generation, polls)
                     theirs = base + other * SIZE
-                    all_top, all_total, all_acc = _merge(
-                        all_top, all_total, all_acc, tl.load(theirs + ACC + offs_r),
+                    top, total, acc = _merge(
+                        top, total, acc, tl.load(theirs + ACC + offs_r),
                         tl.load(theirs + ACC + ROWS + offs_r), tl.load(theirs + offs),
                     )  # fmt: skip
                 if not complete:
                     signals.record_timeout(own_pad, rank, rank, generation)
-                top, total, acc = _merge(all_top, all_total, all_acc, top, total, acc)
             else:
                 mine = base + part * SIZE
                 tl.store(mine + offs, acc)
@@ -295,9 +299,9 @@ def launch_flash_decode(
     items, H_kv = B * cache.k.shape[1], cache.k.shape[1]
     if not q.numel():
         return out, lse
-    config = config or config_for(items, D, q.dtype, chip_of(q.device))
     rows = max(16, triton.next_power_of_2(H // H_kv * T))
     block_d = max(16, triton.next_power_of_2(D))
+    config = config or config_for(items, rows, block_d, q.dtype, chip_of(q.device))
     ws = workspace(
         group,
         group.world_size * items * rows * (block_d + 1) * 4,
@@ -354,4 +358,5 @@ def launch(
         CUT=Cut(q.shape[1] // H_kv, D, rows, block_d, config.block_n, config.split),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **config.options,
     )

@@ -147,6 +147,7 @@ def errors() -> None:
         ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
         ({"lengths": torch.tensor([3.0, 4.0])}, "int32 or int64"),
         ({"lengths": torch.tensor([3, 40])}, "has room for 8"),
+        ({"lengths": torch.empty(2, dtype=torch.int32, device="meta")}, "must be on cpu, as q is"),
         ({"k_cache": k[:, :1].expand(2, 3, 8, 8)}, "v"),
     ]:
         arguments: dict[str, Any] = {"q": q, "k_cache": k, "v_cache": k, "lengths": lengths}
