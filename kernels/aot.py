@@ -247,8 +247,11 @@ def compile_all(
     archs: Sequence[str] = tuple(_TARGETS),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     only: Sequence[str] = (),
+    *,
+    wide: bool = False,
 ) -> Iterator[Report]:
-    """Compile the kernels for `archs` in this process, one by one: all, or the cases in `only`.
+    """Compile the kernels for `archs` in this process, one by one: all, or the cases in `only`;
+    `wide`: of many more sizes. A launch that two sizes share is compiled once.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -263,8 +266,11 @@ def compile_all(
         for dtype in dtypes:
             if dtype == torch.float8_e4m3fn and not chips[arch].fp8:
                 continue
-            for case, launch in launches(chips[arch], dtype):
-                if not only or case in only:
+            seen = set()
+            for case, launch in launches(chips[arch], dtype, wide=wide):
+                key = source(launch).hash(), str(launch.options)
+                if key not in seen and (not only or case in only):
+                    seen.add(key)
                     yield compile_launch(case, launch, chips[arch], dtype)
 
 
@@ -314,6 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=["bfloat16", "float16", "float32", "float8_e4m3fn"],
         help="of bfloat16 (the default), float16, float32, float8_e4m3fn",
     )  # fmt: skip
+    parser.add_argument(
+        "--wide", action="store_true", help="many more sizes: the heuristics' whole range"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     if signals.INTERPRETED:
@@ -325,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports = []
     if not options.json:
         print(HEAD)
-    for report in compile_all(archs, dtypes, options.case):
+    for report in compile_all(archs, dtypes, options.case, wide=options.wide):
         reports.append(report)
         if not options.json:
             print(line(report), flush=True)  # each takes seconds

@@ -102,10 +102,14 @@ _W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
 
 
 def _all_gather_launches(
-    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     op = all_gather_gemm
     scaled = dtype.itemsize == 1
+    kinds: list[tuple[str, int, Activation | None, bool]] = [
+        ("plain", 1, None, False), ("gelu kept", 1, "gelu", not scaled),
+        ("swiglu", 2, "swiglu", False), ("swiglu kept", 2, "swiglu", not scaled),
+    ]  # fmt: skip
     cases: list[tuple[str, int, tuple[int, ...], Activation | None, bool]] = [
         ("up", 1536, (_FFN,), None, False),
         ("up, gelu", 1536, (_FFN,), "gelu", False),
@@ -120,6 +124,13 @@ def _all_gather_launches(
         ("up, 8 tokens", 8, (_FFN,), None, False),
         ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
     ]
+    if wide:
+        cases += [
+            (f"{width}, {kind}, {tokens} tokens", tokens, (width,) * count, activation, keep)
+            for tokens in (16, 32, 64, 256, 512, 2048, 4096)
+            for width in (500, _FFN)
+            for kind, count, activation, keep in kinds
+        ]
     for case, tokens, widths, activation, keep in cases:
         # nn.Linear holds (N, K): its transpose is contiguous along K.
         weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
@@ -164,24 +175,34 @@ def _all_gather_launches(
 
 
 def _reduce_launches(
-    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor]
+    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     scaled = dtype.itemsize == 1
     scale_b = _factors(1, _HIDDEN) if scaled else None
     out_dtype = torch.bfloat16 if scaled else dtype
-    for case, tokens, depths in (
+    scatters = [
         ("down", 8192, (_FFN,)),
         ("down, 1024 tokens", 1024, (_FFN,)),
         ("d(qkv)", 8192, _QKV),
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),
-    ):
+    ]
+    sums = [("two shots", 8192, _HIDDEN), ("one shot", 16, _HIDDEN), ("one shot, narrow", 16, 1024)]
+    if wide:
+        for tokens in (32, 64, 256, 512, 2048):
+            scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (500, _FFN)]
+            scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
+            sums += [(f"sum of {n}, {tokens} tokens", tokens, n) for n in (1000, 4096, _HIDDEN)]
+    for case, tokens, depths in scatters:
         if scaled and len(depths) > 1:
             continue
         sizes = [tokens // _W] * _W
         config = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
         xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
-        residual = torch.empty(sizes[0], _HIDDEN, dtype=out_dtype, device="meta")
+        # Several products are summed in gradients alone.
+        residual = None
+        if len(depths) == 1:
+            residual = torch.empty(sizes[0], _HIDDEN, dtype=out_dtype, device="meta")
         with catching(gemm_reduce_scatter, gemm_one_shot) as caught:
             gemm_reduce_scatter.launch_matmul_reduce_scatter(
                 xs,
@@ -195,11 +216,7 @@ def _reduce_launches(
                 config=config,
             )
         yield case, caught[0]
-    for case, tokens, columns in (
-        ("two shots", 8192, _HIDDEN),
-        ("one shot", 16, _HIDDEN),
-        ("one shot, narrow", 16, 1024),
-    ):
+    for case, tokens, columns in sums:
         reduce = gemm_all_reduce.config_for(tokens, columns, dtype, _W, chip)
         with catching(gemm_all_reduce, gemm_one_shot) as caught:
             gemm_all_reduce.launch_matmul_all_reduce(
@@ -222,6 +239,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         copy_engines.announce(ws, 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
     gpu = torch.device("cuda")
+    reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
         x = torch.empty(count, dtype=dtype, device="meta")
         sizes = [count // _W] * _W if case == "collective" else chunk_sizes(count, _W)
@@ -230,35 +248,57 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
             part, whole = x[: sizes[0]], x
             config = op.config_for("all_gather", nbytes, _W, gpu)
             op.launch_all_gather(part, whole, ws, sizes, config)
-            config = op.config_for("reduce_scatter", nbytes, _W, gpu)
-            op.launch_reduce(x, part, ws, sizes, "sum", config)
-            config = op.config_for("all_reduce", 1 << 20, _W, gpu)
-            op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
+            if reduced:
+                config = op.config_for("reduce_scatter", nbytes, _W, gpu)
+                op.launch_reduce(x, part, ws, sizes, "sum", config)
+                config = op.config_for("all_reduce", 1 << 20, _W, gpu)
+                op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
         yield from ((case, launch) for launch in caught)
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
-    for case, holders, reduce_op in (("pull", (1,), None), ("pull of sums", everyone, "sum")):
+    pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
+    for case, holders, reduce_op in pulls:
         box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
         table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
-    if chip.descriptors:  # of the same generation as multicast
+    if chip.descriptors and dtype in multimem.DTYPES:  # of the same generation as multicast
         with catching(multimem) as caught:
             multimem.launch_all_reduce(x, x, ws)
         yield "by the switch", caught[0]
 
 
-def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads, kv_heads = 8, 1
-    for case, rows, D, before in (
+    shards = [
         ("attention", 1024, 128, UNBOUNDED),
         ("attention, window", 1024, 64, 4096),
         ("attention, D 256", 1024, 256, UNBOUNDED),
         ("attention, 16 rows", 16, 128, UNBOUNDED),
-    ):
+    ]
+    # Batch, tokens, width of a head, whether there are pages; 8 query heads on a key head.
+    decodes = [
+        ("decode", 512, 1, 128, False),
+        ("decode, pages", 4, 1, 128, True),
+        ("decode, 4 tokens", 4, 4, 128, False),
+    ]
+    if wide:
+        widths = (16, 64, 80, 192, 256)
+        shards += [
+            (f"attention, D {D}, {rows} rows", rows, D, UNBOUNDED)
+            for D in widths
+            for rows in (16, 64, 1024)
+        ]
+        decodes += [
+            (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
+            for D in (*widths, 128)
+            for tokens in (1, 4, 8)
+            for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
+        ]
+    for case, rows, D, before in shards:
         sizes = (rows,) * _W
         geometry = Geometry(sizes, sizes, "zigzag", Visibility(rows * _W, before, 0, None))
         q, k = empty(1, heads, rows, D), empty(1, kv_heads, rows, D)
@@ -272,12 +312,8 @@ def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, L
                 config=ring_flash_backward.config_for(*shape),
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
-    for case, rows, D, before in (
-        ("attention by heads", 1024, 128, UNBOUNDED),
-        ("attention by heads, window", 1024, 64, 4096),
-        ("attention by heads, D 256", 1024, 256, UNBOUNDED),
-        ("attention by heads, 16 rows", 16, 128, UNBOUNDED),
-    ):
+    for case, rows, D, before in shards:
+        case = case.replace("attention", "attention by heads")
         sizes = (rows,) * _W
         geometry = Geometry(sizes, sizes, "contiguous", Visibility(rows * _W, before, 0, None))
         q, k = empty(1, heads * _W, rows, D), empty(1, _W, rows, D)
@@ -291,24 +327,22 @@ def _attention_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, L
                 config=heads_flash_backward.config_for(*shape),
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
-    for case, batch, tokens, paged in (
-        ("decode", 512, 1, False),
-        ("decode, pages", 4, 1, True),
-        ("decode, 4 tokens", 4, 4, False),
-    ):
-        D, page = 128, 64
+    for case, batch, tokens, D, paged in decodes:
+        page = 64
         table = torch.empty(batch, 64, dtype=torch.int32, device="meta") if paged else None
         keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
         q = empty(batch, heads, tokens, D)
         lengths = torch.empty(batch, dtype=torch.int64, device="meta")
-        config = flash_decoding.config_for(batch * kv_heads, D, dtype, chip)
-        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")
         rows = max(16, triton.next_power_of_2(heads // kv_heads * tokens))
+        block_d = max(16, triton.next_power_of_2(D))
+        config = flash_decoding.config_for(batch * kv_heads, rows, block_d, dtype, chip)
+        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")
         cache = Cache(keys, keys, table, page, 0, _W)
         with catching(flash_decoding) as caught:
             flash_decoding.launch(
-                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config, rows, D
-            )
+                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config,
+                rows, block_d,
+            )  # fmt: skip
         yield from ((case, launch) for launch in caught)
 
 
@@ -316,14 +350,18 @@ def _factors(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=torch.float32, device="meta")
 
 
-def launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """(case, launch) of every kernel, in the configurations that the heuristics choose."""
+def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> Iterator[tuple[str, Launch]]:
+    """(case, launch) of every kernel, in the configurations that the heuristics choose.
+
+    Args:
+        wide: of many more sizes, through the heuristics' whole range.
+    """
 
     def empty(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device="meta")
 
-    yield from _all_gather_launches(chip, dtype, empty)
-    yield from _reduce_launches(chip, dtype, empty)
+    yield from _all_gather_launches(chip, dtype, empty, wide)
+    yield from _reduce_launches(chip, dtype, empty, wide)
     yield from _collective_launches(chip, dtype)
     if dtype.itemsize > 1:
-        yield from _attention_launches(chip, dtype)
+        yield from _attention_launches(chip, dtype, wide)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._device import _device_constructors
 
 
 class RankError(AssertionError):
@@ -27,6 +28,8 @@ class RankError(AssertionError):
 def _poison_empty() -> None:
     """Fill what `torch.empty` returns with NaN (or a large number): unwritten output shows."""
     plain = torch.empty
+    # Default devices hold for the functions in this list, made when it is first asked for.
+    _device_constructors()
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = plain(*args, **kwargs)
