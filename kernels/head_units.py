@@ -102,9 +102,10 @@ def compute_program(SHAPE: tl.constexpr):
 
 @triton.jit
 def unit_of(unit, B, count):
-    """Head, batch (int64) and tile of a unit, where a head of a batch has `count` tiles."""
+    """Head, batch and tile of a unit, where a head of a batch has `count` tiles. All are int32: a
+    division of int64 is a call, before which whatever is in registers is stored."""
     of_head = unit // count
-    return tl.cast(of_head // B, tl.int64), tl.cast(of_head % B, tl.int64), unit % count
+    return of_head // B, of_head % B, unit % count
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def collect_rows(
     for unit in range(first_unit(0, rank * stagger, SHAPE), H * B * count, programs):
         head, batch, _, row, length = query_tile(unit, rank, B, count, ring, SHAPE, BLOCK)
         if (head < first) | (head >= last):
-            at = (batch * H + head) * n + row
+            at = tl.cast(batch * H + head, tl.int64) * n + row
             tiles.copy_block(
                 out_ptr + at * D, area + at * SHAPE.pitch, length, D, D, SHAPE.pitch, 1,
                 SHAPE.copy_m, SHAPE.block_d,

@@ -159,18 +159,19 @@ def _head_attention_kernel(
                 head, batch, position, row, length = query_tile(
                     unit, owner, B, count, ring, SHAPE, BLOCK_M
                 )
-                stop = row + length
+                stop, at = row + length, tl.cast(batch * H + head, tl.int64) * n
+                kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
+                batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
                 if owner == rank:
                     q_rows, stride = head_ptr(q, batch, head), tl.cast(q.stride_m, tl.int32)
                 else:
-                    q_rows = area_ptr(ring, owner, areas.q, dtype) + (batch * H + head) * n * PITCH
+                    q_rows = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
                     stride = tl.cast(PITCH, tl.int32)
                 q_tile = load_rows(q_rows, row, stop, stride, BLOCK_M, D, SHAPE.block_d)
                 come, out, lse = attend(
-                    come, q_tile, position, length, batch, head // (H // keys.H_KV), keys, ring,
-                    sees, scale, SHAPE, BLOCK_N,
+                    come, q_tile, position, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
+                    BLOCK_N,
                 )  # fmt: skip
-                at = (batch * H + head) * n
                 if owner == rank:
                     out_rows, numbers = out_ptr + at * D, lse_ptr + at
                     pitch = tl.cast(D, tl.int32)

@@ -101,11 +101,11 @@ def config_for(
         return config
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
-    # What fits around the ring spills here, 16 to 120 bytes: there is more to keep in registers.
-    if D > 128 and dtype.itemsize == 2 and chip.name.startswith("sm_"):
-        return replace(config, dkv_n=16)
-    if D > 64 and dtype.itemsize == 2 and chip.name == "sm_90":
-        return replace(config, dq_m=32)
+    # What fits around the ring spills here, 16 to 72 bytes: there is more to keep in registers.
+    if D > 128:
+        config = replace(config, copy_m=16)
+    if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
+        config = replace(config, num_warps=8)
     return config
 
 
@@ -187,10 +187,11 @@ def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
     lse = area_ptr(ring, source, areas.lse, tl.float32)
     delta = area_ptr(ring, source, areas.delta, tl.float32)
     for unit in range(tl.program_id(0), B * fetched.count * chunks, SHAPE.copy_programs):
-        head, row = (unit // chunks).to(tl.int64), unit % chunks * COPY_M
+        head, row = unit // chunks, unit % chunks * COPY_M
         rows = tl.minimum(COPY_M, n - row)
-        to = head * n + row
-        at = (head // fetched.count * H + fetched.first + head % fetched.count) * n + row
+        to = tl.cast(head, tl.int64) * n + row
+        head = head // fetched.count * H + fetched.first + head % fetched.count
+        at = tl.cast(head, tl.int64) * n + row
         tiles.copy_block(
             to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
             SHAPE.block_d,
@@ -244,7 +245,7 @@ def _part_ptr(areas, keys, ring, owner, user, batch, kv_head, H, SHAPE: tl.const
     sharing = H // keys.H_KV
     slot = user - _first_user(kv_head, sharing, H, SHAPE)
     size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
-    at = (batch * keys.H_KV + kv_head) * areas.rows * SHAPE.fp32_pitch
+    at = tl.cast(batch * keys.H_KV + kv_head, tl.int64) * areas.rows * SHAPE.fp32_pitch
     return area_ptr(ring, owner, areas.parts, tl.float32) + slot * 2 * size + at, size
 
 
@@ -282,6 +283,10 @@ def _make_dkv(
     begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
     for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
         kv_head, batch, tile = unit_of(unit, B, each // B)
+        first = tl.maximum(kv_head * sharing, fetched.first)
+        last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
+        part_ptr, size = _part_ptr(areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
+        batch, kv_head = tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64)
         position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
         stop = row + length
         if is_needed(table, rank, owner, row, stop, SHAPE):
@@ -291,8 +296,6 @@ def _make_dkv(
             v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
             lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
             dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
-            first = tl.maximum(kv_head * sharing, fetched.first)
-            last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
             for part in range(WORLD_SIZE * SPANS):
                 step = part // SPANS
                 source = (rank + step) % WORLD_SIZE
@@ -309,9 +312,8 @@ def _make_dkv(
                             dk, dv, k, v, position, mine, begin, a, b, end, sees, scale * LOG2_E,
                             SHAPE, BLOCK_M,
                         )  # fmt: skip
-            at, size = _part_ptr(areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
-            tiles.store(at, dk * scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
-            tiles.store(at + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+            tiles.store(part_ptr, dk * scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+            tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
     return come
 
 
@@ -345,16 +347,18 @@ def _make_dq(
         come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
         head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
         rows, stop = row + tl.arange(0, BLOCK_M), row + length
+        at = tl.cast(batch * H + head, tl.int64) * n
+        kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
+        batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
         mine = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
         q = load_rows(mine.q, row, stop, mine.stride_q, BLOCK_M, D, BLOCK_D)
         dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
         delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
         come, dq = sum_dq(
-            come, q, dout, lse, delta, position, length, batch, head // (H // keys.H_KV), keys,
-            ring, sees, scale, SHAPE, BLOCK_N,
+            come, q, dout, lse, delta, position, length, batch, kv_head, keys, ring, sees, scale,
+            SHAPE, BLOCK_N,
         )  # fmt: skip
-        at = (batch * H + head) * n
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
         else:
@@ -401,7 +405,7 @@ def _add_parts(
             for slot in range(users):
                 dk += tl.load(parts + slot * 2 * size + offs, mask=inside, other=0.0)
                 dv += tl.load(parts + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
-            at = ((batch * keys.H_KV + kv_head) * m + row) * D
+            at = (tl.cast(batch * keys.H_KV + kv_head, tl.int64) * m + row) * D
             tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
             tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
 

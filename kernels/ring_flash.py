@@ -246,7 +246,7 @@ def _ring_attention_kernel(
             stop = row + length
             q_head = head_ptr(q, batch, q_of)
             q_tile = load_rows(q_head, row, stop, q.stride_m, BLOCK_M, D, SHAPE.block_d)
-            kv_head = q_of // (H // keys.H_KV)
+            kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             come, out, lse = attend(
                 come, q_tile, position, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
                 BLOCK_N,

@@ -31,6 +31,7 @@ from weft.kernels import ring_flash, tiles
 from weft.kernels.attention_tiles import (
     LOG2_E,
     Sight,
+    head_ptr,
     heads_of,
     in_rows,
     interval,
@@ -150,22 +151,21 @@ def make_delta(
 ):
     """A copy program's share of delta."""
     D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
     COPY_M: tl.constexpr = SHAPE.copy_m
-    offs_d = tl.arange(0, SHAPE.block_d)
     H, n, dout = queries.H, queries.n, queries.dout
-    count = tl.cast(B * H, tl.int64) * n
-    for block in range(tl.program_id(0), tiles.cdiv(count, COPY_M), SHAPE.copy_programs):
-        at = tl.cast(block, tl.int64) * COPY_M + tl.arange(0, COPY_M)
-        head, row = at // n, at % n
-        dout_rows = head // H * dout.stride_b + head % H * dout.stride_h + row * dout.stride_m
-        inside = (at[:, None] < count) & (offs_d[None, :] < D)
-        out = tl.load(out_ptr + at[:, None] * D + offs_d[None, :], mask=inside, other=0.0)
-        dout_ptrs = dout.ptr + dout_rows[:, None] + offs_d[None, :]
-        dout_block = tl.load(dout_ptrs, mask=inside, other=0.0)
-        delta = row_sum(out.to(tl.float32) * dout_block.to(tl.float32))
+    chunks = tiles.cdiv(n, COPY_M)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
+        head, row = unit // chunks, unit % chunks * COPY_M
+        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
+        first = tl.cast(head, tl.int64) * n
+        out_rows = load_rows(out_ptr + first * D, row, n, D, COPY_M, D, BLOCK_D)
+        dout_rows = load_rows(dout_head, row, n, dout.stride_m, COPY_M, D, BLOCK_D)
+        delta = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
+        rows = row + tl.arange(0, COPY_M)
         if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + at, mask=at < count, other=0.0)
-        tl.store(queries.delta + at, delta, mask=at < count)
+            delta -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
+        tl.store(queries.delta + first + rows, delta, mask=rows < n)
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def _make_dq(
         dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
         delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
-        kv_head = q_of // (H // keys.H_KV)
+        kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
         come, dq = sum_dq(
             come, q, dout, lse, delta, position, length, batch, kv_head, keys, ring, sees, scale,
             SHAPE, BLOCK_N,

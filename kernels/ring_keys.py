@@ -303,10 +303,11 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
     for unit in range(tl.program_id(0), heads * chunks, SHAPE.copy_programs):
-        head, first = (unit // chunks).to(tl.int64), (unit % chunks).to(tl.int64) * COPY_M
+        head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
+        batch, of_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         tiles.copy_block(
-            to_ptr + (head * rows + first) * SHAPE.pitch,
-            head_ptr(x, head // H, head % H) + first * x.stride_m,
+            to_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
+            head_ptr(x, batch, of_batch) + first * x.stride_m,
             tl.minimum(COPY_M, rows - first),
             SHAPE.head_dim,
             SHAPE.pitch,
@@ -326,11 +327,11 @@ def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexp
         first = unit % chunks * COPY_M
         last = tl.minimum(first + COPY_M, rows)
         if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
-            head = (unit // chunks).to(tl.int64)
-            batch, kv_head = head // keys.fetched, keys.first + head % keys.fetched
+            head = unit // chunks
+            of_all = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
             tiles.copy_block(
-                out_ptr + (head * rows + first) * SHAPE.pitch,
-                shard_ptr + ((batch * keys.H_KV + kv_head) * rows + first) * SHAPE.pitch,
+                out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
+                shard_ptr + (tl.cast(of_all, tl.int64) * rows + first) * SHAPE.pitch,
                 last - first,
                 SHAPE.head_dim,
                 SHAPE.pitch,

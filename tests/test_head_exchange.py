@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ring_attention import DTYPES, check, shard, whole
+from test_ring_attention import DTYPES, check, link_bytes, needs_interpreter, shard, whole
 
 import weft
 from weft import sim
@@ -101,7 +101,9 @@ def test_random_cases(ranks, world_size: int) -> None:
     ranks(world_size, cases, world_size, 15)
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 639), (3, 2029)])
+@pytest.mark.parametrize(
+    ("world_size", "seed"), [(2, 639), pytest.param(3, 2029, marks=pytest.mark.sweep)]
+)
 def test_cases_in_one_launch(ranks, world_size: int, seed: int) -> None:
     """Seeds of cases with much in them: GQA, a rank without heads or rows, documents, a window."""
     ranks(world_size, cases, seed, 2, "triton")
@@ -175,6 +177,12 @@ def test_schedules() -> None:
         return found
 
     sim.run(3, body, schedules=20)
+
+
+@needs_interpreter
+def test_every_byte_crosses_the_link_once() -> None:
+    """q, k and v of one head come, and out and lse of the other go, by way of their readers."""
+    assert link_bytes(2, 2, weft.ulysses_attention) == 64 * (4 * 16 * 4 + 4)
 
 
 def errors() -> None:

@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft import sim
+from weft.collectives import signals
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.sequence_attention import attention_reference
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+needs_interpreter = pytest.mark.skipif(
+    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
+)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -189,6 +195,27 @@ def delayed_body(engine: str, W: int) -> None:
 @pytest.mark.parametrize("engine", ["host", "triton"])
 def test_a_late_rank(ranks: Any, engine: str) -> None:
     ranks(2, delayed_body, engine, 2)
+
+
+def link_bytes(W: int, H: int, attention: Any, **options: Any) -> float:
+    """The most that crosses one link, of 64 tokens a rank and heads of 16, in fp32."""
+
+    def body(rank: int) -> None:
+        x = torch.zeros(1, H, 64, 16)
+        with weft.engine("triton"):
+            attention(x, x, x, sizes=[64] * W, **options)
+
+    timeline = sim.run(W, body, hardware="h100", numerics=False).timeline
+    return timeline.summary()["link_bytes"]
+
+
+@needs_interpreter
+def test_keys_that_no_query_sees_are_not_fetched() -> None:
+    row_bytes = 2 * 16 * 4
+    fetched = lambda **options: link_bytes(2, 1, weft.ring_attention, **options)  # noqa: E731
+    assert fetched() == 64 * row_bytes
+    assert fetched(causal=True, window=5) == 32 * row_bytes  # a chunk of copies
+    assert fetched(cu_seqlens=[0, 64, 128]) == 0
 
 
 MISUSE = {
