@@ -200,7 +200,7 @@ def _receive_pieces(
             _copy_blocks(piece, slot, element(pieces.sizes, peer, WORLD_SIZE), BLOCK, ALIGN)
 
 
-@triton.jit(do_not_specialize=["sent", "received", "rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _exchange_kernel(
     out_ptr,
     x_ptr,
@@ -297,7 +297,7 @@ def _reduce_elements(
             tl.store(finished + offs, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["pieces", "rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _reduce_kernel(
     out_ptr,
     x_ptr,

@@ -70,7 +70,7 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
     return Config(tiling, chip.programs, copy_programs, 16, copy_n, descriptors)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["chunk_rows", "rank"])
 def _ag_gemm_contract_kernel(
     out,  # Matrix (M, N)
     gathered,  # Matrix (M, K), or (K, M) if TRANSPOSED

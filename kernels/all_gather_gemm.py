@@ -207,7 +207,7 @@ def _peers_rows(
     return a_rows, a_scales
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank"])
 def _ag_gemm_kernel(
     outs,  # one (M, N_i) a weight, contiguous; one in all for swiglu
     sums,  # the same before the activation, one a weight, or None

@@ -149,8 +149,8 @@ def source(launch: Launch) -> ASTSource:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
     def describe(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
-        if isinstance(value, tuple):
-            fields = [describe(v, (*path, i), specialize) for i, v in enumerate(value)]
+        if isinstance(value, tuple):  # do_not_specialize does not reach inside
+            fields = [describe(v, (*path, i), True) for i, v in enumerate(value)]
             return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
         if isinstance(value, TensorDescriptor):
             return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"

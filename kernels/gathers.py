@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _PITCH = 16  # rows of a published shard start at multiples of this many elements
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rows", "scales_at", "rank"])
 def _publish_kernel(
     x,  # Matrix (rows, columns)
     x_scales,  # of the rows

@@ -123,7 +123,7 @@ def _finished_ptr(link, peer, generation, finished_at, dtype: tl.constexpr):
     return (half + finished_at).to(tl.pointer_type(dtype))
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["M", "rank"])
 def _gemm_two_shot_kernel(
     out_ptr,  # (M, N)
     factors,  # Factors of (M, N), one term

@@ -110,7 +110,7 @@ def _send_to_owners(acc, start_m, offs, offsets, link, generation, WORLD_SIZE: t
     tl.store(row_ptrs[:, None] + tl.arange(0, COLUMNS)[None, :], acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["M", "rank"])
 def _gemm_one_shot_kernel(
     out_ptr,  # (M, N), or this rank's rows of it
     factors,  # Factors of (M, N)

@@ -127,7 +127,7 @@ def workspace_for(
     return workspace(group, workspace_bytes(chunk, N, W, config), channel="scatter", device=device)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["chunk", "rank"])
 def _gemm_rs_kernel(
     out_ptr,  # (rows of the own chunk, N)
     factors,  # Factors of (M, N)

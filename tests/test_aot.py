@@ -16,10 +16,11 @@ from weft.kernels.aot import occupancy, widest_load
 from weft.kernels.chips import KNOWN
 
 SHARED = {chip.name: chip.shared_bytes for chip in KNOWN}
+FP8 = {chip.name: chip.fp8 for chip in KNOWN}
 MATRIX = {
     "sm_80": {"HMMA"},
-    "sm_90": {"HGMMA", "HMMA"},
-    "sm_100": {"UTCHMMA", "HMMA"},
+    "sm_90": {"HGMMA", "QGMMA", "HMMA"},
+    "sm_100": {"UTCHMMA", "UTCQMMA", "HMMA"},
     "gfx942": {"v_mfma"},
 }
 
@@ -41,10 +42,11 @@ SAMPLED = sorted({case for cases in SAMPLE.values() for case in cases})
 
 
 @cache
-def compiled(arch: str, dtype: str, *cases: str) -> list[dict[str, Any]]:
+def compiled(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict[str, Any]]:
     """In a process of its own, as kernels of this one are interpreted."""
     command = [sys.executable, "-m", "weft.kernels.aot", "--json", "--arch", arch, "--dtype", dtype]
     command += ["--case", *cases] if cases else []
+    command += ["--wide"] if wide else []
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
     )
@@ -52,8 +54,8 @@ def compiled(arch: str, dtype: str, *cases: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def check(arch: str, dtype: str, *cases: str) -> None:
-    reports = compiled(arch, dtype, *cases)
+def check(arch: str, dtype: str, *cases: str, wide: bool = False) -> None:
+    reports = compiled(arch, dtype, *cases, wide=wide)
     found = {report["case"] for report in reports}
     assert found == set(cases) if cases else len({r["kernel"] for r in reports}) >= 10
     for report in reports:
@@ -124,6 +126,15 @@ def test_float32_on_sm_90():
 @pytest.mark.parametrize("arch", SHARED)
 def test_other_dtypes(arch, dtype):
     check(arch, dtype)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("arch", SHARED)
+def test_the_whole_range_of_the_heuristics(arch, dtype):
+    if dtype == "float8_e4m3fn" and not FP8[arch]:
+        pytest.skip(f"{arch} has no fp8")
+    check(arch, dtype, wide=True)
 
 
 @pytest.mark.parametrize("given", [[], ["--arch", "sm_90"]])
