@@ -33,15 +33,20 @@ if TYPE_CHECKING:
 
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
 
+_MAP_NORESERVE = 0x4000  # Linux; in `mmap` since Python 3.13
 _FIRST_COLUMNS = 8  # strands whose reads of a region there is room for at first
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again."""
+    """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again.
+
+    There may be more of them than the machine has memory: real sizes are not touched.
+    """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < 1 << 16:
         return np.zeros(shape, dtype)
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype).reshape(shape)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), dtype).reshape(shape)
 
 
 @dataclass

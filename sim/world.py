@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from weft.collectives import pad
-from weft.collectives.group import here
 from weft.collectives.workspace import forget
 from weft.errors import MismatchError
 from weft.sim import distributed_hooks
@@ -24,21 +23,19 @@ from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses
 from weft.sim.host_ops import HostOps
+from weft.sim.launches import Launches, tensors_in
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
 from weft.sim.recording import HOST, Tape
 from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
 from weft.sim.team import Team, word_name
-from weft.sim.trace import HostOp, Lane, Recorder, Signal, Wait
+from weft.sim.trace import HostOp, Recorder, Signal, Wait
 
 Programs = Literal["sequential", "concurrent"]
 
 _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
-_LARGEST_TABLE = 4096  # elements
-_LOWEST_ADDRESS = 1 << 32
-_LANES = 8  # programs of a launch that have a clock of their own, if they run in turn
 
 
 class World:
@@ -73,21 +70,20 @@ class World:
         self._starts: list[int] = []  # of segments, in order
         self._ends: list[int] = []
         self._values: dict[int, int] = {}  # last value seen of a polled word
-        self._lanes: dict[int, list[int]] = {}  # rank -> clocks of its launches' programs
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
-        self._launches = [0] * world_size
-        self._watched: dict[int, tuple[Region, list[int]]] = {}  # arguments of running launches
+        self._launches = Launches(self)
         self._alive: list[Any] = []
 
     def new_strand(self, rank: int) -> Strand:
         """The host of `rank`, with a clock."""
-        strand = Strand(rank, self._new_slot(rank, HOST))
+        strand = Strand(rank, self.new_slot(rank, HOST))
         if self.tape:
             strand.track = self.tape.track(("host", rank))
         return strand
 
-    def _new_slot(self, rank: int, lane: int) -> int:
+    def new_slot(self, rank: int, lane: int) -> int:
+        """A clock for `lane` of `rank`."""
         self._slots += 1
         if self.tape:
             self.tape.new_slot(rank, lane)
@@ -188,7 +184,7 @@ class World:
     def bring(self, value: Any) -> None:
         """Others will read the tensors in `value`: in virtual time, over a link."""
         if self.recorder:
-            for tensor in _tensors([value]):
+            for tensor in tensors_in([value]):
                 storage = tensor.untyped_storage()
                 start = storage.data_ptr()
                 self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
@@ -392,134 +388,7 @@ class World:
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
         """Programs start after all that the host did, and the host goes on after all of them."""
-        host = strand_here()
-        recorder = self.recorder
-        timed = recorder.launch(host, kernel, warps, len(programs)) if recorder else None
-        if self.symmetric and host.rank:
-            return
-        concurrent = self.programs == "concurrent"
-        lanes = len(programs) if concurrent else min(len(programs), _LANES)
-        slots = self._lanes.setdefault(host.rank, [])
-        while len(slots) < lanes:
-            slots.append(self._new_slot(host.rank, len(slots)))
-        self._launches[host.rank] += 1
-        if self.detector:
-            for slot in slots[:lanes]:
-                self.detector.join(slot, [host.slot])
-                self.detector.barrier(slot)
-        if self.tape:
-            place, places = self.tape.place(host.slot), self.tape.places(slots[:lanes])
-            self.tape.sync(host, "fork", place, places)
-        with self._arguments(arguments) as confined:
-            if concurrent:
-                self._run_concurrently(host, kernel, programs, slots, confined, timed, run)
-            else:
-                # The thread stays the host's; only the clock and the name are the program's.
-                own = host.slot, host.what
-                host.confined = confined
-                try:
-                    for number, program in enumerate(programs):
-                        host.slot, host.what = slots[number % lanes], _program(kernel, program)
-                        host.lane = timed[number] if timed else None
-                        if self.tape:
-                            self.tape.sync(host, "place", self.tape.place(host.slot))
-                            self.tape.note(host, "progress")
-                        self.scheduler.progressed(host)
-                        run(program)
-                        if self.tape:
-                            self.tape.flush(host)
-                finally:
-                    host.slot, host.what = own
-                    host.lane = None
-                    host.confined = False
-        if self.detector:
-            self.detector.join(host.slot, slots[:lanes])
-        if self.tape:
-            self.tape.sync(host, "place", place)
-            self.tape.sync(host, "join", place, places)
-
-    def _run_concurrently(
-        self,
-        host: Strand,
-        kernel: str,
-        programs: list[tuple[int, int, int]],
-        slots: list[int],
-        confined: bool,
-        timed: list[Lane] | None,
-        run: Callable[[tuple[int, int, int]], None],
-    ) -> None:
-        left, group = set(programs), here.world
-        keys: list[Hashable] = []
-
-        def body(program: tuple[int, int, int]) -> Callable[[], None]:
-            def run_program() -> None:
-                here.world = group
-                run(program)
-                if self.tape:
-                    self.tape.flush(strand_here())
-                left.discard(program)
-
-            return run_program
-
-        for number, (program, slot) in enumerate(zip(programs, slots, strict=False)):
-            strand = Strand(host.rank, slot, _program(kernel, program), confined)
-            strand.lane, strand.timed = timed[number] if timed else None, host.timed
-            if self.tape:
-                key = host.rank, self._launches[host.rank], number
-                strand.track = self.tape.track(key)
-                keys.append(key)
-            self.scheduler.start(strand, body(program))
-        if self.tape:
-            self.tape.sync(host, "start", tuple(keys), self.tape.places(slots[: len(keys)]))
-        self.scheduler.sleep_until(
-            host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
-        )
-
-    @contextmanager
-    def _arguments(self, arguments: list[Any]) -> Iterator[bool]:
-        """Watch the tensors that a kernel is given, for the time of the launch.
-
-        Gives whether the kernel can mean no other memory: no tensor holds addresses of any.
-        """
-        detector = self.detector
-        if detector is None:
-            yield False
-            return
-        starts = []
-        tensors = list(_tensors(arguments))
-        rank = strand_here().rank
-        for number, tensor in enumerate(tensors):
-            storage = tensor.untyped_storage()
-            start, nbytes = storage.data_ptr(), storage.nbytes()
-            if start in self._watched:  # two ranks may read one tensor
-                if self.tape and rank not in self._watched[start][1]:
-                    self.tape.unfit = "two ranks give a kernel the same tensor"
-                self._watched[start][1].append(rank)
-                starts.append(start)
-            elif nbytes and detector.find(start) is None:
-                key = "argument", rank, self._launches[rank], number
-                region = Region(start, start + nbytes, f"an argument of {nbytes} bytes", key)
-                detector.add(region)
-                self._watched[start] = region, [rank]
-                starts.append(start)
-        confined = not any(self._holds_addresses(tensor) for tensor in tensors)
-        try:
-            yield confined
-        finally:
-            for start in starts:
-                region, users = self._watched[start]
-                users.pop()
-                if not users:
-                    detector.remove(region)
-                    del self._watched[start]
-
-    def _holds_addresses(self, tensor: torch.Tensor) -> bool:
-        """Whether this may be a table of pointers to memory that nobody has told us of."""
-        assert self.detector is not None
-        if tensor.dtype != torch.int64 or tensor.numel() > _LARGEST_TABLE:
-            return False
-        values = tensor.detach().numpy().ravel().tolist()
-        return any(v > _LOWEST_ADDRESS and self.detector.find(v) is None for v in values)
+        self._launches.run(kernel, arguments, warps, programs, run)
 
     # What torch and the host do
 
@@ -592,18 +461,3 @@ class World:
 
 def _one(address: int) -> np.ndarray[Any, Any]:
     return np.array([address], np.uint64)
-
-
-def _program(kernel: str, program: tuple[int, int, int]) -> str:
-    index = program[0] if program[1:] == (0, 0) else program
-    return f"kernel {kernel}, program {index}"
-
-
-def _tensors(arguments: list[Any]) -> Iterator[torch.Tensor]:
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(list(value))
-        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a tensor descriptor
-            yield value.base
