@@ -222,7 +222,7 @@ def launch_head_attention(
     heads = heads_at(ws.rank, H, W)
     k, v = in_rows(k, v)
     table, documents = tables(geometry, ws.rank, q.device, all_queries=True)
-    offsets = offsets_of(_area_bytes(q, k, geometry))
+    _, at_q, at_out, at_lse, _ = offsets_of(_area_bytes(q, k, geometry))
     stagger = stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
@@ -232,7 +232,7 @@ def launch_head_attention(
         heads_of(in_rows(q)),
         keys_of(k, v, geometry, kv_range(heads, H, k.shape[1])),
         Sight(documents, sees.before, sees.after, sees.keys),
-        Areas(*offsets[1:4], stagger),
+        Areas(at_q, at_out, at_lse, stagger),
         table,
         link_of(ws),
         B,

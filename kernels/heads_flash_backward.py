@@ -518,7 +518,8 @@ def launch_head_attention_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
-    offsets = offsets_of(_area_bytes(q, k, geometry))
+    most = range(-(-H // W))  # heads of a rank
+    _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets_of(_area_bytes(q, k, geometry))
     _head_attention_backward_kernel[(config.programs,)](
         dq,
         dk,
@@ -534,12 +535,15 @@ def launch_head_attention_backward(
         ),
         keys_of(k, v, geometry, of_keys),
         Areas(
-            *offsets[1:7],
+            at_q,
+            at_dout,
+            at_lse,
+            at_delta,
+            at_dq,
+            at_parts,
             max(geometry.k_sizes),
-            stagger_of(geometry.q_spans, B * -(-H // W), config.dq_m),
-            stagger_of(
-                geometry.k_spans, B * len(kv_range(range(-(-H // W)), H, H_kv)), config.dkv_n
-            ),
+            stagger_of(geometry.q_spans, B * len(most), config.dq_m),
+            stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n),
         ),
         Sight(documents, seen.before, seen.after, seen.keys),
         Sight(documents, seen.after, seen.before, sum(geometry.q_sizes)),
