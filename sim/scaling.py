@@ -32,9 +32,13 @@ MODELS = {
     "Llama-3 405B": (16384, 53248),
     "Qwen2-72B": (8192, 29568),
 }
-ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-_MOST_ROWS_REDUCED = 512  # all-reduce is for decoding
+_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Each op with the numbers of tokens that it is looked at with; all-reduce is for decoding.
+OPS = {
+    "all_gather_matmul": _ROWS,
+    "matmul_reduce_scatter": _ROWS,
+    "matmul_all_reduce": (1, 16, 32, 64, 128, 256, 512),
+}
 _TIMEOUT_S = 24 * 3600.0
 
 Engine = Literal["triton", "host", "generic"]
@@ -224,8 +228,8 @@ def load(path: Path) -> list[Row]:
 
 def save(path: Path, rows: Iterable[Row]) -> None:
     """Write the rows, in the order of the page."""
-    order = [*MODELS]
-    ordered = sorted(rows, key=lambda r: (OPS.index(r.op), r.hardware, order.index(r.model), r.M))
+    ops, models = [*OPS], [*MODELS]
+    ordered = sorted(rows, key=lambda r: (ops.index(r.op), r.hardware, models.index(r.model), r.M))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in ordered], indent=1) + "\n")
 
@@ -236,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hardware", default="h100,h200", help="presets (default h100,h200)")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="M (default 128 .. 16384)")
+    parser.add_argument("--rows", help="M (default 128 .. 16384; all-reduce: 1 .. 512)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling.json"))
     parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
@@ -244,19 +248,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
     kept = {row.key: row for row in load(args.keep)}
-    for M in sorted(map(int, args.rows.split(","))):
-        for op in args.ops.split(","):
-            for model in args.models.split(","):
-                wanted = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
-                if (
-                    args.no_run
-                    or not wanted
-                    or (op == "matmul_all_reduce" and M > _MOST_ROWS_REDUCED)
-                ):
-                    continue
-                for row in measure(op, model, M, args.ranks, wanted, _say):
-                    kept[row.key] = row
-                save(args.keep, kept.values())
+    given = args.rows and tuple(map(int, args.rows.split(",")))
+    wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]
+    for M, op in sorted(wanted):
+        for model in args.models.split(","):
+            missing = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
+            if args.no_run or not missing:
+                continue
+            for row in measure(op, model, M, args.ranks, missing, _say):
+                kept[row.key] = row
+            save(args.keep, kept.values())
     rows = [row for row in kept.values() if row.ranks == args.ranks]
     if args.page:
         page.write(args.page, rows, against_measurements(args.keep.parent))
