@@ -24,7 +24,7 @@ and `heads_flash_backward`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -91,7 +91,7 @@ def ulysses_attention(
             f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    H = q.shape[1]
+    H, engine = q.shape[1], settings.current_engine()
     if ring_group is None:
         if layout != "contiguous":
             raise ValueError(
@@ -105,18 +105,19 @@ def ulysses_attention(
         if call.engine == "triton" and inner.world_size > 1:
             out, lse = _HeadAttention.apply(q, k, v, call)
             return (out, lse) if return_lse else out
-        rows, key_rows = call.geometry.q_sizes, call.geometry.k_sizes
+        rows, key_rows, engine = call.geometry.q_sizes, call.geometry.k_sizes, call.engine
     else:
         outer = resolve(ring_group)
         rows = tuple(known_sizes(q, inner, 2, sizes, OP))
         key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, OP))
     mine, shared = split_heads(H, k.shape[1], inner.world_size)
 
-    q = _Swap.apply(q, inner, mine, rows)
-    k, v = (_Swap.apply(x, inner, shared, key_rows) for x in (k, v))
+    way = _way(inner, engine)
+    q = _Swap.apply(q, inner, mine, rows, way)
+    k, v = (_Swap.apply(x, inner, shared, key_rows, way) for x in (k, v))
     if ring_group is not None and settings.tracing():
         shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"
-        settings.record(OP, _way(inner), "heads exchanged", shapes)
+        settings.record(OP, way, "heads exchanged", shapes)
     if mine[inner.rank]:
         out, lse = ring_attention(
             q, k, v, outer, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens,
@@ -124,10 +125,10 @@ def ulysses_attention(
         )  # fmt: skip
     else:
         out, lse = no_heads(q, k, v)
-    out = _SwapBack.apply(out, inner, mine, rows)
+    out = _SwapBack.apply(out, inner, mine, rows, way)
     if not return_lse:
         return out
-    return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows).squeeze(-1)
+    return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows, way).squeeze(-1)
 
 
 class _HeadAttention(torch.autograd.Function):
@@ -175,6 +176,7 @@ def no_heads(
 
 
 Heads = tuple[tuple[int, ...], ...]
+Way = Literal["host", "generic"]
 
 
 def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
@@ -204,14 +206,14 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
+        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], way: Way
     ) -> torch.Tensor:
-        ctx.args = group, heads, sizes, x.shape[1]
-        return to_heads(x, group, heads, sizes)
+        ctx.args = group, heads, sizes, x.shape[1], way
+        return to_heads(x, group, heads, sizes, way)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return to_tokens(grad, *ctx.args), None, None, None
+        return to_tokens(grad, *ctx.args), None, None, None, None
 
 
 class _SwapBack(torch.autograd.Function):
@@ -219,32 +221,36 @@ class _SwapBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
+        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], way: Way
     ) -> torch.Tensor:
-        ctx.args = group, heads, sizes
-        return to_tokens(x, group, heads, sizes, sum(map(len, heads)))
+        ctx.args = group, heads, sizes, way
+        return to_tokens(x, group, heads, sizes, sum(map(len, heads)), way)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return to_heads(grad, *ctx.args), None, None, None
+        return to_heads(grad, *ctx.args), None, None, None, None
 
 
-def _way(group: Group) -> str:
-    """How a swap goes: the same on every rank."""
+def _way(group: Group, engine: str) -> Way:
+    """How swaps go: the same on every rank."""
     if group.world_size == 1 or group.why:
         return "generic"
-    asked = settings.current_engine()
-    if asked == "generic" and group.virtual is None:
-        return "generic"
-    return "host"
+    return "generic" if engine == "generic" and group.virtual is None else "host"
 
 
-def to_heads(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]) -> torch.Tensor:
+def to_heads(
+    x: torch.Tensor,
+    group: Group,
+    heads: Heads,
+    sizes: tuple[int, ...],
+    way: Way | None = None,
+) -> torch.Tensor:
+    """This rank's heads of all tokens; `way` is by the engine in force where None."""
     B, H, _, D = x.shape
     mine = list(heads[group.rank])
     starts = offsets(sizes)
     out = x.new_empty(B, len(mine), sum(sizes), D)
-    if _way(group) == "generic":
+    if (way or _way(group, settings.current_engine())) == "generic":
         whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
         return out.copy_(whole[:, mine])
     picked = slice(mine[0], mine[-1] + 1) if _is_run(mine) else mine
@@ -263,7 +269,12 @@ def to_heads(x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...]
 
 
 def to_tokens(
-    x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], H: int
+    x: torch.Tensor,
+    group: Group,
+    heads: Heads,
+    sizes: tuple[int, ...],
+    H: int,
+    way: Way | None = None,
 ) -> torch.Tensor:
     """This rank's tokens of all `H` heads; those of a head that several ranks have are added."""
     B, _, S, D = x.shape
@@ -281,7 +292,7 @@ def to_tokens(
         else:
             out[:, heads[source][0] : heads[source][-1] + 1] = part
 
-    if _way(group) == "generic":
+    if (way or _way(group, settings.current_engine())) == "generic":
         counts = [len(each) for each in heads]
         whole = all_gather(x, group, dim=1, sizes=counts) if group.world_size > 1 else x
         for source, part in enumerate(whole.split(counts, 1)):
