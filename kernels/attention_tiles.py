@@ -123,6 +123,15 @@ def seen_pairs(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl
 
 
 @triton.jit
+def pairs_seen(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr):
+    """`seen_pairs`, transposed: (SEEN, BLOCK)."""
+    rows, columns = start + tl.arange(0, BLOCK), seen_start + tl.arange(0, SEEN)
+    first, last = visible(rows, sees)
+    last = tl.minimum(last, seen_stop)
+    return (columns[:, None] >= first[None, :]) & (columns[:, None] < last[None, :])
+
+
+@triton.jit
 def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
     """Cuts the tokens start .. stop - 1 for a tile of rows, of which the first and the last see
     `lowest` and `highest`: (begin, a, b, end) where begin .. end - 1 is all that any row sees, and

@@ -101,9 +101,11 @@ def config_for(
         return config
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
-    # What fits around the ring spills here, 16 to 72 bytes: there is more to keep in registers.
+    # What fits around the ring spills here, 8 to 72 bytes: there is more to keep in registers.
     if D > 128:
         config = replace(config, copy_m=16)
+    if 64 < D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
+        config = replace(config, dkv_m=16)
     if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
         config = replace(config, num_warps=8)
     return config

@@ -37,6 +37,7 @@ from weft.kernels.attention_tiles import (
     head_ptr,
     interval,
     load_rows,
+    pairs_seen,
     seen_pairs,
     visible,
 )
@@ -52,6 +53,8 @@ from weft.kernels.ring_keys import (
     tile_of,
 )
 from weft.kernels.sharded_sequence import Geometry
+
+_INTERPRETED = tl.constexpr(signals.INTERPRETED)
 
 
 class Queries(NamedTuple):
@@ -160,28 +163,46 @@ def add_to_dkv(
 ):
     """What queries begin .. end - 1 add, of which a .. b - 1 see all the keys.
 
-    One loop with a branch: three loops, each with its addresses in registers, spill.
+    One loop with a branch: three loops, each with its addresses in registers, spill. Where a tile
+    has as many keys as wgmma wants rows, but fewer queries, scores are made keys by queries, as dk
+    and dv take them; elsewhere that spills.
     """
     BLOCK_N: tl.constexpr = k.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    KEYS_FIRST: tl.constexpr = k.dtype != tl.float32 and (BLOCK_N >= 64 or _INTERPRETED)
     for start in range(begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
         delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
-        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
-        p = tl.exp2(scores - lse[:, None])
+        if KEYS_FIRST:
+            scores = tiles.dot(k, q.T, tiles.zeros(BLOCK_N, BLOCK_M)) * qk_scale
+            p = tl.exp2(scores - lse[None, :])
+        else:
+            scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+            p = tl.exp2(scores - lse[:, None])
         dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-        ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
+        if KEYS_FIRST:
+            ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
+        else:
+            ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
         if (start < a) | (start >= b):
-            seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
-            seen &= (rows < end)[:, None]
+            if KEYS_FIRST:
+                seen = pairs_seen(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+                seen &= (rows < end)[None, :]
+            else:
+                seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+                seen &= (rows < end)[:, None]
             # Keys of the tile that nobody here sees were not fetched: whatever they are, nan too,
             # must not be used.
             p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
-        dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
-        dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
+        if KEYS_FIRST:
+            dv = tiles.dot(tiles.rounded(p, dout.dtype), dout, dv)
+            dk = tiles.dot(tiles.rounded(p * ds, q.dtype), q, dk)
+        else:
+            dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
+            dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
     return dk, dv
 
 
