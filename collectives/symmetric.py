@@ -82,11 +82,11 @@ class CudaMemory:
 
     def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         if group.world_size > torch.cuda.device_count():
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        alone = symm_mem._SymmetricMemory.empty_strided_p2p
-        own: torch.Tensor = alone((nbytes,), (1,), torch.uint8, device)
+        own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
         self._handle = symm_mem.rendezvous(own, group.pg)
         self.multicast_ptr = int(self._handle.multicast_ptr or 0)
@@ -112,7 +112,7 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     device = torch.device(asked or "cpu")
     if not asked and group.backend == "cuda" and not backends_of(group.pg) <= _HOST_BACKENDS:
         device = torch.device("cuda")
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
