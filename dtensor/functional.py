@@ -187,7 +187,9 @@ def _torch_function(
                 return result
             ops = []
     before = outermost.arguments, outermost.ops
-    outermost.arguments, outermost.ops = (args, kwargs), ops
+    # What a backward meets below, its caller has not mixed.
+    outermost.arguments = None if func is torch.autograd.grad else (args, kwargs)
+    outermost.ops = ops
     try:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs) if kwargs else func(*args)

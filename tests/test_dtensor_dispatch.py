@@ -105,6 +105,19 @@ def nothing_moves_unasked() -> None:
     assert rows.sum().placements == (Partial("sum"),)
 
 
-@pytest.mark.parametrize("body", [as_on_one_process, the_same_rules, nothing_moves_unasked])
+def a_gradient_of_plain_tensors() -> None:
+    """What autograd makes up for pieces that nobody used is no tensor that the caller has mixed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.arange(8.0).view(2, 4).requires_grad_()
+    first = DTensor.from_local(local, mesh, [Replicate()]).chunk(2, 1)[0]
+    (grad,) = torch.autograd.grad(first.square().sum(), local)
+    expected = torch.cat([2 * local[:, :2], torch.zeros(2, 2)], 1)
+    torch.testing.assert_close(grad, expected.detach())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [as_on_one_process, the_same_rules, nothing_moves_unasked, a_gradient_of_plain_tensors],
+)
 def test_dispatch(ranks, body) -> None:
     ranks(2, body)
