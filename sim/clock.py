@@ -8,7 +8,7 @@ What moves bytes is a flow on each resource that it crosses, and ends with the l
     store to own memory      HBM                         store to a peer: likewise, the other way
 
 A resource is shared evenly by the flows on it, none faster than a core can go. The model as a whole
-is described in docs/sim.md, "Virtual time".
+is described in docs/virtual_time.md.
 """
 
 from __future__ import annotations

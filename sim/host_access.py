@@ -46,9 +46,8 @@ class HostAccesses(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if types and _wrap_others(
-            tuple(types)
-        ):  # a DTensor or the like: its own dispatch comes back with plain tensors
+        # The dispatch of a DTensor or the like comes back with plain tensors.
+        if types and _wrap_others(tuple(types)):
             return NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:

@@ -49,7 +49,7 @@ class Strand:
         waits_for: tells what it waits for, while it sleeps.
         lane: the events of the program that it runs, where virtual time is kept.
         track: what it has done, where the schedule is recorded.
-        looks_for: address and value of the last wait that it began, likewise.
+        looks_for: address and value of the last wait that it began.
         timed: whether what it does takes virtual time.
     """
 

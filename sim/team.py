@@ -234,8 +234,8 @@ def _listed(ranks: Any) -> str:
     return ", ".join(map(str, ranks))
 
 
-def word_name(team: Team, owner: int, word: int) -> str:
-    """A word of the pad of rank `owner`, and who writes it."""
+def word_told(team: Team, owner: int, word: int, value: int) -> str:
+    """A word of the pad of rank `owner`, the `value` in it, and who writes it."""
     if word >= pad.KERNEL_SLOTS:
         rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
         phase, member = divmod(rest, len(team.ranks))
@@ -246,5 +246,7 @@ def word_name(team: Team, owner: int, word: int) -> str:
         source = team.ranks[member]
         name = f"({source}, {index})"
     else:
-        return f"word {word} of rank {owner}'s pad"
-    return f"word {name} of rank {owner}'s pad: rank {source} should have signalled"
+        return f"word {word} of rank {owner}'s pad, which is {value}"
+    return (
+        f"word {name} of rank {owner}'s pad, which is {value}: rank {source} should have signalled"
+    )

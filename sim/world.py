@@ -29,7 +29,7 @@ from weft.sim.recording import HOST, Tape
 from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.sites import Sites
-from weft.sim.team import Team, word_name
+from weft.sim.team import Team, word_told
 from weft.sim.trace import HostOp, Recorder, Signal, Wait
 
 Programs = Literal["sequential", "concurrent"]
@@ -371,7 +371,7 @@ class World:
         for start, (team, rank, nbytes) in self._pads.items():
             word = (address - start) // pad.WORD_BYTES
             if start <= address < start + nbytes:
-                return f"{want} in {word_name(team, rank, word)}, which is {seen}"
+                return f"{want} in {word_told(team, rank, word, seen)}"
         region = self.detector.find(address) if self.detector else None
         if self.detector is None or region is None:
             return f"{want} in the word at {address:#x}, which is {seen}"

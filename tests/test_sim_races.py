@@ -219,7 +219,10 @@ def _spin_kernel(buffer_ptrs, signal_ptrs, rank, HOW: tl.constexpr) -> None:
     [
         ("cas", "7 at byte 0 of symmetric buffer 1 of rank 0, written by rank 1, which is 3"),
         ("add", "another value at byte 0 of symmetric buffer 1 of rank 0, written by rank 1"),
-        ("wait", "5 in word (phase 1, rank 1, program 3) of rank 0's pad: rank 1 should have"),
+        (
+            "wait",
+            "5 in word (phase 1, rank 1, program 3) of rank 0's pad, which is 0: rank 1 should",
+        ),
     ],
 )
 def test_deadlocks_name_the_word_and_the_values(how: str, wanted: str) -> None:
