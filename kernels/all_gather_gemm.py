@@ -113,10 +113,14 @@ def config_for(
     choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
-    if pair and (tiling.block_n > 64 or dtype == torch.float32):  # two sums at a time
+    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
+        # Two sums at a time.
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
     elif activation == "gelu" or keep_sums:  # at 256 columns they spill on sm_90, 8 and 24 bytes
         tiling = replace(tiling, block_n=min(tiling.block_n, 128))
+    if keep_sums and (pair or N % 16) and tiling.block_m * tiling.block_n > 64 * 32:
+        # There, 24 to 790 bytes: addresses of two more outputs, or of columns that are not aligned.
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
     count = -(-M // tiling.block_m) * -(-(N // 2 if pair else N) // tiling.block_n)
     # A group of tiles that run together should not wait for two peers.
     tiles_a_shard = max(1, M // world_size // tiling.block_m)
