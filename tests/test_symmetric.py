@@ -123,6 +123,16 @@ def growth_body() -> None:
     assert collectives.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
 
 
+def named_backend_body() -> None:
+    pg = dist.new_group(backend="cpu:gloo")
+    assert collectives.resolve(pg).why == ""
+    assert collectives.empty((2,), group=pg).world_size == 2
+
+
+def test_a_backend_named_by_device_shares_memory(ranks) -> None:
+    ranks(2, named_backend_body)
+
+
 def check_body() -> None:
     rank = dist.get_rank()
     os.environ["WEFT_CHECK"] = "1"
