@@ -201,6 +201,9 @@ def cases(options: Options) -> list[Spec]:
 
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One operation, on this rank."""
+    if options.device != "cpu":
+        why = "the host's time is taken on CPU ranks, where nothing runs beside it: --device cpu"
+        return Prepared({}, absent={_WEFT: why, _TORCH: why})
     ours, theirs, whole = (table[spec.name] for table in _tables(options.ranks))
     repeats = 5 if options.quick else _REPEATS
 
