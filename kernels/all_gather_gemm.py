@@ -464,7 +464,9 @@ def launch_all_gather_matmul(
                 )
             )
         else:
-            shown = x[:0] if W == 1 and gathers.in_place(x) else x  # nobody would read it
+            # Of one rank nobody reads what it shows, if it does not itself.
+            unread = W == 1 and gathers.in_place(x) and not with_own
+            shown = x[:0] if unread else x
             gathers.publish(
                 shown, ws, pitch, config.programs, config.copy_m, config.copy_n,
                 scales_of(scale_a), scales_at,

@@ -228,10 +228,14 @@ def load(path: Path) -> list[Row]:
 
 def save(path: Path, rows: Iterable[Row]) -> None:
     """Write the rows, in the order of the page."""
-    ops, models = [*OPS], [*MODELS]
-    ordered = sorted(rows, key=lambda r: (ops.index(r.op), r.hardware, models.index(r.model), r.M))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(row) for row in ordered], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(row) for row in ordered(rows)], indent=1) + "\n")
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """In the order of the page: by op, hardware, model and number of tokens."""
+    ops, models = [*OPS], [*MODELS]
+    return sorted(rows, key=lambda r: (ops.index(r.op), r.hardware, models.index(r.model), r.M))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in measure(op, model, M, args.ranks, missing, _say):
                 kept[row.key] = row
             save(args.keep, kept.values())
-    rows = [row for row in kept.values() if row.ranks == args.ranks]
+    rows = [row for row in ordered(kept.values()) if row.ranks == args.ranks]
     if args.page:
         page.write(args.page, rows, against_measurements(args.keep.parent))
     else:
