@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
     parser.add_argument("--rows", help="M (default 128 .. 16384; all-reduce: 1 .. 512)")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling.json"))
+    parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling_page.json"))
     parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
     args = parser.parse_args(argv)

@@ -20,6 +20,7 @@ from sim_faults import (
 
 from weft.collectives import direct, kernel_collectives, movement, pull
 from weft.kernels import (
+    copy_engines,
     flash_decoding,
     head_units,
     heads_flash,
@@ -285,6 +286,49 @@ IN_ATTENTION = [
         "mine = base + part * SIZE",
         "mine = base + 0 * SIZE",
         DECODING,
+    ),
+]
+
+ENGINES = ("gather of rows by copy engines",)
+
+IN_COPY_ENGINES = [
+    fault(
+        "copy engines do not wait for the owner",
+        copy_engines,
+        "    if next_peer != rank:",
+        "    if next_peer < 0:",
+        ENGINES,
+    ),
+    fault(
+        "copy engines wait for the last call",
+        copy_engines,
+        "next_peer, generation, link.max_polls",
+        "next_peer, generation - 1, link.max_polls",
+        ENGINES,
+    ),
+    fault(
+        "a copied chunk is not announced",
+        copy_engines,
+        "    if peer != rank:",
+        "    if peer < 0:",
+        ENGINES,
+        DEADLOCK,
+    ),
+    fault(
+        "a copied chunk is announced as the next one",
+        copy_engines,
+        "WORLD_SIZE, 1, peer, chunk)",
+        "WORLD_SIZE, 1, peer, chunk + 1)",
+        ENGINES,
+        DEADLOCK,
+    ),
+    fault(
+        "a copied chunk is announced as one of the last call",
+        copy_engines,
+        "signals.signal_local(slot, generation)",
+        "signals.signal_local(slot, generation - 1)",
+        ENGINES,
+        DEADLOCK,
     ),
 ]
 

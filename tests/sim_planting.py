@@ -16,7 +16,14 @@ from types import ModuleType
 
 from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, with_mutants
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
-from sim_faults_elsewhere import IN_ATTENTION, IN_COLLECTIVES, IN_DIRECT, IN_EXCHANGES, exchange
+from sim_faults_elsewhere import (
+    IN_ATTENTION,
+    IN_COLLECTIVES,
+    IN_COPY_ENGINES,
+    IN_DIRECT,
+    IN_EXCHANGES,
+    exchange,
+)
 
 from weft import sim
 from weft.collectives import direct, kernel_collectives, movement, pull, signals
@@ -54,6 +61,7 @@ HOME = {
     "collectives that reduce, one shot": ("collective", kernel_collectives),
     "collectives that reduce, two shots": ("collective", kernel_collectives),
     "gather of rows, direct": ("gather", all_gather_gemm),
+    "gather of rows by copy engines": ("gather", all_gather_gemm),
     "one-shot all-reduce, split": ("reduce", gemm_all_reduce),
     "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
     "ring attention": ("ring", ring_flash),
@@ -120,6 +128,7 @@ FAULTS = (
     *IN_EXCHANGES,
     *IN_COLLECTIVES,
     *IN_ATTENTION,
+    *IN_COPY_ENGINES,
     *IN_DIRECT,
 )
 _FOUND = {

@@ -60,7 +60,7 @@ def test_the_choice_is_told_without_a_run() -> None:
 
 
 def test_the_page_is_made_of_the_kept_rows() -> None:
-    kept = ROOT / "bench" / "results" / "scaling.json"
+    kept = ROOT / "bench" / "results" / "scaling_page.json"
     text = (ROOT / "docs" / "scaling.md").read_text()
     rows = scaling.load(kept)
     assert rows, "python -m weft.sim.scaling --page docs/scaling.md makes them"
