@@ -248,7 +248,8 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
         effect = ("set", int(val.data.flat[0])) if val.data.dtype.kind in "iu" else None
 
         def run() -> tuple[Any, bool, Array]:
-            return store(ptr, val, mask, None), True, val.data
+            before = load(ptr, mask, None, None, True).data  # seen, as by an exchange
+            return store(ptr, val, mask, None), True, before
 
         return _atomic(ptr, mask, sem, scope, run, effect=effect)
 
