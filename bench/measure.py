@@ -19,12 +19,12 @@ import torch.distributed as dist
 from weft import collectives, settings
 from weft.bench.problem import Call, Options, Prepared, Spec, Suite, Tensors
 from weft.bench.rows import Case, Timing
+from weft.collectives.cost import device_us
 from weft.errors import PeerTimeout
 from weft.settings import Decision
 
 _WARMUP = 2
 _ROUNDS = (7, 101)
-_HEAD_START_CYCLES = 1_000_000  # half a millisecond
 _LONGEST = 300  # characters of a reason
 
 
@@ -60,18 +60,11 @@ class Ranks:
             waited, start = collectives.wait_seconds(), time.perf_counter()
             call(number)
             return time.perf_counter() - start, collectives.wait_seconds() - waited
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()  # nothing of the last call stays in L2
         torch.cuda.synchronize()
         if self.several:
             collectives.barrier()
-        # The host enqueues the call while the GPU waits: its time is not the kernels'.
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        start_event.record()
-        call(number)
-        end_event.record()
-        torch.cuda.synchronize()
-        return start_event.elapsed_time(end_event) * 1e-3, 0.0
+        return device_us(lambda: call(number)) * 1e-6, 0.0
 
 
 def run_case(suite: Suite, spec: Spec, options: Options, ranks: Ranks) -> Case:

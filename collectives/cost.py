@@ -196,7 +196,7 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
     times = []
     for _ in range(repeats):
         if gpu:
-            times.append(_device_us(call))
+            times.append(device_us(call))
             continue
         start = time.perf_counter()
         call()
@@ -204,7 +204,8 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
     return max(statistics.median(times), 1e-3)
 
 
-def _device_us(call: Callable[[], object]) -> float:
+def device_us(call: Callable[[], object]) -> float:
+    """What `call` takes on the current GPU, which waits for the host to enqueue it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START_CYCLES)

@@ -94,27 +94,31 @@ def fetching(
         if scale_a is not None:
             ex.local((len(x),), torch.float32, scales_at).copy_(scale_a.reshape(-1))
         ex.signal_all()
-        chunks = [
-            (peer, chunk, slice(first, min(first + chunk_rows, sizes[peer])))
-            for peer in ex.peers()
-            for chunk, first in enumerate(range(0, sizes[peer], chunk_rows))
-        ]
-        for turn, (peer, chunk, rows) in enumerate(chunks):
-            with beside.stream(turn % _STREAMS):
-                parts = 1
-                if turn < _STREAMS:
-                    parts += turn
-                    announce(ws, ws.rank, 0, peer)
-                if gathered_scales is not None:
-                    factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
-                    gathered_scales[starts[peer] :][rows].copy_(factors[rows])
-                shard = ex.peer(peer, (sizes[peer], K), x.dtype)[rows]
-                into = gathered[starts[peer] :][rows]
-                for here, there in zip(into.chunk(parts), shard.chunk(parts), strict=True):
-                    here.copy_(there)
-                later = turn + _STREAMS
-                following = chunks[later][0] if later < len(chunks) else peer
-                announce(ws, peer, chunk, ws.rank if following == peer else following)
+        order = [peer for peer in ex.peers() for _ in range(0, sizes[peer], chunk_rows)]
+        turn = 0
+        for peer in ex.peers():
+            mine = slice(starts[peer], starts[peer] + sizes[peer])
+            shard, into = ex.peer(peer, (sizes[peer], K), x.dtype), gathered[mine]
+            if gathered_scales is not None:
+                factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
+                to_factors = gathered_scales[mine]
+            for chunk, first in enumerate(range(0, sizes[peer], chunk_rows)):
+                rows = slice(first, first + chunk_rows)
+                with beside.stream(turn % _STREAMS):
+                    parts = 1
+                    if turn < _STREAMS:
+                        parts += turn
+                        announce(ws, ws.rank, 0, peer)
+                    if gathered_scales is not None:
+                        to_factors[rows].copy_(factors[rows])
+                    for here, there in zip(
+                        into[rows].chunk(parts), shard[rows].chunk(parts), strict=True
+                    ):
+                        here.copy_(there)
+                    later = turn + _STREAMS
+                    following = order[later] if later < len(order) else peer
+                    announce(ws, peer, chunk, ws.rank if following == peer else following)
+                turn += 1
         if with_own:
             with beside.stream(0):
                 gathered[own].copy_(x)

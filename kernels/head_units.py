@@ -30,7 +30,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.kernels import tiles
-from weft.kernels.ring_keys import count_rows, count_tiles, pitch_of, tile_of
+from weft.kernels.ring_keys import compute_program, count_rows, count_tiles, pitch_of, tile_of
 from weft.kernels.sharded_sequence import Geometry, Span
 
 _LINE_BYTES = 128
@@ -95,12 +95,6 @@ def first_unit(begin, shift, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def compute_program(SHAPE: tl.constexpr):
-    """This program's number among those that compute, and how many they are."""
-    return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
-
-
-@triton.jit
 def unit_of(unit, B, count):
     """Head, batch and tile of a unit, where a head of a batch has `count` tiles. All are int32: a
     division of int64 is a call, before which whatever is in registers is stored."""
@@ -117,24 +111,6 @@ def query_tile(unit, owner, B, count, ring, SHAPE: tl.constexpr, BLOCK: tl.const
     head, batch, tile = unit_of(unit, B, count)
     position, row, length = tile_of(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
     return head, batch, position, row, length
-
-
-@triton.jit
-def announce_results(ring, owner, SHAPE: tl.constexpr):
-    """Tell `owner` that all that this program makes for it is there."""
-    word = signals.slot_ptr(
-        ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
-    )
-    signals.signal(word, ring.generation)
-
-
-@triton.jit
-def await_results(ring, SHAPE: tl.constexpr):
-    """Until program number p of every peer has announced its results. False on a time-out."""
-    return signals.wait_for_peers(
-        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
-        ring.link.max_polls,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -44,11 +44,8 @@ from weft.kernels import ring_flash, tiles
 from weft.kernels.attention_tiles import LN_2, Sight, head_ptr, heads_of, in_rows, load_rows
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.head_units import (
-    announce_results,
     area_ptr,
-    await_results,
     collect_rows,
-    compute_program,
     first_unit,
     heads_at,
     kv_range,
@@ -62,6 +59,9 @@ from weft.kernels.head_units import (
 from weft.kernels.ring_flash import Config, attend
 from weft.kernels.ring_keys import (
     Ring,
+    announce_results,
+    await_results,
+    compute_program,
     count_rows,
     count_tiles,
     fetch_keys,

@@ -48,11 +48,8 @@ from weft.kernels.attention_tiles import (
 )
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.head_units import (
-    announce_results,
     area_ptr,
-    await_results,
     collect_rows,
-    compute_program,
     first_unit,
     heads_at,
     kv_range,
@@ -69,7 +66,10 @@ from weft.kernels.ring_flash_backward import Config, make_delta, sum_dq
 from weft.kernels.ring_keys import (
     Ring,
     announce,
+    announce_results,
+    await_results,
     base_of,
+    compute_program,
     count_rows,
     count_tiles,
     fetch_shard,

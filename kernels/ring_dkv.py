@@ -42,6 +42,9 @@ from weft.kernels.attention_tiles import (
     visible,
 )
 from weft.kernels.ring_keys import (
+    announce_results,
+    await_results,
+    compute_program,
     count_tiles,
     having,
     head_keys,
@@ -225,8 +228,7 @@ def make_dkv(
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     PITCH: tl.constexpr = SHAPE.fp32_pitch
-    program = tl.program_id(0) - SHAPE.copy_programs
-    programs = tl.num_programs(0) - SHAPE.copy_programs
+    program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     sharing = queries.H // keys.H_KV  # heads of queries that read one of keys
     for step in range(SHAPE.world_size):
@@ -265,10 +267,7 @@ def make_dkv(
                 at += _slot_size(slots, keys, SHAPE)
                 tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
         if step > 0:
-            word = signals.slot_ptr(
-                ring.link.signal_ptrs, owner, SHAPE.world_size, 0, rank, tl.program_id(0)
-            )
-            signals.signal(word, ring.generation)
+            announce_results(ring, owner, SHAPE)
     return come
 
 
@@ -286,15 +285,11 @@ def reduce_dkv(
     """dk and dv of the own keys, once the parts of all ranks have come."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
-    program = tl.program_id(0) - SHAPE.copy_programs
-    programs = tl.num_programs(0) - SHAPE.copy_programs
-    link, table, rank, spans_ptr = ring.link, ring.table, ring.rank, key_spans(ring.table, SHAPE)
+    program, programs = compute_program(SHAPE)
+    table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     # Own tiles too were stored by other threads than the ones that read them next.
     tl.debug_barrier()
-    if signals.wait_for_peers(
-        link.signal_ptrs, rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
-        link.max_polls,
-    ):  # fmt: skip
+    if await_results(ring, SHAPE):
         m = rows_of(table, rank, SHAPE)
         size = _slot_size(slots, keys, SHAPE)
         first_slot = _slot_ptr(slots, keys, ring, rank, 0, SHAPE)

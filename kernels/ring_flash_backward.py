@@ -53,6 +53,7 @@ from weft.kernels.ring_dkv import (
 from weft.kernels.ring_keys import (
     Ring,
     announce,
+    compute_program,
     copy_programs,
     count_tiles,
     fetch_keys,
@@ -260,8 +261,7 @@ def _make_dq(
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
-    program = tl.program_id(0) - SHAPE.copy_programs
-    programs = tl.num_programs(0) - SHAPE.copy_programs
+    program, programs = compute_program(SHAPE)
     table, rank, H = ring.table, ring.rank, queries.H
     tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
     for tile in range(program, tiles_m * B * H, programs):

@@ -422,6 +422,30 @@ def _wait_for_source(ring, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def compute_program(SHAPE: tl.constexpr):
+    """This program's number among those that compute, and how many they are."""
+    return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
+
+
+@triton.jit
+def announce_results(ring, owner, SHAPE: tl.constexpr):
+    """Tell `owner` that all that this program makes for it is there."""
+    word = signals.slot_ptr(
+        ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
+    )
+    signals.signal(word, ring.generation)
+
+
+@triton.jit
+def await_results(ring, SHAPE: tl.constexpr):
+    """Until program number p of every peer has announced its results. False on a time-out."""
+    return signals.wait_for_peers(
+        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
+        ring.link.max_polls,
+    )  # fmt: skip
+
+
+@triton.jit
 def having(come, step, ring, SHAPE: tl.constexpr):
     """Step 3: `come`, after a wait for the keys of rank + step if they had not come yet.
 

@@ -22,7 +22,6 @@ from weft.collectives import direct, kernel_collectives, movement, pull
 from weft.kernels import (
     copy_engines,
     flash_decoding,
-    head_units,
     heads_flash,
     heads_flash_backward,
     ring_dkv,
@@ -202,8 +201,8 @@ IN_ATTENTION = [
     fault(
         "gradients of keys do not wait",
         ring_dkv,
-        "    if signals.wait_for_peers(",
-        "    if rank < SHAPE.world_size or signals.wait_for_peers(",
+        "    if await_results(ring, SHAPE):",
+        "    if rank < SHAPE.world_size or await_results(ring, SHAPE):",
         BACKWARD,
     ),
     fault(
@@ -216,8 +215,8 @@ IN_ATTENTION = [
     fault(
         "gradients of keys are not announced to the next rank",
         ring_dkv,
-        "        if step > 0:\n            word =",
-        "        if step > 1:\n            word =",
+        "        if step > 0:\n            announce_results(",
+        "        if step > 1:\n            announce_results(",
         BACKWARD,
         DEADLOCK,
         message="should have signalled",
@@ -232,14 +231,14 @@ IN_ATTENTION = [
     ),
     fault(
         "results are collected before they are there",
-        head_units,
+        ring_keys,
         "    return signals.wait_for_peers(",
         "    return ring.rank < SHAPE.world_size or signals.wait_for_peers(",
         HEADS,
     ),
     fault(
         "results go to the wrong program",
-        head_units,
+        ring_keys,
         "SHAPE.world_size, 0, ring.rank, tl.program_id(0)\n",
         "SHAPE.world_size, 0, ring.rank, 1\n",
         HEADS,
