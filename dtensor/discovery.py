@@ -50,6 +50,7 @@ _found: dict[Any, _Kinds | None] = {}
 
 def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
     """Strategies that a probe of the op has confirmed; none where nothing can be proven."""
+    call = _in_numbers(call)
     if not _may_probe(call):
         return []
     strategies: list[Strategy] = []
@@ -63,6 +64,23 @@ def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
         if strategy not in strategies:
             strategies.append(strategy)
     return strategies
+
+
+def _in_numbers(call: Call) -> Call:
+    """The call, of which a graph may have left sizes open: a probe must settle on numbers."""
+
+    def settled(a: Any) -> Any:
+        if isinstance(a, Layout):
+            return a.closed()
+        if isinstance(a, Meta):
+            return Meta(tuple(map(int, a.shape)), tuple(map(int, a.stride)), a.dtype)
+        return int(a) if isinstance(a, torch.SymInt) else a
+
+    numbers = Call(call.op, *map_tree([list(call.args), call.kwargs], settled))
+    numbers.name = call.name
+    numbers.outputs = list(map(settled, call.outputs))
+    numbers.output_tree = map_tree(call.output_tree, settled)
+    return numbers
 
 
 def _placement(found: int | str, like: Placement) -> Placement:

@@ -155,19 +155,24 @@ def dispatch(
         known: `func` is a function of torch's: NotImplemented unless `learn` was shown such a call.
     """
     key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # what a graph leaves open is no key
+        key, plan = (), None
     if plan is None:
         if known:
             return NotImplemented
-        plan = _remember(key, make_plan(func, args, kwargs or {}))
+        plan = make_plan(func, args, kwargs or {})
         plan.op = func
+        if key:
+            _remember(key, plan)
     result, layout = None, plan.result
     if plan.simple and not (deferred and plan.is_view):
         try:
             result = plan.local(*local_args, **local_kwargs)
         except NoViewError:
             return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
-        if type(layout) is Layout:
+        if isinstance(layout, Layout):
             return wrap(result, layout)
         return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
     if plan.writes_first and not deferred:
@@ -182,11 +187,10 @@ def dispatch(
     return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
-def _remember(key: tuple[Any, ...], plan: Plan) -> Plan:
+def _remember(key: tuple[Any, ...], plan: Plan) -> None:
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
-    return plan
 
 
 def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
@@ -367,7 +371,7 @@ def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[
     for target, tensor in zip(moves, tensors, strict=True):
         if not isinstance(tensor, DTensor):
             yield tensor if target is None else move(tensor, target.replicated(), target)
-        elif target is None or target is tensor._layout:
+        elif target is None or target == tensor._layout:
             yield tensor._local_tensor
         else:
             yield move(tensor._local_tensor, tensor._layout, target)

@@ -43,9 +43,11 @@ class ExplicitRedistributionContext:
         _active.context = self._outer
 
     def _refuses(self, source: Layout, target: Layout) -> bool:
-        if not self._enable or source is target:
+        if not self._enable or source == target:
             return False
-        return self._strict or not all(step.is_local for step in plan(source, target).steps)
+        return self._strict or not all(
+            step.is_local for step in plan(source.closed(), target.closed()).steps
+        )
 
 
 class _Active(threading.local):

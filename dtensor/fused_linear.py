@@ -15,7 +15,6 @@ and still takes part in the fused call afterwards.
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from weft.collectives.group import forget_meshes
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import (
@@ -34,6 +32,7 @@ from weft.dtensor.layout import (
     layout_of,
     shard_dim,
 )
+from weft.dtensor.open_layout import cached
 from weft.dtensor.rules_matmul import linear as _linear_op
 from weft.dtensor.rules_matmul import linear_input_grad, linear_weight_grad
 from weft.dtensor.tensor import (
@@ -115,7 +114,7 @@ class PendingMatmul:
             return _reduce_matmul(x, w, bias, target, self.mesh_dim)
 
 
-@lru_cache(maxsize=1024)
+@cached
 def _fused_target(layout: Layout, target: Layout, mesh_dim: int) -> Placement | None:
     """What `target` makes of the Partial mesh dim; None where no fused op gives it."""
     if target.mesh != layout.mesh or target.dtype != layout.dtype:
@@ -168,7 +167,7 @@ def _fused_dim(x: Layout, w: Layout, bias: Layout | None) -> tuple[str, int] | N
     return found
 
 
-@lru_cache(maxsize=1024)
+@cached
 def _gradients(x: Layout, w: Layout) -> tuple[Placements, Placements, Placements]:
     """How the local gradients of x, w and bias make up the global ones."""
     of_x: list[Placement] = []
@@ -273,17 +272,11 @@ def _run_linear(x: DTensor, w: DTensor, bias: DTensor | None) -> DTensor:
 
 
 _Fused = tuple[str, int, Layout] | None
-_fused_cache: dict[tuple[Layout, Layout, Layout | None], _Fused] = {}
-forget_meshes.append(_fused_cache.clear)
 
 
+@cached
 def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     """(gather or reduce, mesh dim, layout of the result), None where the generic way is taken."""
-    key = (x, w, bias)
-    if key in _fused_cache:
-        return _fused_cache[key]
-    if len(_fused_cache) >= 1024:
-        _fused_cache.clear()
     result: _Fused = None
     found = _fused_dim(x, w, bias)
     if found is not None and x.index is not None and 0 not in (*x.shape, *w.shape):
@@ -297,7 +290,6 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
         shape = (*x.shape[:-1], w.shape[0])
         target = layout_of(x.mesh, tuple(placements), shape, contiguous_stride(shape), x.dtype)
         result = (*found, target)
-    _fused_cache[key] = result
     return result
 
 
@@ -341,7 +333,7 @@ def matmul(x: Any, w: Any, *, out: Any = None) -> Any:
     return linear(x, w.t()) if _as_linear(x._layout, w._layout) else NotImplemented
 
 
-@lru_cache(maxsize=1024)
+@cached
 def _as_linear(x: Layout, w: Layout) -> bool:
     """Whether x @ w gains from being F.linear: batched, or fused with communication."""
     if len(w.shape) != 2 or len(x.shape) < 2:
@@ -349,14 +341,10 @@ def _as_linear(x: Layout, w: Layout) -> bool:
     return len(x.shape) > 2 or _fused_kind(x, _transposed(w), None) is not None
 
 
-@lru_cache(maxsize=1024)
+@cached
 def _transposed(layout: Layout) -> Layout:
     placements = tuple(Shard(1 - p.dim) if type(p) is Shard else p for p in layout.placements)
     return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
-
-
-for _cached in (_as_linear, _transposed, _gradients, _fused_target):
-    forget_meshes.append(_cached.cache_clear)
 
 
 def addmm(bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:

@@ -9,7 +9,8 @@ rank's box. Placements apply from left to right: a later mesh dim cuts what the 
                                                          rank 3: rows [3, 5), columns [2, 4)
 
 Everything here is arithmetic: no rank talks to another. Layouts are interned, so that equal layouts
-are one object, and a dictionary key made of them is cheap.
+are one object, and a dictionary key made of them is cheap. Only those of a graph that is traced for
+more than one size are not: see `open_layout.py`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,15 @@ def pieces_of(placement: Placement) -> int:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
+def is_open(size: Any) -> bool:
+    """Whether `size` is a symbol of a graph that is being traced."""
+    return isinstance(size, torch.SymInt)
+
+
 def chunk(length: int, parts: int, index: int) -> Run:
     """(start, length) of part `index` of `torch.chunk`; trailing parts may be empty."""
+    if is_open(length) and length % parts == 0:  # then nothing else becomes a condition
+        return length // parts * index, length // parts
     full = -(-length // parts)
     start = min(length, full * index)
     return start, min(length, start + full) - start
@@ -95,6 +103,15 @@ def _runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
     if cuts:
         return _cut(_runs_of(size, cuts[:-1]), *cuts[-1])
     return ((0, size),) if size else ()
+
+
+def _even_runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
+    """`_runs_of` a size that a graph leaves open, and that the cuts divide."""
+    start, length = 0, size
+    for _, parts, index in cuts:
+        offset, length = chunk(length, parts, index)
+        start += offset
+    return ((start, length),)
 
 
 def _cut(runs: Runs, pieces: int, parts: int, index: int) -> Runs:
@@ -244,7 +261,10 @@ class Layout:
         ):
             if is_shard(placement):
                 cuts[shard_dim(placement)] += ((pieces_of(placement), parts, index),)
-        return tuple(map(_runs_of, self.shape, cuts))
+        return tuple(
+            (_even_runs if is_open(size) else _runs_of)(size, cut)
+            for size, cut in zip(self.shape, cuts, strict=True)
+        )
 
     def shape_at(self, index: int) -> Shape:
         """Local shape of rank `index` of the flattened mesh."""
@@ -329,6 +349,10 @@ class Layout:
         """The whole tensor on every rank."""
         return self.with_placements((Replicate(),) * len(self.placements))
 
+    def closed(self) -> Layout:
+        """The same in numbers: with the sizes at present, where a graph leaves some open."""
+        return self
+
 
 _layouts: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
 
@@ -345,10 +369,9 @@ def layout_of(
     try:
         layout = _layouts.get(key)
     except TypeError:
-        # Sizes that torch.compile left open: shards are cut by numbers, so it must settle on them.
-        shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
-        key = (mesh, placements, shape, stride, dtype)
-        layout = _layouts.get(key)
+        from weft.dtensor.open_layout import layout_in_graph
+
+        return layout_in_graph(mesh, placements, shape, stride, dtype)
     if layout is None:
         layout = _layouts[key] = Layout(*key)
     return layout

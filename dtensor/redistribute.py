@@ -58,7 +58,8 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     if source.index is None and target.index is None:
         return local.new_empty(0, dtype=target.dtype)
     if is_traced(local):
-        moved: torch.Tensor = torch.ops.weft.redistribute(local, name_of(source), name_of(target))
+        names = name_of(source), name_of(target)
+        moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
         return moved
     for step in _steps(source, target):
         local = _finish(_start(step, local))

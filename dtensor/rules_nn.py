@@ -88,7 +88,7 @@ def _replicate_sums(x: DTensor) -> DTensor:
     target = layout.with_placements(
         tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     )
-    if target is layout:
+    if target == layout:
         return x
     return wrap(move(x._local_tensor, layout, target), target)
 

@@ -12,6 +12,7 @@ so shards are compared by (period, where each rank starts and how much it takes)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -197,14 +198,13 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _candidates(new: Shape, dims: range, total: int, period: int) -> list[Placement]:
-    options: list[Placement] = [Shard(d) for d in dims]
+def _candidates(new: Shape, dims: range, period: int) -> Iterator[Placement]:
+    yield from map(Shard, dims)
     for d in dims:
         inner = math.prod(new[e] for e in dims if e > d)
         if new[d] * inner % period == 0 and new[d] * inner > period:
-            factor = new[d] * inner // period
-            options.append(_StridedShard(d, split_factor=factor))
-    return options
+            # A number, on which a graph must settle: it is part of the placement.
+            yield _StridedShard(d, split_factor=int(new[d] * inner // period))
 
 
 def _viewed(
@@ -214,8 +214,7 @@ def _viewed(
     pattern = _pattern(old, old_dims, placement, parts)
     if pattern is None:
         return None
-    total = math.prod(old[d] for d in old_dims)
-    for option in _candidates(new, new_dims, total, pattern[0]):
+    for option in _candidates(new, new_dims, pattern[0]):
         if _pattern(new, new_dims, option, parts) == pattern:
             return option
     return None

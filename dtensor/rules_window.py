@@ -77,6 +77,7 @@ def _clip(rows: Range, size: int) -> Range:
 
 def _pulled(layout: Layout, dims: list[int], wanted: Any) -> Layout:
     """`layout`, with rows of its own for each rank: `wanted(rank, dim)` gives them."""
+    layout = layout.closed()
     boxes = []
     for rank, box in enumerate(layout.boxes):
         new = list(box)

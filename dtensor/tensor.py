@@ -26,6 +26,7 @@ from weft.dtensor.layout import (
     show,
 )
 from weft.dtensor.local_parts import check_parts, layout_of_parts
+from weft.dtensor.open_layout import relate
 from weft.dtensor.redistribute import Arriving, move, move_async
 
 if TYPE_CHECKING:
@@ -226,7 +227,9 @@ class DTensor(torch.Tensor):
                     f"Can not redistribute to Partial, redistributing to Partial is for internal "
                     f"use only! {show(layout.placements)} -> {show(wanted)}"
                 )
-        target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
+        target = layout.with_placements(wanted)
+        if mesh is not layout.mesh:
+            target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
         return _redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
@@ -316,17 +319,18 @@ class DTensor(torch.Tensor):
         return checkpoint_items.shard_at(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._layout, self.requires_grad)
+        layout = self._layout  # of which a graph takes the sizes from the tensor
+        return ["_local_tensor"], (layout.mesh, layout.placements, layout.dtype, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], meta: Any, outer_size: Shape, outer_stride: Shape
     ) -> DTensor:
-        layout, requires_grad = meta
-        layout = layout_of(
-            layout.mesh, layout.placements, tuple(outer_size), tuple(outer_stride), layout.dtype
-        )
-        return DTensor(inner_tensors["_local_tensor"], layout, requires_grad=requires_grad)
+        mesh, placements, dtype, requires_grad = meta
+        local = inner_tensors["_local_tensor"]
+        relate(outer_size, local.shape, mesh, placements)
+        layout = layout_of(mesh, placements, tuple(outer_size), tuple(outer_stride), dtype)
+        return DTensor(local, layout, requires_grad=requires_grad)
 
     # A gradient that comes to a compiled graph must be placed as the graph was traced for.
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -339,7 +343,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor | None:
         if expected_type is not None:
             return None
-        return _redistribute(self, metadata[0])
+        mesh, placements, dtype, _ = metadata
+        layout = self._layout
+        return _redistribute(self, layout_of(mesh, placements, layout.shape, layout.stride, dtype))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = isinstance(self, torch.nn.Parameter)
@@ -485,7 +491,7 @@ def _redistribute(
 ) -> DTensor:
     """`tensor` as `target` places it; differentiable. Nothing happens where nothing changes."""
     layout = tensor._layout
-    if layout is target and forward_dtype in (None, layout.dtype) and backward_dtype is None:
+    if layout == target and forward_dtype in (None, layout.dtype) and backward_dtype is None:
         return tensor
     if tensor._pending is not None and forward_dtype is None and backward_dtype is None:
         fused = tensor._pending.redistribute(tensor, target)
@@ -500,7 +506,7 @@ def _redistribute(
 
 
 def _moved(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
-    if source is target:
+    if source == target:
         return wrap(local, target)
     result = move_async(local, source, target) if async_op else move(local, source, target)
     if isinstance(result, Arriving):

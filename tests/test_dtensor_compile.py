@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.demo.model import Llama, Shape, parallelize
@@ -100,7 +101,7 @@ def column_then_row(backend: str) -> None:
         model, fullgraph=True, backend=graphs.backend if backend == "graphs" else backend
     )
     rank = dist.get_rank()
-    for rows in (4, 4, 10):  # the third time with another batch
+    for rows in (4, 4, 10, 6):  # then with other batches, of which the first leaves the size open
         shards = torch.randn(world_size, rows, 6, generator=torch.Generator().manual_seed(rows))
         whole = shards.flatten(0, 1).requires_grad_()
         local = shards[rank].clone().requires_grad_()
@@ -114,7 +115,6 @@ def column_then_row(backend: str) -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
             ours.grad = theirs.grad = None
     if backend == "graphs":
-        # Shards are cut by numbers: each batch size is compiled once, and none is left open.
         assert graphs.forwards == 2
         for name in ("all_gather_matmul", "matmul_reduce_scatter"):
             assert any(f"weft.{name}" in target for target in graphs.called), graphs.called
@@ -126,6 +126,52 @@ def test_column_then_row(ranks, backend: str) -> None:
     ranks(2, column_then_row, backend)
 
 
+def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple[int, ...]) -> None:
+    """A plain batch into fused linears, and one that is a DTensor, beside one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    model = parallel.parallelize_module(
+        copy.deepcopy(plain),
+        mesh,
+        {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()},
+    )
+
+    def loss(model: Any, x: Any, whole: Any) -> Any:
+        rows = (whole * 2 + 1).reshape(-1, 6).softmax(-1)
+        return model(x).square().mean() + _whole(rows.var(-1).mean())
+
+    graphs = Graphs()
+    step = torch.compile(loss, fullgraph=True, backend=graphs.backend, dynamic=True)
+    for batch, expected_graphs in zip(sizes, graphs_after, strict=True):
+        x, whole = torch.randn(2, batch, 3, 6, generator=torch.Generator().manual_seed(batch))
+        mine = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        whole.requires_grad_()
+        value, expected = step(model, ours, mine), loss(plain, theirs, whole)
+        torch.testing.assert_close(value, expected)
+        value.backward()
+        expected.backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+            p.grad = q.grad = None
+        assert graphs.forwards == expected_graphs, (placement, batch)
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes", "graphs_after"),
+    [
+        pytest.param(Replicate(), (4, 10, 7), (1, 1, 1), id="replicated"),
+        # Shards that are uneven are cut by numbers: these sizes have graphs of their own.
+        pytest.param(Shard(0), (4, 10, 7, 6), (1, 1, 2, 2), id="sharded"),
+    ],
+)
+def test_one_graph_for_all_batches(ranks, placement, sizes, graphs_after) -> None:
+    ranks(2, open_batch, placement, sizes, graphs_after)
+
+
 def llama() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shape = Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16)
@@ -133,17 +179,22 @@ def llama() -> None:
     plain = Llama(shape)
     model = copy.deepcopy(plain)
     parallelize(model, mesh)
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
-    results = []
-    for each in (plain, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        loss = functional.cross_entropy(
-            _whole(each(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()
-        )
-        loss.backward()
-        results.append(loss.detach())
-    torch.testing.assert_close(results[1], results[0])
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+    graphs = Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs.backend)
+    for batch in (2, 3):
+        tokens = torch.randint(256, (batch, 17), generator=torch.Generator().manual_seed(1))
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+        torch._dynamo.mark_dynamic(inputs, 0)
+        losses = []
+        for each in (plain, compiled):
+            loss = functional.cross_entropy(_whole(each(inputs)).flatten(0, 1), labels)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+            ours.grad = theirs.grad = None
+    assert graphs.forwards == 1
 
 
 def test_llama(ranks) -> None:
