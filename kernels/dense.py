@@ -8,11 +8,12 @@ quicker of the two is measured once and kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from weft.collectives.cost import onednn_is_quicker
+from weft.collectives.cost import bfloat16_gain, onednn_is_quicker
+from weft.kernels.chips import INTERPRETER, chip_of
 
 SumOp = Literal["sum", "avg"]
 
@@ -20,15 +21,31 @@ SumOp = Literal["sum", "avg"]
 _ONEDNN_FLOPS = 4e6
 
 
-def wire_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype in which the host engine writes partial sums of `x @ w` for its peers."""
-    return torch.float32 if _is_slow(x) or x.dtype.itemsize == 1 else x.dtype
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of sums of values of x, and of the parts that make them up, before they are rounded."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def is_half(x: torch.Tensor) -> bool:
+    """Whether sums of values of x are wider than x."""
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _on_cpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and chip_of(x.device) is INTERPRETER
+
+
+def partials_cost(x: torch.Tensor) -> bool:
+    """Whether `partial_mm` of x takes longer than `mm`, which rounds."""
+    return is_half(x) and _on_cpu(x)
 
 
 def _is_slow(x: torch.Tensor) -> bool:
-    # CPU libraries without fp16 instructions do it scalar by scalar: 400 times slower than fp32
-    # (2048^3 on one AVX-512 core: 60 s against 0.16 s).
-    return x.dtype == torch.float16 and x.device.type == "cpu"
+    # CPU libraries without instructions for half precision do it scalar by scalar: 400 times slower
+    # than fp32 in fp16 (2048^3 on one AVX-512 core: 60 s against 0.16 s), 5 times in bf16.
+    if not is_half(x) or not _on_cpu(x):
+        return False
+    return x.dtype == torch.float16 or bfloat16_gain() < 1
 
 
 def allocates(x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -39,7 +56,7 @@ def allocates(x: torch.Tensor, w: torch.Tensor) -> bool:
 def _in_onednn(x: torch.Tensor, w: torch.Tensor) -> bool:
     return (
         x.dtype == torch.float32
-        and x.device.type == "cpu"
+        and _on_cpu(x)
         and 2 * x.shape[0] * x.shape[1] * w.shape[1] >= _ONEDNN_FLOPS
         and onednn_is_quicker()
     )
@@ -55,14 +72,13 @@ def mm(
 ) -> torch.Tensor:
     """x (M, K) @ w (K, N), + bias (N,), or + plus (M, N): into `out` if given, which may be `plus`.
 
-    Half precision on a CPU without instructions for it is computed in fp32, and comes out in fp32
-    where `out` is of that dtype.
+    Half precision on a CPU without instructions for it is computed in fp32.
     """
     added = bias if plus is None else plus
     if _is_slow(x):
-        x, w = x.float(), w.float()
-        value = x @ w if added is None else torch.addmm(added.float(), x, w)
-        return value.half() if out is None else out.copy_(value)
+        wide = x.float(), w.float()
+        value = torch.mm(*wide) if added is None else torch.addmm(added.float(), *wide)
+        return value.to(x.dtype) if out is None else out.copy_(value)
     if _in_onednn(x, w):
         linear = torch.ops.mkldnn._linear_pointwise
         if plus is None:
@@ -75,11 +91,72 @@ def mm(
     return torch.mm(x, w, out=out) if out is not None else torch.mm(x, w)
 
 
+def partial_mm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    plus: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x (M, K) @ w (K, N) (+ plus) in `sum_dtype`: half precision is not rounded, so that a sum of
+    such products is rounded once. `out` may be `plus`."""
+    if not is_half(x):
+        return mm(x, w, plus=plus, out=out)
+    if plus is not None:
+        return torch.add(partial_mm(x, w), plus, out=out)
+    on_cpu = _on_cpu(x)
+    if not on_cpu and torch.version.hip is None:
+        product = torch.mm(x, w, out_dtype=torch.float32, out=out)
+    elif on_cpu and x.dtype == torch.bfloat16 and bfloat16_gain() > _TWO_HALVES:
+        # A CPU's bf16 matmul adds in fp32 but rounds what it gives: a second one gives the rest.
+        rounded = torch.mm(x, w)
+        rest = torch.addmm(rounded, x, w, beta=-1)
+        product = torch.add(rounded.float(), rest, out=out)
+    else:
+        product = mm(x.float(), w.float(), out=out)
+    return product
+
+
+# Two matmuls in bf16 and what joins them take as long as one in fp32 that is this many times
+# slower.
+_TWO_HALVES = 3.0
+
+
+class _PartialMatmul(torch.autograd.Function):
+    """x (*batch, K) @ w (K, N) -> (*batch, N) in `sum_dtype`; gradients are those of `matmul`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return partial_mm(as_rows(x), w).view(*x.shape[:-1], w.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, w = ctx.saved_tensors
+        dy, (needs_x, needs_w) = dy.to(x.dtype), ctx.needs_input_grad
+        dx = matmul(dy, w.t()) if needs_x else None
+        dw = matmul(as_rows(x).t(), as_rows(dy)) if needs_w else None
+        return dx, dw
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (*batch, K) as (M, K), where sizes may be 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def partial_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Differentiable x (*batch, M, K) @ w (K, N), in `sum_dtype`."""
+    if not is_half(x):
+        return matmul(x, w)
+    product: torch.Tensor = _PartialMatmul.apply(x, w)
+    return product
+
+
 def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Differentiable x (*batch, M, K) @ w (K, N) (+ bias), in fp32 where fp16 is slow."""
+    """Differentiable x (*batch, M, K) @ w (K, N) (+ bias), in fp32 where half precision is slow."""
     if _is_slow(x):
         y = torch.matmul(x.float(), w.float())
-        return (y if bias is None else y + bias.float()).half()
+        return (y if bias is None else y + bias.float()).to(x.dtype)
     y = torch.matmul(x, w)
     return y if bias is None else y + bias
 
@@ -98,31 +175,24 @@ def finished(
     return total.to(dtype)
 
 
-def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype in which to add to a sum of values of x, before it is rounded once."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class WeightGrad:
     """dw = sum over row chunks of x_chunk^T @ dy_chunk, in the memory layout of `w`.
 
     An nn.Linear hands its weight over as a transposed view; a gradient of another layout would be
-    copied once more when it is accumulated.
+    copied once more when it is accumulated. Several chunks are added in `sum_dtype`.
     """
 
-    def __init__(self, w: torch.Tensor) -> None:
-        self._like = w
+    def __init__(self, w: torch.Tensor, chunks: int = 1) -> None:
+        self._like, self._mm = w, partial_mm if chunks > 1 else mm
         self._transposed = w.stride(0) == 1 and w.stride(1) != 1
         self._sum: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
         """Add the rows x (m, K), dy (m, N)."""
         a, b = (dy.t(), x) if self._transposed else (x.t(), dy)
-        if self._sum is None:
-            out = torch.empty(a.shape[0], b.shape[1], dtype=wire_dtype(x), device=x.device)
-            self._sum = mm(a, b, out=out) if not _in_onednn(a, b) else mm(a, b)
-        else:
-            self._sum = mm(a, b, plus=self._sum, out=None if _in_onednn(a, b) else self._sum)
+        # oneDNN makes a tensor of its own.
+        into = None if self._sum is None or _in_onednn(a, b) else self._sum
+        self._sum = self._mm(a, b, plus=self._sum, out=into)
 
     def result(self) -> torch.Tensor:
         """The sum so far, (K, N)."""

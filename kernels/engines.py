@@ -170,8 +170,6 @@ def _on_gpus(
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
     moved = _moved(rates, problem.moved_bytes)
-    # The kernels' partial sums travel in fp32.
-    wide = _moved(rates, problem.moved_bytes * _widening(problem)) if sums else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
     start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
     if gathers:
@@ -182,7 +180,7 @@ def _on_gpus(
     # Each signal of the host engine is a kernel there.
     signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
-    fused_us = max(kernel[1], wide[1]) + start[1]
+    fused_us = max(kernel[1], moved[1]) + start[1]
     host_us = max(matmul[1], moved[1]) + first[1] + signals[1]
     generic = by_process_group(problem, group, device)
     rule = "the longer of matmul and transfers, then the rest"
@@ -190,10 +188,10 @@ def _on_gpus(
     if gathers:
         beyond = {"triton": start[1], "host": first[1] + signals[1], "generic": generic.beyond_us}
     elif sums:
-        beyond = {"triton": wide[1] + start[1], "host": moved[1] + signals[1]}
+        beyond = {"triton": moved[1] + start[1], "host": moved[1] + signals[1]}
         beyond["generic"] = generic.beyond_us
     prices: dict[RunnableEngine, Price] = {
-        "triton": Price(fused_us, beyond["triton"], (kernel, wide, start), rule),
+        "triton": Price(fused_us, beyond["triton"], (kernel, moved, start), rule),
         "host": Price(host_us, beyond["host"], (matmul, moved, first, signals), rule),
         "generic": replace(generic, beyond_us=beyond["generic"]),
     }
@@ -205,11 +203,6 @@ def _on_gpus(
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def _widening(problem: Problem) -> int:
-    """What fp32 takes more than the values that `moved_bytes` counts."""
-    return 2 if problem.dtype.itemsize == 2 else 1
-
-
 _KERNEL_RATE = 0.95
 _LEAD_SYNCS = 16
 
@@ -219,9 +212,9 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
     rates = cost.machine(group, device)
     nbytes = problem.moved_bytes
     if problem.op == "matmul_reduce_scatter" and group.on_gpus(device):
-        nbytes *= 2 * _widening(problem)  # an all-reduce in fp32, so that sums are rounded once
+        nbytes *= 2  # an all-reduce
     elif problem.op == "matmul_all_reduce" and group.on_gpus(device):
-        nbytes = 2 * nbytes * _widening(problem) // group.world_size
+        nbytes = 2 * nbytes // group.world_size
     wire = rates.wire_time_us(nbytes)
     matmul = _matmul(problem, rates)
     how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"

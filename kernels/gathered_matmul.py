@@ -44,7 +44,15 @@ from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
 from weft.kernels.chips import chip_of
-from weft.kernels.dense import WeightGrad, check_operands, matmul, mm, wire_dtype
+from weft.kernels.dense import (
+    WeightGrad,
+    as_rows,
+    check_operands,
+    matmul,
+    mm,
+    partial_mm,
+    sum_dtype,
+)
 from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.epilogues import (
     Activation,
@@ -174,9 +182,9 @@ def all_gather_matmul(
         ys = activate(zs, activation)
     else:
         rows = [length * batch.numel() for length in lengths]
-        flat = front.reshape(-1, K)
+        flat = as_rows(front)
         if scaling:
-            scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).reshape(-1, 1))
+            scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
             run = _host_forward if engine == "host" else _triton_forward
             made = run(flat, weights, biases, where, rows, return_gathered, activation, scaling)
             results = tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
@@ -333,7 +341,7 @@ def _host_backward(
     needs_w: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     M, K = sum(rows), x.shape[1]
-    wire = wire_dtype(x)
+    wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     with ExitStack() as stack:
@@ -348,12 +356,13 @@ def _host_backward(
             )
             plus = dgathered
             for dy, w in zip(dys[1:], weights[1:], strict=True):
-                plus = mm(dy, w.t(), plus=plus, out=x.new_empty(M, K, dtype=wire))
-            own = publish_product(scatter, dys[0], weights[0].t(), rows, wire, plus)
+                plus = partial_mm(dy, w.t(), plus=plus)
+            own = publish_product(scatter, dys[0], weights[0].t(), rows, plus)
         if any(needs_w):
             in_place = sums_in_place(weights, rows)
+            chunks = len(rows) if in_place else 1
             pairs = [
-                (i, WeightGrad(w), dys[i])
+                (i, WeightGrad(w, chunks), dys[i])
                 for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
                 if need
             ]

@@ -19,7 +19,7 @@ import torch
 
 from weft.collectives import Exchange, Group
 from weft.collectives.movement import offsets
-from weft.kernels.dense import allocates, finished, mm
+from weft.kernels.dense import allocates, finished, mm, partial_mm, partials_cost, sum_dtype
 from weft.kernels.scaled import Scaling, scaled_mm
 
 # Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
@@ -127,7 +127,8 @@ def sums_in_place(weights: list[torch.Tensor], rows: list[int]) -> bool:
     Each addition passes over the sum (K, N); gathering passes over the shards (M, K).
     """
     columns = sum(w.shape[1] for w in weights)
-    return max(rows) >= _CHUNK_ROWS and columns * (len(rows) - 1) <= sum(rows)
+    short = columns * (len(rows) - 1) <= sum(rows)
+    return max(rows) >= _CHUNK_ROWS and short and not partials_cost(weights[0])
 
 
 def row_chunks(
@@ -150,10 +151,10 @@ def publish_product(
     x: torch.Tensor,
     w: torch.Tensor,
     rows: list[int],
-    wire: torch.dtype,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Show all peers their rows of x @ w (+ plus); return this rank's own rows of it."""
+    """Show all peers their rows of x @ w (+ plus) in `sum_dtype`; return this rank's own of it."""
+    wire = sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
     start = offsets(rows)[ex.rank]
     stop = start + rows[ex.rank]
@@ -162,7 +163,7 @@ def publish_product(
         shown[:start].copy_(product[:start])
         shown[stop:].copy_(product[stop:])
     else:
-        product = mm(x, w, plus=plus, out=shown)
+        product = partial_mm(x, w, plus=plus, out=shown)
     ex.signal_all()
     return product[start:stop]
 
@@ -191,15 +192,13 @@ def reduce_rows(
     """The sum (or average) of every rank's rows start.. (+ bias + residual), as `dtype`; `own` are
     this rank's.
 
-    Added in fp32 in rank order, with one rounding.
+    `own` is in `sum_dtype`, as the peers' rows are: added in rank order, with one rounding.
     """
     ex.wait_all()
     shape, wire = tuple(own.shape), own.dtype
     offset = start * own.shape[1] * wire.itemsize
     terms = [own if r == ex.rank else ex.peer(r, shape, wire, offset) for r in range(ex.world_size)]
-    half = wire in (torch.bfloat16, torch.float16)
-    first = terms[0].float() if half else terms[0]
-    total = torch.add(first, terms[1]) if len(terms) > 1 else first.clone()
+    total = torch.add(terms[0], terms[1]) if len(terms) > 1 else terms[0].clone()
     for term in terms[2:]:
         total.add_(term)
     if average:

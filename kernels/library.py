@@ -37,7 +37,7 @@ from weft.collectives.library import (
 )
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
-from weft.kernels.dense import matmul
+from weft.kernels.dense import as_rows, matmul, partial_matmul, sum_dtype
 from weft.kernels.engines import choose
 
 _ops: Any = torch.ops.weft
@@ -45,8 +45,7 @@ _ops: Any = torch.ops.weft
 
 def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x as a matrix whose rows are in order of `dim` first, as the engines take it."""
-    front = x.movedim(dim, 0)
-    return front.reshape(front.shape[:-1].numel(), front.shape[-1])
+    return as_rows(x.movedim(dim, 0))
 
 
 def _planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -137,9 +136,10 @@ def _all_gather_matmul_backward(
     if engine == "generic":
         dx = None
         if needs_x:
-            dx = torch.stack([matmul(dy, w.t()) for dy, w in zip(dys, weights, strict=True)]).sum(0)
-            dx = dx if dgathered is None else dx + dgathered
-            dx = reduce_scatter(dx, group, dim=gather_dim, sizes=sizes)
+            dx = torch.zeros((), dtype=sum_dtype(x)) if dgathered is None else dgathered
+            for dy, w in zip(dys, weights, strict=True):
+                dx = dx + partial_matmul(dy, w.t())
+            dx = reduce_scatter(dx, group, dim=gather_dim, sizes=sizes).to(x.dtype)
         whole = all_gather(x, group, dim=gather_dim, sizes=sizes) if any(needs_w) else x
         dws = [
             matmul(_flat(whole, 0).t(), _flat(dy, 0)) if need else None
@@ -294,8 +294,8 @@ def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor |
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
     scaled = dy if ctx.scale is None else dy * ctx.scale
     dx = matmul(scaled, w.t()) if needs_x else None
-    dw = matmul(x.reshape(-1, x.shape[-1]).t(), scaled.reshape(-1, w.shape[1])) if needs_w else None
-    db = dy.reshape(-1, w.shape[1]).sum(0) if needs_b else None
+    dw = matmul(as_rows(x).t(), as_rows(scaled)) if needs_w else None
+    db = as_rows(dy).sum(0) if needs_b else None
     return dx, dw, db, None, None
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from weft.collectives import all_gather, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.collectives.movement import chunk_sizes
-from weft.kernels.dense import WeightGrad, matmul
+from weft.kernels.dense import WeightGrad, as_rows, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
@@ -181,7 +181,7 @@ class _WholeInput(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = matmul_all_reduce(dy, weight, ctx.group)
         if ctx.needs_input_grad[1]:
-            rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            rows = as_rows(dy), as_rows(x)
             if is_traced(dy):  # the compiler picks the library
                 return dx, rows[0].t() @ rows[1], None
             grad = WeightGrad(weight)

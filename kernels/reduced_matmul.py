@@ -33,10 +33,10 @@ from weft.kernels.dense import (
     check_residual,
     check_sum,
     finished,
-    matmul,
     mm,
+    partial_matmul,
+    partial_mm,
     sum_dtype,
-    wire_dtype,
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import reduce_rows
@@ -104,16 +104,14 @@ def matmul_all_reduce(
     K, N = w.shape
     batch = x.shape[:-1]
     M = batch.numel()
-    moved = M * N * (where.world_size - 1) * wire_dtype(x).itemsize
+    moved = M * N * (where.world_size - 1) * sum_dtype(x).itemsize
     check_residual(residual, (*batch, N), dtype, x.device)
     engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), where, x.device)
     if engine == "generic":
         if scaling:
             partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
         else:
-            partial = matmul(x, w)
-        if bias is not None or residual is not None:
-            partial = partial.to(sum_dtype(partial))
+            partial = partial_matmul(x, w)
         return finished(_ToReplicated.apply(partial, where, reduce_op), bias, residual, dtype)
     flat, average = x.reshape(M, K), reduce_op == "avg"
     residual = None if residual is None else residual.reshape(M, N)
@@ -184,7 +182,7 @@ def _host_forward(
     scaling: Scaling | None,
 ) -> torch.Tensor:
     M, N = x.shape[0], w.shape[1]
-    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (wire_dtype(x), x.dtype)
+    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (sum_dtype(x), x.dtype)
     op, nbytes = "matmul_all_reduce", M * N * wire.itemsize
     rows = chunk_sizes(M, group.world_size)
     starts = offsets(rows)
@@ -195,7 +193,7 @@ def _host_forward(
         if scaling:
             shown.copy_(scaled_mm(x, w, scaling.rows, scaling.columns[0], None, wire))
         else:
-            mm(x, w, out=shown)
+            partial_mm(x, w, out=shown)
         ex.signal_all()
         if one_shot:
             return reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from weft.collectives import Group, all_reduce, exchange, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, all_reduce, exchange, reduce_scatter, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
@@ -36,10 +36,10 @@ from weft.kernels.dense import (
     check_residual,
     check_sum,
     finished,
-    matmul,
     mm,
+    partial_matmul,
+    partials_cost,
     sum_dtype,
-    wire_dtype,
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.gathered_matmul import gather_workspace
@@ -131,10 +131,8 @@ def matmul_reduce_scatter(
         if scaling:
             partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
         else:
-            partial = matmul(x, w)
-        if bias is not None or residual is not None:
-            partial = partial.to(sum_dtype(partial))
-        y = reduce_scatter(partial, where, dim=scatter_dim, reduce_op=reduce_op)
+            partial = partial_matmul(x, w)
+        y = _ScatteredSum.apply(partial, where, scatter_dim, reduce_op, dtype)
         if bias is not None:
             bias = Replicated.apply(bias, where)
             if columns:
@@ -160,12 +158,29 @@ def scatter_problem(x: torch.Tensor, w: torch.Tensor, group: Group, scatter_dim:
     """What the choice of engine for a call, or for its gradient, depends on."""
     (K, N), W = w.shape, group.world_size
     M = x.shape[:-1].numel()
-    moved = M * N // W * (W - 1) * wire_dtype(x).itemsize
+    moved = M * N // W * (W - 1) * sum_dtype(x).itemsize
     columns = scatter_dim == x.ndim - 1
     return Problem(
         "matmul_reduce_scatter", M, N, K, x.dtype, moved,
         refusal="the scattered dim is that of the columns" if columns else "",
     )  # fmt: skip
+
+
+class _ScatteredSum(torch.autograd.Function):
+    """reduce_scatter of partial sums. Their gradients are of `dtype`, and travel so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, dim: int, op: SumOp, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.op, ctx.dtype, ctx.length = group, dim, op, dtype, x.shape[dim]
+        return reduce_scatter(x, group, dim=dim, reduce_op=op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        sizes = chunk_sizes(ctx.length, ctx.group.world_size)
+        out = all_gather(grad.to(ctx.dtype), ctx.group, dim=ctx.dim, sizes=sizes)
+        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
 class Replicated(torch.autograd.Function):
@@ -223,13 +238,13 @@ def _host_forward(
     scaling: Scaling | None,
 ) -> torch.Tensor:
     M, N = x.shape[0], w.shape[1]
-    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (wire_dtype(x), x.dtype)
+    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (sum_dtype(x), x.dtype)
     op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         if scaling:
             own = publish_scaled(ex, x, w, rows, scaling)
         else:
-            own = publish_product(ex, x, w, rows, wire)
+            own = publish_product(ex, x, w, rows)
         start = offsets(rows)[group.rank]
         return reduce_rows(ex, own, start, dtype, average=average, bias=bias, residual=residual)
 
@@ -245,13 +260,14 @@ def _host_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     needs_x, needs_w, needs_b = needs
     dx = None
-    grad = WeightGrad(w) if needs_w else None
     accumulator = torch.promote_types(w.dtype, torch.float32)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     # The bias is added after the division, all else before it.
     own = dy / group.world_size if average and (needs_x or needs_w) else dy
     nbytes, scale = gather_bytes(dy, rows), group.world_size if average else 1
     in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
+    in_place = in_place and not (needs_w and partials_cost(own))
+    grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
     op = "matmul_reduce_scatter backward"
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
         publish(ex, own, rows)

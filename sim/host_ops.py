@@ -48,7 +48,8 @@ class HostOps(TorchDispatchMode):
         reads, writes = _operands(func, args, kwargs)
         computed = self._numerics or not any(t.is_floating_point() for t in (*reads, *writes))
         computed = computed and (self._numerics or not _makes_floats(kwargs))
-        out = func(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
+        run = _wide_mm if func in _WIDE_MM else func
+        out = run(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
         results = writes or [t for t in _tensors((out,)) if not any(t is r for r in reads)]
         strand = local.strand
         if strand is not None and any(t.is_floating_point() for t in (*reads, *results)):
@@ -120,6 +121,16 @@ def _matmul(name: str, reads: list[torch.Tensor]) -> tuple[int, int, int, int] |
         x, w = reads[0], reads[-1] if reads[-1].ndim == 2 else reads[1]
         return math.prod(x.shape[:-1]), w.shape[0], w.shape[1], 1
     return None
+
+
+_WIDE_MM = (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out)
+
+
+def _wide_mm(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """torch.mm whose result is of a wider dtype than its operands: GPUs only have it."""
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
 
 
 def _uncomputed(

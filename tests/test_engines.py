@@ -46,7 +46,7 @@ def test_forced_engines_run_and_are_told(ranks: Any) -> None:
 def automatic_body(folder: str) -> tuple[str, list[str]]:
     os.environ["WEFT_CACHE_DIR"] = folder
     cost._machines.clear()
-    cost.onednn_is_quicker.cache_clear()
+    cost._compared_matmuls.cache_clear()
     try:
         x, w = torch.ones(64, 32), torch.ones(32, 16)
         decision = weft.explain(lambda: weft.matmul_all_reduce(x, w))[0]
@@ -57,7 +57,7 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
         # Kept: a new process would read the same numbers.
         library = cost.onednn_is_quicker()
         cost._machines.clear()
-        cost.onednn_is_quicker.cache_clear()
+        cost._compared_matmuls.cache_clear()
         assert cost.onednn_is_quicker() == library
         assert cost.machine(resolve(), torch.device("cpu")) == rates
         return str(decision), sorted(os.listdir(folder))

@@ -134,7 +134,7 @@ def sum_case(case: dict[str, Any]) -> torch.Tensor:
         (expected * dy_whole.double()).sum().backward()
         expected = matmul_reduce_scatter_reference(xs64, ws64, rank, b64, dim, op)
     M = math.prod(case["lead"])
-    check("y", y, expected.detach(), sum(Ks) + 1, W)
+    check("y", y, expected.detach(), sum(Ks) + 1, 1)
     check("dx", x.grad, xs64[rank].grad, N, 1)
     check("dw", w.grad, ws64[rank].grad, M, 1)
     if bias is not None:
@@ -186,6 +186,10 @@ def random_cases(kind: str, W: int, engine: str, count: int) -> list[dict[str, A
                 "reduce_op": rng.choice(["sum", "sum", "avg"]),
                 "dim": None if kind == "reduce" else rng.randint(0, len(lead) - 1),
             }  # fmt: skip
+        if number == 1:  # nothing to contract
+            case |= {"K": 0} if kind == "gather" else {"Ks": [0] * W}
+        if number == 2:  # no columns
+            case |= {"Ns": [0]} if kind == "gather" else {"N": 0}
         cases.append(case)
     return cases
 
