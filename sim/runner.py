@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -278,6 +280,7 @@ def _run_one(
         stack.enter_context(distributed_hooks.installed())
         stack.enter_context(python_reads(world.python_read))
         stack.enter_context(_polls(world))
+        stack.enter_context(_properties_without_locks())
         for rank in range(world_size):
             strand = world.new_strand(rank)
             strand.random_state = torch.get_rng_state()
@@ -324,3 +327,25 @@ def _polls(world: World) -> Iterator[None]:
         # The meshes of another schedule are others.
         for forget in forget_meshes:
             forget()
+
+
+@contextmanager
+def _properties_without_locks() -> Iterator[None]:
+    """`cached_property` as it is from Python 3.12 on.
+
+    Before, each has a lock. A rank that hands over while it computes the value would hold it, and
+    another that asks for the same property would block, with nobody left to go on.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+
+    def keep(prop: Any, lock: Any) -> None:
+        prop.__dict__["lock"] = lock
+
+    lockable: Any = cached_property
+    lockable.lock = property(lambda prop: nullcontext(), keep)
+    try:
+        yield
+    finally:
+        del lockable.lock

@@ -6,6 +6,7 @@ import io
 import runpy
 import sys
 import time
+from functools import cached_property
 from itertools import permutations
 from math import comb
 from pathlib import Path
@@ -76,6 +77,21 @@ def test_a_seed_fixes_the_interleaving(schedule: int) -> None:
 
     assert order(3) == order(3) == order(3, races=False)
     assert len({tuple(order(seed)) for seed in range(8)}) > 1
+
+
+class Mean:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @cached_property
+    def value(self) -> float:
+        return float(mean(self.rank))
+
+
+def test_ranks_wait_for_each_other_inside_of_a_property() -> None:
+    # Up to Python 3.11 it has a lock, which the ranks share.
+    assert sim.run(3, lambda rank: Mean(rank).value, schedules=5, timeout=20) == [1.0] * 3
+    assert not hasattr(cached_property, "lock")
 
 
 def test_every_schedule_and_rank_starts_from_the_callers_random_state() -> None:
