@@ -7,6 +7,7 @@ quicker of the two is measured once and kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -140,8 +141,8 @@ class _PartialMatmul(torch.autograd.Function):
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (*batch, K) as (M, K), where sizes may be 0."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    """x (*batch, K) as (M, K), where sizes may be 0, and symbolic."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def partial_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
