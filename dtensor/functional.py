@@ -126,6 +126,11 @@ def to(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x if had == wanted else NotImplemented
 
 
+def is_same_size(input: Any, other: Any) -> bool:
+    """`torch.is_same_size`, of whatever kind of tensor the other is."""
+    return bool(input.shape == other.shape)
+
+
 def numpy(x: Any, **kwargs: Any) -> Any:
     """`Tensor.numpy`, which shares memory: no rank has that of the whole."""
     raise RuntimeError(
@@ -163,6 +168,8 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.to: to,
     torch.Tensor.numpy: numpy,
     torch.is_complex: is_complex,
+    torch.is_same_size: is_same_size,
+    torch.Tensor.is_same_size: is_same_size,
 }
 _UNHANDLED: Any = NotImplemented
 # Whether (function, number of arguments, *keywords) is just one op that computes: see `learn`.

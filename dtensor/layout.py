@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 if TYPE_CHECKING:
@@ -324,6 +325,12 @@ class Layout:
         """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def spec(self) -> DTensorSpec:
+        """The same, as torch's DTensor keeps it. A new one each time: others write to theirs."""
+        meta = TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
+        return DTensorSpec(self.mesh, self.placements, meta)
+
     def bytes_across(self, mesh_dim: int) -> int:
         """Bytes that one row of ranks along `mesh_dim` holds together."""
         shares = math.prod(
@@ -375,6 +382,20 @@ def layout_of(
     if layout is None:
         layout = _layouts[key] = Layout(*key)
     return layout
+
+
+def layout_of_spec(spec: DTensorSpec) -> Layout:
+    """The layout that torch's DTensor keeps as `spec`.
+
+    Raises:
+        ValueError: it does not say of what shape and dtype the tensor is.
+    """
+    meta = spec.tensor_meta
+    if meta is None:
+        raise ValueError(f"{spec} has no tensor_meta: shape, stride and dtype are needed")
+    shape, stride = tuple(meta.shape), tuple(meta.stride)
+    placements = normalize(spec.placements, len(shape), spec.mesh.ndim)
+    return layout_of(spec.mesh, placements, shape, stride, meta.dtype)
 
 
 def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:

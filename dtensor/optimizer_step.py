@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 
 from weft.dtensor.layout import Layout
 from weft.dtensor.tensor import DTensor, before_write, wrap
@@ -141,3 +142,6 @@ def _after_step(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 _hook = torch_optimizer.register_optimizer_step_pre_hook(_before_step)
 torch_optimizer.register_optimizer_step_post_hook(_after_step)
+# On a GPU, torch's optimizers and clip_grad_norm_ take whole lists of these types only.
+torch_optimizer._foreach_supported_types.append(DTensor)
+_foreach_utils._foreach_supported_types.append(DTensor)

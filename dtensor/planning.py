@@ -197,6 +197,12 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
     """
     if not results:
         _learn_outputs(call)
+        if call.output_tree is _DYNAMIC:
+            raise RuntimeError(
+                f"{call}: its result depends on values that only the ranks "
+                f"{list(call.inputs[0].place.ranks)} of the mesh have, and this process is none of "
+                f"them: make the call there, or redistribute to a mesh with this process first"
+            )
         results = [
             layout_of(call.mesh, (Replicate(),) * call.mesh.ndim, m.shape, m.stride, m.dtype)
             for m in call.outputs

@@ -57,6 +57,8 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """
     if source.index is None and target.index is None:
         return local.new_empty(0, dtype=target.dtype)
+    if local.is_meta:
+        return local.new_empty(target.local_shape, dtype=target.dtype)
     if is_traced(local):
         names = name_of(source), name_of(target)
         moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)

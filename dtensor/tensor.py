@@ -21,6 +21,7 @@ from weft.dtensor.layout import (
     Placements,
     Shape,
     layout_of,
+    layout_of_spec,
     mesh_or_current,
     normalize,
     show,
@@ -31,6 +32,7 @@ from weft.dtensor.redistribute import Arriving, move, move_async
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -103,9 +105,15 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, local_tensor: torch.Tensor, layout: Layout, *, requires_grad: bool = False
+        cls,
+        local_tensor: torch.Tensor,
+        layout: Layout | DTensorSpec,
+        *,
+        requires_grad: bool = False,
     ) -> DTensor:
         """Wrap `local_tensor` as this rank's part of `layout`. No communication, no autograd."""
+        if not isinstance(layout, Layout):
+            layout = layout_of_spec(layout)
         return cast(DTensor, wrap(local_tensor, layout).requires_grad_(requires_grad))
 
     # torch.Tensor has no __init__ of its own: the arguments are __new__'s.
@@ -157,6 +165,11 @@ class DTensor(torch.Tensor):
     def _local_tensor(self, local: torch.Tensor) -> None:
         # torch.compile, which brings the memory of a tangent into the order that it traced.
         self._local, self._pending = local, None
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        # Private in torch as well, but read by frameworks: mesh, placements, tensor_meta.
+        return self._layout.spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part. Differentiable; shares its memory.

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 import weft
 from weft import dtensor
@@ -55,6 +57,9 @@ def making() -> None:
         distribute_tensor(whole.requires_grad_() * 1, mesh, [Shard(0)])
     meta = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0)])
     assert meta.is_meta and meta.shape == (5, 3)
+    moved = meta.redistribute(placements=[Shard(1)])
+    assert moved.to_local().is_meta and moved.to_local().shape == moved._layout.local_shape
+    assert (meta.sum(0) + meta.max()).full_tensor().shape == (3,)
     summed = distribute_tensor(torch.tensor([3, 4]), mesh, [Partial()])
     assert summed.dtype == torch.int64 and summed.full_tensor().tolist() == [3, 4]
 
@@ -70,6 +75,21 @@ def making() -> None:
         assert (everyones.view(mesh.size(), 64) == everyones[:64]).all()
         s = make(64 * mesh.size(), device_mesh=mesh, placements=[Shard(0)]).full_tensor()
         assert s.unique().numel() == 64 * mesh.size()
+
+
+def as_frameworks_see_it() -> None:
+    mesh = world()
+    x = distribute_tensor(torch.arange(15.0).view(5, 3).t(), mesh, [Shard(-1)])
+    spec, theirs = x._spec, dtensor.to_torch(x)._spec
+    assert spec == theirs and hash(spec) == hash(theirs) and spec is not x._spec
+    again = DTensor(x.to_local(), spec, requires_grad=True)
+    assert again._layout is x._layout and again.requires_grad and again.is_leaf
+    spec.tensor_meta = None
+    with pytest.raises(ValueError, match="tensor_meta"):
+        DTensor(x.to_local(), spec)
+    assert torch.empty(3, 5).is_same_size(x) and not x.is_same_size(torch.empty(5, 3))
+    assert DTensor in optimizer._foreach_supported_types
+    assert DTensor in _foreach_utils._foreach_supported_types
 
 
 def local_and_back() -> None:
@@ -403,6 +423,11 @@ def part_of_the_world() -> None:
     assert x.to_local().numel() == (3 if inside else 0)
     if inside:
         assert y.full_tensor().tolist() == [6.0, 24.0]
+        assert x.equal(x) and x.sum().item() == 21
+    else:
+        for ask in (lambda: x.equal(x), lambda: x.sum().item(), x.nonzero):
+            with pytest.raises(RuntimeError, match="only the ranks"):
+                ask()
 
 
 def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
@@ -414,6 +439,7 @@ def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
     "body",
     [
         making,
+        as_frameworks_see_it,
         local_and_back,
         moving,
         reductions_of_partial,
