@@ -24,7 +24,8 @@ _ONEDNN_FLOPS = 4e6
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
     """Dtype of sums of values of x, and of the parts that make them up, before they are rounded."""
-    return torch.promote_types(x.dtype, torch.float32)
+    narrow = x.dtype.is_floating_point and x.dtype.itemsize < 4
+    return torch.float32 if narrow else x.dtype
 
 
 def is_half(x: torch.Tensor) -> bool:

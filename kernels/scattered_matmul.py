@@ -260,7 +260,7 @@ def _host_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     needs_x, needs_w, needs_b = needs
     dx = None
-    accumulator = torch.promote_types(w.dtype, torch.float32)
+    accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     # The bias is added after the division, all else before it.
     own = dy / group.world_size if average and (needs_x or needs_w) else dy
