@@ -170,6 +170,9 @@ def _on_gpus(
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
     moved = _moved(rates, problem.moved_bytes)
+    # What peers send is counted in fp32; to a result in half precision the kernels send 24 bits.
+    narrow = sums and problem.dtype.itemsize < 4
+    packed = _moved(rates, problem.moved_bytes * 3 // 4) if narrow else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
     start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
     if gathers:
@@ -180,7 +183,7 @@ def _on_gpus(
     # Each signal of the host engine is a kernel there.
     signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
-    fused_us = max(kernel[1], moved[1]) + start[1]
+    fused_us = max(kernel[1], packed[1]) + start[1]
     host_us = max(matmul[1], moved[1]) + first[1] + signals[1]
     generic = by_process_group(problem, group, device)
     rule = "the longer of matmul and transfers, then the rest"
@@ -188,10 +191,10 @@ def _on_gpus(
     if gathers:
         beyond = {"triton": start[1], "host": first[1] + signals[1], "generic": generic.beyond_us}
     elif sums:
-        beyond = {"triton": moved[1] + start[1], "host": moved[1] + signals[1]}
+        beyond = {"triton": packed[1] + start[1], "host": moved[1] + signals[1]}
         beyond["generic"] = generic.beyond_us
     prices: dict[RunnableEngine, Price] = {
-        "triton": Price(fused_us, beyond["triton"], (kernel, moved, start), rule),
+        "triton": Price(fused_us, beyond["triton"], (kernel, packed, start), rule),
         "host": Price(host_us, beyond["host"], (matmul, moved, first, signals), rule),
         "generic": replace(generic, beyond_us=beyond["generic"]),
     }

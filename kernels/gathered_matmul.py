@@ -443,7 +443,7 @@ def _triton_backward(
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
-        ws = gemm_reduce_scatter.workspace_for(x.dtype, x.shape[1], group, rows, x.device)
+        ws = gemm_reduce_scatter.workspace_for(dys[0], weights[0].t(), group, rows, x.dtype)
         ws.check(op)
         dx = gemm_reduce_scatter.launch_matmul_reduce_scatter(
             dys, [w.t() for w in weights], ws, rows

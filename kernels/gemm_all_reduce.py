@@ -101,9 +101,10 @@ def workspace_bytes(
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
     if isinstance(config, gemm_one_shot.Config):
-        return gemm_one_shot.workspace_bytes(M, N, world_size, config)
-    count, tile = tile_count(M, N, config.tiling), config.tiling.block_m * config.tiling.block_n
-    return tile * (world_size * -(-count // world_size) * 4 + count * out_dtype.itemsize)
+        return gemm_one_shot.workspace_bytes(M, N, out_dtype, world_size, config)
+    tiling, count = config.tiling, tile_count(M, N, config.tiling)
+    sums = world_size * -(-count // world_size) * partial_sums.row_words(tiling.block_n, out_dtype)
+    return tiling.block_m * (sums * 4 + count * tiling.block_n * out_dtype.itemsize)
 
 
 def workspace_for(
@@ -139,6 +140,7 @@ def _gemm_two_shot_kernel(
     X_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     REDUCE_M: tl.constexpr,
 ) -> None:
     """y = scale * sum over ranks of x @ w, + bias + residual. Grid: the same on all ranks.
@@ -153,7 +155,8 @@ def _gemm_two_shot_kernel(
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
-    slot_stride = tl.cast(tiles.cdiv(count, WORLD_SIZE), tl.int64) * BLOCK
+    SENT: tl.constexpr = BLOCK_M * ROW_WORDS
+    slot_stride = tl.cast(tiles.cdiv(count, WORLD_SIZE), tl.int64) * SENT
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
         half_bytes = link.half_bytes
@@ -167,7 +170,7 @@ def _gemm_two_shot_kernel(
                 factors, x_desc, w_desc, tiles.wrapped(start_m, M, BLOCK_M), start_m,
                 tile_n * BLOCK_N, N, 0, TILES, 1, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
             )  # fmt: skip
-            tiles.store_block(slot + tl.cast(j, tl.int64) * BLOCK, acc)
+            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
         if owner != rank:
             signals.signal(
                 signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
@@ -187,14 +190,14 @@ def _gemm_two_shot_kernel(
                 start_m = tile_m * BLOCK_M + part
                 if start_m < M:
                     offs_m = start_m + tl.arange(0, REDUCE_M)
-                    inside = part * BLOCK_N + tiles.block_offsets(REDUCE_M, BLOCK_N)
                     total = partial_sums.finished(
-                        slots, slot_stride, tl.cast(j, tl.int64) * BLOCK + inside, finish, offs_m,
-                        offs_m < M, tile_n * BLOCK_N, N, WORLD_SIZE,
+                        slots + tl.cast(j, tl.int64) * SENT + part * ROW_WORDS, slot_stride, finish,
+                        offs_m, offs_m < M, tile_n * BLOCK_N, N, BLOCK_N, ROW_WORDS, WORLD_SIZE,
                     )  # fmt: skip
                     tiles.store(out_ptr, total, start_m, tile_n * BLOCK_N, M, N, N, 1)
                     final = tiles.rounded(total, dtype)
-                    offs = tl.cast(tile, tl.int64) * BLOCK + inside
+                    offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
+                    offs += tiles.block_offsets(REDUCE_M, BLOCK_N)
                     for step in range(1, WORLD_SIZE):
                         peer = (rank + step) % WORLD_SIZE
                         sent = _finished_ptr(link, peer, generation, finished_at, dtype)
@@ -279,6 +282,7 @@ def launch_matmul_all_reduce(
         X_TRANSPOSED=operands.x_transposed,
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=x.shape[1] % tiling.block_k == 0,
+        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
         REDUCE_M=config.reduce_m,
         **tiling.options,
     )

@@ -88,26 +88,35 @@ def tile_count(M: int, N: int, tiling: Tiling) -> int:
     return -(-M // tiling.block_m) * -(-N // tiling.block_n)
 
 
-def workspace_bytes(M: int, N: int, world_size: int, config: Config) -> int:
+def workspace_bytes(M: int, N: int, out_dtype: torch.dtype, world_size: int, config: Config) -> int:
     """Symmetric memory that the call needs on each rank."""
-    tile = config.tiling.block_m * config.tiling.block_n
-    return world_size * tile_count(M, N, config.tiling) * tile * 4
+    tiling = config.tiling
+    row = partial_sums.row_words(tiling.block_n, out_dtype)
+    return world_size * tile_count(M, N, tiling) * tiling.block_m * row * 4
 
 
 @triton.jit
-def _send_to_owners(acc, start_m, offs, offsets, link, generation, WORLD_SIZE: tl.constexpr):
-    """Store each row of a tile in the slot, `offs` elements into the half, of the row's owner."""
+def _send_to_owners(
+    acc,
+    start_m,
+    offs,
+    offsets,
+    link,
+    generation,
+    ROW_WORDS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
+    """Store each row of a tile in the slot, `offs` words into the half, of the row's owner."""
     ROWS: tl.constexpr = acc.shape[0]
-    COLUMNS: tl.constexpr = acc.shape[1]
     offs_m = start_m + tl.arange(0, ROWS)
     base = signals.half_ptr(link.buffer_ptrs, 0, generation, link.half_bytes, tl.float32)
     row_ptrs = base + offs + offs_m * 0
     for owner in tl.static_range(1, WORLD_SIZE):
         half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, tl.float32)
         row_ptrs = tl.where(offs_m >= offsets[owner], half + offs, row_ptrs)
-    row_ptrs += tl.arange(0, ROWS) * COLUMNS
+    row_ptrs += tl.arange(0, ROWS) * ROW_WORDS
     inside = (offs_m < offsets[WORLD_SIZE])[:, None]
-    tl.store(row_ptrs[:, None] + tl.arange(0, COLUMNS)[None, :], acc, mask=inside)
+    partial_sums.store_rows(row_ptrs[:, None], acc, inside, ROW_WORDS)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -130,6 +139,7 @@ def _gemm_one_shot_kernel(
     X_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     REDUCE_M: tl.constexpr,
 ) -> None:
     """y = scale * sum over ranks of sum_i x_i @ w_i, + bias + residual.
@@ -143,7 +153,7 @@ def _gemm_one_shot_kernel(
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
-    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
@@ -165,7 +175,9 @@ def _gemm_one_shot_kernel(
         if complete:
             offs = rank * slot_stride + tl.cast(tile, tl.int64) * BLOCK
             if offsets is not None:
-                _send_to_owners(acc, start_m, offs, offsets, link, generation, WORLD_SIZE)
+                _send_to_owners(
+                    acc, start_m, offs, offsets, link, generation, ROW_WORDS, WORLD_SIZE
+                )
             else:
                 for step in range(1, WORLD_SIZE + 1):
                     peer = (rank + step) % WORLD_SIZE
@@ -173,7 +185,7 @@ def _gemm_one_shot_kernel(
                     slots = signals.half_ptr(
                         link.buffer_ptrs, peer, generation, half_bytes, tl.float32
                     )
-                    tiles.store_block(slots + offs, acc)
+                    partial_sums.store_block(slots + offs, acc, ROW_WORDS)
     if complete:
         # After a part that did not come there is nothing to announce, and peers time out as well.
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
@@ -195,10 +207,10 @@ def _gemm_one_shot_kernel(
                 if (start_m < rows) & (start_m + REDUCE_M > 0):
                     offs_m = start_m + tl.arange(0, REDUCE_M)
                     inside_m = (offs_m >= 0) & (offs_m < rows)
-                    offs = tl.cast(tile, tl.int64) * BLOCK + first * BLOCK_N
+                    offs = tl.cast(tile, tl.int64) * BLOCK + first * ROW_WORDS
                     total = partial_sums.finished(
-                        slots, slot_stride, offs + tiles.block_offsets(REDUCE_M, BLOCK_N), finish,
-                        offs_m, inside_m, tile_n * BLOCK_N, N, WORLD_SIZE, offsets is None,
+                        slots + offs, slot_stride, finish, offs_m, inside_m, tile_n * BLOCK_N, N,
+                        BLOCK_N, ROW_WORDS, WORLD_SIZE, offsets is None,
                     )  # fmt: skip
                     tiles.store_rows(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
@@ -244,6 +256,7 @@ def launch(
         X_TRANSPOSED=operands.x_transposed,
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
+        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
         REDUCE_M=config.reduce_m,
         **tiling.options,
     )

@@ -2,8 +2,8 @@
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its
 own affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size
-and be empty. bf16, fp16, fp32, or scaled fp8, in; partial sums, their transport and their sum are
-fp32, one rounding.
+and be empty. bf16, fp16, fp32, or scaled fp8, in; partial sums and their sum are fp32, one
+rounding; on the way they are fp32 or its upper 24 bits (`weft.kernels.partial_sums`).
 
     y_d (rows of chunk d, N) = scale * sum over r of x_r[chunk d] @ w_r + bias + residual_d
 
@@ -11,7 +11,7 @@ Chunks of fewer rows than a large tile has go by `weft.kernels.gemm_one_shot` in
 straddle chunks, here they would be mostly empty.
 
 Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each
-holding this rank's chunk as tiles of (BLOCK_M, BLOCK_N) fp32, one after another:
+holding this rank's chunk as tiles of BLOCK_M rows of ROW_WORDS words, one after another:
 
     rank 0 makes chunk 1 --> rank 1, slot 0       rank 1 makes chunk 2 --> rank 2, slot 1      ...
            then  chunk 2 --> rank 2, slot 0              then  chunk 0 --> rank 0, slot 1
@@ -27,18 +27,22 @@ Tiles go to peers in turns (`weft.kernels.turns`): else programs would all wait 
 end of every tile, as all end at once.
 
 Protocol, in each program p
-  1. For the destinations rank+1, rank+2, ..., rank: make the tiles, store them in the owner's slot
-     `rank`; then signal the word (0, rank, f) of the owner's pad: release at system scope. It is
-     signalled for empty chunks too.
-  2. Wait for the words (0, r, f) of all peers r, f that of the own chunk (acquire, system scope):
-     slots r now hold p's tiles.
-  3. Add the slots in rank order, store the output.
+  1. For the destinations rank+1, rank+2, ..., rank-1: make the tiles, store them in the owner's
+     slot `rank`.
+  2. Signal the words (0, rank, f) of all peers, f that of their chunk: release at system scope.
+     They are signalled for empty chunks too. Before, nobody would look at them, and each would be
+     waited for until the peer has acknowledged what was stored.
+  3. Make the tiles of the own chunk, and store them in the own slot `rank`. After the first: wait
+     for the words (0, r, f) of all peers r, f that of the own chunk (acquire, system scope): slots
+     r now hold p's tiles. Add up each tile's slots in rank order, store the output: while other
+     programs multiply, as their turns have set them apart.
   4. Take a ticket; the last program sets GENERATION.
 
 Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for
 p; but for its turn, for which it waits for a smaller number, and which orders no data. Slots of two
 calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold because each program
-signals every peer after this rank's last call has ended, and waits for every peer.
+signals every peer after this rank's last call has ended, and waits for every peer, also without
+tiles of the own chunk.
 
 The own partial sums pass through the own slot as well. Kept in registers they would have to wait
 there for the sums of lower ranks, a second accumulator of the tile's size; a round trip through L2
@@ -108,23 +112,71 @@ def config_for(
 
 
 def workspace_bytes(
-    chunk: int, N: int, world_size: int, config: Config | gemm_one_shot.Config
+    chunk: int,
+    N: int,
+    out_dtype: torch.dtype,
+    world_size: int,
+    config: Config | gemm_one_shot.Config,
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
     if isinstance(config, gemm_one_shot.Config):
-        return gemm_one_shot.workspace_bytes(world_size * chunk, N, world_size, config)
+        return gemm_one_shot.workspace_bytes(world_size * chunk, N, out_dtype, world_size, config)
     tiling = config.tiling
     count = -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
-    return world_size * count * tiling.block_m * tiling.block_n * 4
+    row = partial_sums.row_words(tiling.block_n, out_dtype)
+    return world_size * count * tiling.block_m * row * 4
 
 
 def workspace_for(
-    dtype: torch.dtype, N: int, group: Group, sizes: Sequence[int], device: torch.device
+    x: torch.Tensor, w: torch.Tensor, group: Group, sizes: Sequence[int], out_dtype: torch.dtype
 ) -> Workspace:
-    """The group's workspace, with room for chunks of `sizes` rows and N columns."""
-    chunk, W = max(sizes), group.world_size
-    config = config_for(chunk, N, dtype, W, chip_of(device))
-    return workspace(group, workspace_bytes(chunk, N, W, config), channel="scatter", device=device)
+    """The group's workspace, with room for x (M, K) @ w (K, N) in chunks of `sizes` rows."""
+    chunk, N, W = max(sizes), w.shape[1], group.world_size
+    config = config_for(chunk, N, x.dtype, W, chip_of(x.device))
+    nbytes = workspace_bytes(chunk, N, out_dtype, W, config)
+    return workspace(group, nbytes, channel="scatter", device=x.device)
+
+
+@triton.jit
+def _first_tile(owner, count, program, programs):
+    """The first tile of `owner`'s chunk that `program` makes; perhaps beyond its `count` tiles."""
+    return (program + programs - owner * count % programs) % programs
+
+
+@triton.jit
+def _sums_came(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
+    """Whether all peers have sent their own of the tiles that begin with `first`."""
+    return signals.wait_for_peers(
+        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.max_polls
+    )
+
+
+@triton.jit
+def _add_up(
+    out_ptr,  # (rows, N)
+    tile_ptr,  # of the tile in slot 0
+    slot_stride,
+    finish,
+    start_m,
+    start_n,
+    rows,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    REDUCE_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
+    """out[start_m:, start_n:] = the tile's sum over all slots, REDUCE_M rows at a time."""
+    for part in range(0, BLOCK_M, REDUCE_M):
+        first_m = start_m + part
+        if first_m < rows:
+            offs_m = first_m + tl.arange(0, REDUCE_M)
+            total = partial_sums.finished(
+                tile_ptr + part * ROW_WORDS, slot_stride, finish, offs_m, offs_m < rows, start_n, N,
+                BLOCK_N, ROW_WORDS, WORLD_SIZE,
+            )  # fmt: skip
+            tiles.store(out_ptr, total, first_m, start_n, rows, N, N, 1)
 
 
 @triton.jit(do_not_specialize=["chunk", "rank"])
@@ -145,6 +197,7 @@ def _gemm_rs_kernel(
     X_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     REDUCE_M: tl.constexpr,
     SENDERS: tl.constexpr,
 ) -> None:
@@ -160,19 +213,30 @@ def _gemm_rs_kernel(
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
-    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
     tiles_m, tiles_n = tiles.cdiv(chunk, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
+    own_slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
     sends = 0
+    waited, arrived = False, False
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
+        away = owner != rank
+        if not away:
+            turns.end_all(link, rank, program, generation, WORLD_SIZE)
+            for ahead in range(1, WORLD_SIZE):
+                peer = (rank + ahead) % WORLD_SIZE
+                first = _first_tile(peer, count, program, programs)
+                signals.signal(
+                    signals.slot_ptr(link.signal_ptrs, peer, WORLD_SIZE, 0, rank, first), generation
+                )
         begin = tiles.element(offsets, owner, WORLD_SIZE)
         rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
         half_bytes = link.half_bytes
         slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
-        first = (program + programs - owner * count % programs) % programs
+        first = _first_tile(owner, count, program, programs)
         for tile in range(first, count, programs):
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -182,40 +246,27 @@ def _gemm_rs_kernel(
                     begin + start_m, start_n, N, 0,
                     TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
                 )  # fmt: skip
-                away = owner != rank
                 if away:
                     turns.wait(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
-                tiles.store_block(slot + tl.cast(tile, tl.int64) * BLOCK, acc)
+                offs = tl.cast(tile, tl.int64) * BLOCK
+                partial_sums.store_block(slot + offs, acc, ROW_WORDS)
                 if away:
                     sends += 1
                     turns.end(link, rank, program, generation, sends, WORLD_SIZE)
-        if owner != rank:
-            signals.signal(
-                signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, first), generation
-            )
-    turns.end_all(link, rank, program, generation, WORLD_SIZE)
-    # Own tiles too were stored by other threads than the ones that read them next.
-    tl.debug_barrier()
-    own_first = (program + programs - rank * count % programs) % programs
-    if signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, own_first, generation, link.max_polls
-    ):
-        rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
-        rows -= tiles.element(offsets, rank, WORLD_SIZE)
-        slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
-        for tile in range(own_first, count, programs):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            for part in range(0, BLOCK_M, REDUCE_M):
-                start_m = tile_m * BLOCK_M + part
-                if start_m < rows:
-                    offs_m = start_m + tl.arange(0, REDUCE_M)
-                    inside_m = offs_m < rows
-                    offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
-                    total = partial_sums.finished(
-                        slots, slot_stride, offs + tiles.block_offsets(REDUCE_M, BLOCK_N), finish,
-                        offs_m, inside_m, tile_n * BLOCK_N, N, WORLD_SIZE,
-                    )  # fmt: skip
-                    tiles.store(out_ptr, total, start_m, tile_n * BLOCK_N, rows, N, N, 1)
+                else:
+                    if not waited:
+                        arrived = _sums_came(link, rank, first, generation, WORLD_SIZE)
+                        waited = True
+                    # The own tile was stored by other threads than the ones that read it next.
+                    tl.debug_barrier()
+                    if arrived:
+                        _add_up(
+                            out_ptr, own_slots + offs, slot_stride, finish, start_m, start_n, rows,
+                            N, BLOCK_M, BLOCK_N, ROW_WORDS, REDUCE_M, WORLD_SIZE,
+                        )  # fmt: skip
+    if not waited:
+        first = _first_tile(rank, count, program, programs)
+        _sums_came(link, rank, first, generation, WORLD_SIZE)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 
@@ -239,7 +290,7 @@ def launch_matmul_reduce_scatter(
     Args:
         xs: (M, K_i), any strides, one dtype.
         weights: (K_i, N), any strides, dtype of x. K_i may differ from rank to rank.
-        ws: room for `workspace_bytes(max(sizes), N, W, config)`.
+        ws: room for `workspace_bytes(max(sizes), N, out_dtype, W, config)`.
         sizes: rows of every rank's chunk, the same list on all ranks.
         bias: (N,), added once, after the scale.
         residual: (sizes[rank], N), likewise.
@@ -254,11 +305,11 @@ def launch_matmul_reduce_scatter(
     x, W = xs[0], ws.world_size
     chunk, N = max(sizes), weights[0].shape[1]
     config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
-    if (needed := workspace_bytes(chunk, N, W, config)) > ws.half_bytes:
-        raise partial_sums.too_small(
-            needed, ws, "workspace_bytes(max(sizes), N, world_size, config)"
-        )
     out = x.new_empty(sizes[ws.rank], N, dtype=out_dtype or x.dtype)
+    if (needed := workspace_bytes(chunk, N, out.dtype, W, config)) > ws.half_bytes:
+        raise partial_sums.too_small(
+            needed, ws, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)"
+        )
     offsets = (0, *accumulate(sizes))
     factors = factors_of(xs, weights, scale_a, scale_b)
     finish = finish_of(scale, bias, residual)
@@ -285,6 +336,7 @@ def launch_matmul_reduce_scatter(
         X_TRANSPOSED=operands.x_transposed,
         W_TRANSPOSED=operands.w_transposed,
         EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
+        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
         REDUCE_M=config.reduce_m,
         SENDERS=config.senders,
         **tiling.options,

@@ -1,8 +1,20 @@
 """What the kernels share that add up partial products over ranks: making a tile, adding up slots.
 
-A tile of rank r's x_r @ w_r travels as a block of (block_m, block_n) fp32 of its own, row after
-row, into a slot for r; whoever owns it adds up the W slots in rank order, scales, adds bias and
-residual, and rounds once.
+A tile of rank r's x_r @ w_r travels as a block of its own, row after row, into a slot for r;
+whoever owns it adds up the W slots in rank order, in fp32, scales, adds bias and residual, and
+rounds once.
+
+On the way the sums for a result in fp32 are fp32. Those for one in bf16 or fp16 keep the upper 24
+bits of theirs, rounded: an error of 2^-16, where the result's own rounding makes 2^-8 or 2^-11, and
+a quarter less for the links to carry. Four numbers, a quarter of the row apart, make three words:
+
+    word 0   number 3, bits  8-15 | number 0, bits 8-31         NaN stays NaN, infinity infinity;
+    word 1   number 3, bits 16-23 | number 1, bits 8-31         from 2^128 (1 - 2^-17) on numbers
+    word 2   number 3, bits 24-31 | number 2, bits 8-31         are infinity, as rounding has it
+
+Words are stored and loaded as fp32, bits that nobody computes with. So all words of a thread come
+from its own part of the accumulator: a row of it in tensor cores' layout is spread over four
+threads, and a thread has the same columns of every quarter.
 """
 
 from __future__ import annotations
@@ -75,25 +87,135 @@ def product(
     return tiles.times_columns(acc, factors.column_scales, start_n, N)
 
 
+def row_words(columns: int, out_dtype: torch.dtype) -> int:
+    """Words of four bytes that a row of `columns` partial sums takes on its way."""
+    return columns * 3 // 4 if out_dtype.itemsize == 2 else columns
+
+
+@triton.jit
+def _bits(x):
+    """fp32 as uint32, rounded to its upper 24 bits, ties away from zero; the lower 8 are noise."""
+    bits = x.to(tl.uint32, bitcast=True)
+    # The NaN of tensor cores, 0x7fffffff, would become -0.
+    return tl.where(x == x, bits + 0x80, 0x7FC00000)
+
+
+@triton.jit
+def _packed(x):
+    """Three blocks of words that hold (ROWS, COLUMNS) fp32, each (ROWS, COLUMNS / 4)."""
+    left, right = tiles.halves(x)
+    a, b = tiles.halves(left)
+    c, d = tiles.halves(right)
+    last = _bits(d)
+    return (
+        ((_bits(a) >> 8) | ((last >> 8) << 24)).to(tl.float32, bitcast=True),
+        ((_bits(b) >> 8) | ((last >> 16) << 24)).to(tl.float32, bitcast=True),
+        ((_bits(c) >> 8) | ((last >> 24) << 24)).to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def _unpacked(u, v, w):
+    """The quarters of what `_packed` made these words of."""
+    u = u.to(tl.uint32, bitcast=True)
+    v = v.to(tl.uint32, bitcast=True)
+    w = w.to(tl.uint32, bitcast=True)
+    last = ((u >> 24) << 8) | ((v >> 24) << 16) | ((w >> 24) << 24)
+    return (
+        (u << 8).to(tl.float32, bitcast=True),
+        (v << 8).to(tl.float32, bitcast=True),
+        (w << 8).to(tl.float32, bitcast=True),
+        last.to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
+    """Send rows of partial sums to row_ptrs (ROWS, 1): those `inside` (ROWS, 1), or all if None."""
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if ROW_WORDS < COLUMNS:
+        QUARTER: tl.constexpr = COLUMNS // 4
+        ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
+        u, v, w = _packed(acc)
+        tl.store(ptrs, u, mask=inside)
+        tl.store(ptrs + QUARTER, v, mask=inside)
+        tl.store(ptrs + 2 * QUARTER, w, mask=inside)
+    elif COLUMNS > 128:
+        left, right = tiles.halves(acc)
+        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(ptrs, left, mask=inside)
+        tl.store(ptrs + COLUMNS // 2, right, mask=inside)
+    else:
+        tl.store(row_ptrs + tl.arange(0, COLUMNS)[None, :], acc, mask=inside)
+
+
+@triton.jit
+def store_block(block_ptr, acc, ROW_WORDS: tl.constexpr):
+    """Send a whole tile of partial sums."""
+    rows = tl.arange(0, acc.shape[0])[:, None] * ROW_WORDS
+    store_rows(block_ptr + rows, acc, None, ROW_WORDS)
+
+
+@triton.jit
+def _sum_of_slots(
+    row_ptrs,  # (ROWS, 1), in slot 0
+    slot_stride,  # words
+    inside,  # (ROWS, 1), which rows were written; None for all
+    COLUMNS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Rows of COUNT slots added up in order: (ROWS, COLUMNS) fp32."""
+    if ROW_WORDS < COLUMNS:
+        QUARTER: tl.constexpr = COLUMNS // 4
+        ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
+        a, b, c, d = _load_packed(ptrs, inside, QUARTER)
+        for _ in tl.static_range(1, COUNT):
+            ptrs += slot_stride
+            next_a, next_b, next_c, next_d = _load_packed(ptrs, inside, QUARTER)
+            a += next_a
+            b += next_b
+            c += next_c
+            d += next_d
+        total = tiles.beside(tiles.beside(a, b), tiles.beside(c, d))
+    else:
+        ptrs = row_ptrs + tl.arange(0, COLUMNS)[None, :]
+        total = tl.load(ptrs, mask=inside)
+        for _ in tl.static_range(1, COUNT):
+            ptrs += slot_stride
+            total += tl.load(ptrs, mask=inside)
+    return total
+
+
+@triton.jit
+def _load_packed(ptrs, inside, QUARTER: tl.constexpr):
+    u = tl.load(ptrs, mask=inside)
+    v = tl.load(ptrs + QUARTER, mask=inside)
+    w = tl.load(ptrs + 2 * QUARTER, mask=inside)
+    return _unpacked(u, v, w)
+
+
 @triton.jit
 def finished(
-    slots_ptr,
-    slot_stride,
-    offs,  # of the part of a tile in each slot
+    part_ptr,  # of a tile in slot 0: its first row there
+    slot_stride,  # words
     finish,
     rows,  # of out
     inside_m,
     start_n,
     N,
+    COLUMNS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     WHOLE_TILES: tl.constexpr = True,  # or only the rows inside have been written
 ):
     """scale * (sum of the slots in rank order) + bias + residual, in fp32."""
     written = None if WHOLE_TILES else inside_m[:, None]
-    total = tiles.sum_of_slots(slots_ptr, slot_stride, offs, written, WORLD_SIZE) * finish.scale
-    total = tiles.with_bias(total, finish.bias, start_n, N)
+    row_ptrs = part_ptr + tl.arange(0, rows.shape[0])[:, None] * ROW_WORDS
+    total = _sum_of_slots(row_ptrs, slot_stride, written, COLUMNS, ROW_WORDS, WORLD_SIZE)
+    total = tiles.with_bias(total * finish.scale, finish.bias, start_n, N)
     if finish.residual is not None:
-        offs_n = start_n + tl.arange(0, total.shape[1])
+        offs_n = start_n + tl.arange(0, COLUMNS)
         inside = inside_m[:, None] & (offs_n[None, :] < N)
         ptrs = finish.residual + rows.to(tl.int64)[:, None] * N + offs_n[None, :]
         total += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)

@@ -298,7 +298,8 @@ def _triton_forward(
 ) -> torch.Tensor:
     from weft.kernels import gemm_reduce_scatter as kernel
 
-    ws = kernel.workspace_for(x.dtype, w.shape[1], group, rows, x.device)
+    out_dtype = scaling.out_dtype if scaling else x.dtype
+    ws = kernel.workspace_for(x, w, group, rows, out_dtype)
     ws.check("matmul_reduce_scatter")
     y = kernel.launch_matmul_reduce_scatter(
         [x],
@@ -310,7 +311,7 @@ def _triton_forward(
         scale=1 / group.world_size if average else 1.0,
         scale_a=scaling.rows if scaling else None,
         scale_b=scaling.columns[0] if scaling else None,
-        out_dtype=scaling.out_dtype if scaling else None,
+        out_dtype=out_dtype,
     )
     ws.launched("matmul_reduce_scatter")
     return y

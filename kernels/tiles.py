@@ -177,6 +177,14 @@ def halves(values):
 
 
 @triton.jit
+def beside(left, right):
+    """(ROWS, COLUMNS) twice as (ROWS, 2 COLUMNS): what `halves` takes apart."""
+    ROWS: tl.constexpr = left.shape[0]
+    COLUMNS: tl.constexpr = left.shape[1]
+    return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
+
+
+@triton.jit
 def store_block(block_ptr, acc):
     """Keep a tile on its own, as `block_offsets` says."""
     ROWS: tl.constexpr = acc.shape[0]
@@ -189,19 +197,6 @@ def store_block(block_ptr, acc):
         tl.store(block_ptr + rows + columns + COLUMNS // 2, right)
     else:
         tl.store(block_ptr + block_offsets(ROWS, COLUMNS), acc)
-
-
-@triton.jit
-def sum_of_slots(slots_ptr, slot_stride, offs, inside, COUNT: tl.constexpr):
-    """Sum of the elements at `offs` of COUNT slots, `slot_stride` elements apart, in order.
-
-    Args:
-        inside: which of them were written; None for all.
-    """
-    total = tl.load(slots_ptr + offs, mask=inside)
-    for slot in tl.static_range(1, COUNT):
-        total += tl.load(slots_ptr + slot * slot_stride + offs, mask=inside)
-    return total
 
 
 @triton.jit

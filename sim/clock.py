@@ -159,7 +159,8 @@ class Resource:
         self._plan()
 
     def _rate(self) -> float:
-        return min(self._limit, self._bandwidth / self._weight)
+        fair = self._bandwidth / self._weight
+        return fair if fair < self._limit else self._limit
 
     def _advance(self) -> None:
         now = self._engine.now
@@ -327,7 +328,7 @@ class Clock:
         latency = hardware.hbm_latency_us if op.reads else 0.0
         slower = hardware.link_sustained / hardware.collective_sustained if op.collective else 1.0
         for owner, nbytes in op.reads.items():
-            self._load(rank, owner, None, round(nbytes * slower), cores, parts)
+            self._load(rank, owner, False, round(nbytes * slower), cores, parts)
             latency = max(latency, self._load_latency(rank, owner))
         for owner, nbytes in op.writes.items():
             self._store(rank, owner, nbytes, cores, parts)
@@ -348,11 +349,7 @@ class Clock:
             start = engine.now
             if isinstance(event, Work):
                 moved = Join(1)
-                latency, nbytes = 0.0, 0
-                for (_, owner), (address, size) in event.loads.items():
-                    hit = self._load(rank, owner, address, size, 1, moved)
-                    wait = hardware.l2_latency_us if hit else self._load_latency(rank, owner)
-                    latency, nbytes = max(latency, wait), nbytes + size
+                latency = self._loads(rank, event, moved)
                 moved.part_done()
                 yield moved
                 end = engine.now + latency
@@ -360,6 +357,7 @@ class Clock:
                     # Dots run behind the loads: the first waits for its operands, and after the
                     # last operands have come one is left.
                     dots = event.flops / hardware.core_flops_per_us(event.dtype)
+                    nbytes = sum(size for _, size in event.loads.values())
                     first = start + latency + nbytes / event.turns / per_core
                     end = max(first + dots, end + dots / event.turns)
                 yield end
@@ -406,19 +404,32 @@ class Clock:
             return 0.0
         return self._hw.hbm_latency_us + remote
 
+    def _loads(self, rank: int, work: Work, join: Join) -> float:
+        """Start the flows of what a program loads, as parts of `join`; the longest latency."""
+        hardware, chip = self._hw, self._chips[rank]
+        latency, total = 0.0, 0
+        sizes: dict[tuple[int, bool, int], int] = {}
+        for (position, owner), (address, size) in work.loads.items():
+            hit = owner == rank and self._cached(chip, address, size)
+            wait = hardware.l2_latency_us if hit else self._load_latency(rank, owner)
+            latency, total = max(latency, wait), total + size
+            flow = owner, hit, position if work.turns else 0
+            sizes[flow] = sizes.get(flow, 0) + size
+        for (owner, hit, _), size in sizes.items():
+            # Loads that no dots hide are at most as fast together as their core.
+            self._load(rank, owner, hit, size, 1 if work.turns else size / total, join)
+        return latency
+
     def _load(
-        self, rank: int, owner: int, address: int | None, nbytes: int, weight: float, join: Join
-    ) -> bool:
-        """Start the flows of a load as parts of `join`; whether it came from the own L2 alone."""
-        chip = self._chips[rank]
+        self, rank: int, owner: int, hit: bool, nbytes: int, weight: float, join: Join
+    ) -> None:
+        """Start the flows of a load as parts of `join`; `hit`: it comes from the own L2."""
         if owner != rank:
             self._to_peer(owner, rank, owner, nbytes, weight, join)
-            return False
-        hit = address is not None and self._cached(chip, address, nbytes)
-        self._flow(chip.l2, nbytes, weight, join)
+            return
+        self._flow(self._chips[rank].l2, nbytes, weight, join)
         if not hit:
-            self._flow(chip.hbm, nbytes, weight, join)
-        return hit
+            self._flow(self._chips[rank].hbm, nbytes, weight, join)
 
     def _store(self, rank: int, owner: int, nbytes: int, weight: float, join: Join) -> None:
         if owner != rank:

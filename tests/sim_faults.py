@@ -277,8 +277,8 @@ IN_KERNELS = [
     fault(
         "partial sums do not wait for peers",
         gemm_reduce_scatter,
-        "    if signals.wait_for_peers(",
-        "    if rank < WORLD_SIZE or signals.wait_for_peers(",
+        "return signals.wait_for_peers(",
+        "return rank < WORLD_SIZE or signals.wait_for_peers(",
         ("reduce-scatter",),
     ),
     fault(
@@ -291,8 +291,8 @@ IN_KERNELS = [
     fault(
         "partial sums are signalled to lower ranks only",
         gemm_reduce_scatter,
-        "if owner != rank:",
-        "if owner < rank:",
+        "for ahead in range(1, WORLD_SIZE):",
+        "for ahead in range(WORLD_SIZE - rank, WORLD_SIZE):",
         ("reduce-scatter",),
         DEADLOCK,
     ),
@@ -307,7 +307,7 @@ IN_KERNELS = [
     fault(
         "a program waits for the first one of its peers",
         gemm_reduce_scatter,
-        "WORLD_SIZE, 0, own_first, generation, link.max_polls",
+        "WORLD_SIZE, 0, first, generation, link.max_polls",
         "WORLD_SIZE, 0, 0, generation, link.max_polls",
         ("reduce-scatter",),
     ),
