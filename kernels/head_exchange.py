@@ -102,7 +102,7 @@ def ulysses_attention(
         call = plan(
             q, k, v, inner, causal, scale, "contiguous", window, cu_seqlens, sizes, key_sizes, OP
         )
-        if call.engine == "triton" and inner.world_size > 1:
+        if in_one_launch(call):
             out, lse = _HeadAttention.apply(q, k, v, call)
             return (out, lse) if return_lse else out
         rows, key_rows, engine = call.geometry.q_sizes, call.geometry.k_sizes, call.engine
@@ -151,20 +151,37 @@ class _HeadAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        from weft.kernels import heads_flash_backward as kernel
+        return *head_gradients(ctx.call, *ctx.saved_tensors, *grads), None
 
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out, grad_lse = grads
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        call, op = ctx.call, f"{OP} backward"
-        ws = kernel.workspace_for(q, k, call.group, call.geometry)
-        ws.check(op)
-        dq, dk, dv = kernel.launch_head_attention_backward(
-            q, k, v, out, lse, grad_out, grad_lse, ws, call.geometry, call.scale
-        )
-        ws.launched(op)
-        return dq, dk, dv, None
+
+def head_gradients(
+    call: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv on the triton engine, where `in_one_launch` is true of `call`."""
+    from weft.kernels import heads_flash_backward as kernel
+
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    op = f"{OP} backward"
+    ws = kernel.workspace_for(q, k, call.group, call.geometry)
+    ws.check(op)
+    dq, dk, dv = kernel.launch_head_attention_backward(
+        q, k, v, out, lse, grad_out, grad_lse, ws, call.geometry, call.scale
+    )
+    ws.launched(op)
+    return dq, dk, dv
+
+
+def in_one_launch(call: Plan) -> bool:
+    """Whether `call` runs in one launch: else heads are exchanged around attention on a rank."""
+    return call.engine == "triton" and call.group.world_size > 1
 
 
 def no_heads(

@@ -5,16 +5,19 @@
     torch.ops.weft.tokens_to_heads, heads_to_tokens
                                                 the swaps of ulysses_attention: each is the other's
                                                 gradient
-    torch.ops.weft.ulysses_attention            made of them
+    torch.ops.weft.head_attention               the same without a ring group: on GPUs one launch
+    torch.ops.weft.head_attention_backward      its gradients
+    torch.ops.weft.ulysses_attention            made of these: see `_ulysses_attention`
     torch.ops.weft.flash_decode                 without a gradient, as the function
 
 How ops are registered, and what traced calls assume: `weft.collectives.library`. The lengths of
-shards are found out when ring_attention runs: its results do not depend on them. The swaps take
+shards are found out when attention runs: its results do not depend on them. The swaps take
 them for equal where `sizes` is None, and check it. The group "" is this process by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from weft.collectives.library import compose, define, differentiate, gathered_si
 from weft.kernels import head_exchange
 from weft.kernels.cached_attention import flash_decode
 from weft.kernels.sequence_attention import plan, ring_attention, ring_gradients
+from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
 
@@ -63,24 +67,27 @@ def _ring_attention(
     return out, lse
 
 
-def _ring_attention_fake(
+def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
 
 
-def _ring_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, *before, cu_seqlens, sizes, key_sizes = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     ctx.options = before, (sizes, key_sizes)
     ctx.set_materialize_grads(False)
 
 
-def _ring_attention_grads(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    *saved, cu_seqlens = ctx.saved_tensors
-    before, after = ctx.options
-    dq, dk, dv = _ops.ring_attention_backward(*saved, *grads, *before, cu_seqlens, *after)
-    return dq, dk, dv, *[None] * 8
+def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
+    def grads(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        *saved, cu_seqlens = ctx.saved_tensors
+        before, after = ctx.options
+        dq, dk, dv = getattr(_ops, op)(*saved, *grads, *before, cu_seqlens, *after)
+        return dq, dk, dv, *[None] * 8
+
+    return grads
 
 
 def _ring_attention_backward(
@@ -161,6 +168,64 @@ def _heads_to_tokens_grads(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return _ops.tokens_to_heads(grad, *ctx.options), *[None] * 5
 
 
+def _head_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group_name: str,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: Any = "contiguous",
+    window: list[int] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+    key_sizes: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = head_exchange.ulysses_attention(
+        q, k, v, resolve(group_name), causal=causal, scale=scale, layout=layout,
+        window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
+        key_sizes=key_sizes,
+    )  # fmt: skip
+    return out, lse
+
+
+def _head_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    group_name: str,
+    causal: bool,
+    scale: float | None,
+    layout: Any,
+    window: list[int] | None,
+    cu_seqlens: torch.Tensor | None,
+    sizes: list[int] | None,
+    key_sizes: list[int] | None,
+) -> tuple[torch.Tensor, ...]:
+    call = plan(
+        q, k, v, resolve(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
+        key_sizes, head_exchange.OP,
+    )  # fmt: skip
+    if head_exchange.in_one_launch(call):
+        grads = head_exchange.head_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
+        return tuple(grad.contiguous() for grad in grads)
+    # The other engines differentiate what they exchanged, which was not kept: once more.
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        results = _head_attention(
+            inputs[0], inputs[1], inputs[2], group_name, causal, scale, layout, window, cu_seqlens,
+            sizes, key_sizes,
+        )  # fmt: skip
+        pairs = zip(results, (grad_out, grad_lse), strict=True)
+        used = [(y, dy) for y, dy in pairs if dy is not None]
+        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    return tuple(torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in inputs)
+
+
 def _ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -176,6 +241,12 @@ def _ulysses_attention(
     sizes: list[int] | None = None,
     key_sizes: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """On GPUs one op, else three, which keep what they exchanged for their gradients."""
+    if not ring_group_name and (q.is_cuda or current_engine() == "triton"):
+        out, lse = _ops.head_attention(
+            q, k, v, group_name, causal, scale, layout, window, cu_seqlens, sizes, key_sizes
+        )
+        return out, lse if return_lse else None
     heads, key_sizes = (q.shape[1], k.shape[1]), sizes if key_sizes is None else key_sizes
     q = _ops.tokens_to_heads(q, group_name, *heads, False, sizes)
     k, v = (_ops.tokens_to_heads(x, group_name, *heads, True, key_sizes) for x in (k, v))
@@ -222,20 +293,24 @@ _OPTIONS = (
 _SIZES = "SymInt[]? sizes=None, SymInt[]? key_sizes=None"
 _SWAP = "Tensor x, str group_name, int heads, int kv_heads, bool of_keys, SymInt[]? sizes=None"
 
-define(
-    f"ring_attention(Tensor q, Tensor k, Tensor v, str group_name, {_OPTIONS}, {_SIZES}) "
-    "-> (Tensor, Tensor)",
-    _ring_attention, _ring_attention_fake,
-)  # fmt: skip
-define(
-    "ring_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? grad_out, Tensor? grad_lse, str group_name, bool causal, float? scale, str layout, "
-    "int[]? window, Tensor? cu_seqlens, SymInt[]? sizes, SymInt[]? key_sizes) "
-    "-> (Tensor, Tensor, Tensor)",
-    _ring_attention_backward,
-    lambda q, k, v, *rest: tuple(x.new_empty(x.shape) for x in (q, k, v)),
-)  # fmt: skip
-differentiate("ring_attention", _ring_attention_setup, _ring_attention_grads)
+_GIVEN = "Tensor q, Tensor k, Tensor v, str group_name"
+_KEPT = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
+
+for _name, _forward, _backward in (
+    ("ring_attention", _ring_attention, _ring_attention_backward),
+    ("head_attention", _head_attention, _head_attention_backward),
+):
+    define(
+        f"{_name}({_GIVEN}, {_OPTIONS}, {_SIZES}) -> (Tensor, Tensor)", _forward, _attention_fake
+    )
+    define(
+        f"{_name}_backward({_KEPT}, str group_name, bool causal, float? scale, str layout, "
+        "int[]? window, Tensor? cu_seqlens, SymInt[]? sizes, SymInt[]? key_sizes) "
+        "-> (Tensor, Tensor, Tensor)",
+        _backward,
+        lambda q, k, v, *rest: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+    )
+    differentiate(_name, _attention_setup, _attention_grads(f"{_name}_backward"))
 
 define(f"tokens_to_heads({_SWAP}) -> Tensor", _tokens_to_heads, _tokens_to_heads_fake)
 define(f"heads_to_tokens({_SWAP}) -> Tensor", _heads_to_tokens, _heads_to_tokens_fake)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import weft
 import weft.collectives as c
@@ -125,7 +126,15 @@ def attention_by_hand_body() -> None:
             ops.ulysses_attention(q, k, v, name, "", True, return_lse=True),
             weft.ulysses_attention(q, k, v, causal=True, return_lse=True),
         ),
+        (
+            ops.head_attention(q, k, v, name, window=[1, -1], sizes=[3, 3]),
+            weft.ulysses_attention(q, k, v, window=(1, -1), return_lse=True),
+        ),
     ]
+    traced = make_fx(lambda *qkv: ops.ulysses_attention(*qkv, name)[0])(q.data, k.data, v.data)
+    used = {str(node.target) for node in traced.graph.nodes if node.op == "call_function"}
+    in_one = {"weft.head_attention.default"}
+    assert (used & in_one == in_one) == (weft.settings.current_engine() == "triton"), used
     for ours, theirs in pairs:
         grads = []
         for out, lse in (ours, theirs):
