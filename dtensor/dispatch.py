@@ -297,6 +297,7 @@ def _as_expected(result: Any, plan: Plan) -> bool:
     Where it does not, on tensors that are whole, the local ones are right.
     """
     plan.check = False
+    plan.result = _given(result, plan.result)
     for value, layout in zip(leaves(result), leaves(plan.result), strict=True):
         if not isinstance(layout, Layout):
             continue
@@ -311,6 +312,13 @@ def _as_expected(result: Any, plan: Plan) -> bool:
             return False
     plan.simple = plan.only_computes()
     return True
+
+
+def _given(result: Any, layouts: Any) -> Any:
+    """`layouts` without those of results that the op does not give, as gradients nobody wants."""
+    if isinstance(layouts, (list, tuple)):
+        return type(layouts)(map(_given, result, layouts))
+    return None if result is None else layouts
 
 
 def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -194,7 +195,8 @@ class MeshPlace:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.sizes: Shape = tuple(mesh.shape)
-        self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
+        with unset_fake_temporarily():  # the first look at a mesh may be under a FakeTensorMode
+            self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self.coordinates: list[Shape] = list(itertools.product(*map(range, self.sizes)))
         here = dist.get_rank() if dist.is_initialized() else 0
         self.index: int | None = self.ranks.index(here) if here in self.ranks else None

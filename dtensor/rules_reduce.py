@@ -337,6 +337,26 @@ def foreach_norm(call: Call) -> Decomposed:
     return Decomposed(run)
 
 
+@rule("_foreach_max")
+def foreach_max(call: Call) -> Decomposed:
+    """The largest element of each tensor."""
+    largest = torch.ops.aten.max.default
+    return Decomposed(lambda tensors: [dispatch(largest, (tensor,)) for tensor in tensors])
+
+
+@rule("_foreach_powsum")
+def foreach_powsum(call: Call) -> Decomposed:
+    """The sum of the powers of each tensor's elements."""
+
+    def run(
+        tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
+    ) -> list[Any]:
+        powsum = torch.ops.aten.linalg__powsum.default
+        return [dispatch(powsum, (tensor, order), {"dtype": dtype}) for tensor in tensors]
+
+    return Decomposed(run)
+
+
 def _one_by_one(
     tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
 ) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -28,6 +29,7 @@ from weft.dtensor import (
     redistribute_plan,
 )
 from weft.dtensor.layout import layout_of
+from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def world() -> Any:
@@ -90,6 +92,23 @@ def as_frameworks_see_it() -> None:
     assert torch.empty(3, 5).is_same_size(x) and not x.is_same_size(torch.empty(5, 3))
     assert DTensor in optimizer._foreach_supported_types
     assert DTensor in _foreach_utils._foreach_supported_types
+
+
+def without_data() -> None:
+    """A step of training on fake tensors, as estimates of memory are made."""
+    mesh = world()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    with FakeTensorMode():
+        mlp = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        parallelize_module(mlp, mesh, plan)
+        out = mlp(torch.randn(4, 5))
+        out.sum().backward()
+        torch.optim.AdamW(mlp.parameters()).step()
+    first = mlp.get_parameter("0.weight")
+    assert isinstance(first, DTensor) and isinstance(first.to_local(), FakeTensor)
+    assert isinstance(out, FakeTensor) and out.shape == (4, 3)
+    assert first.to_local().shape == first._layout.local_shape
+    assert first.grad is not None and first.grad.placements == (Shard(0),)
 
 
 def local_and_back() -> None:
@@ -440,6 +459,7 @@ def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
     [
         making,
         as_frameworks_see_it,
+        without_data,
         local_and_back,
         moving,
         reductions_of_partial,

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 Case = tuple[Callable[..., Any], list[torch.Tensor]]
@@ -79,7 +87,18 @@ def pointwise() -> dict[str, Case]:
 
 def reductions() -> dict[str, Case]:
     a, small = r(5, 6, 2), r(2, 3)
+    newer: dict[str, Case] = {}
+    if hasattr(torch, "_foreach_powsum"):
+        newer["foreach powsum"] = (
+            lambda x, y: torch._foreach_powsum([x.detach(), y.detach()], 3),
+            [a, small],
+        )
     return {
+        **newer,
+        "foreach max": (
+            lambda x, y: torch._foreach_max([x.detach(), y.detach()]),
+            [a, small],
+        ),
         "sum": (lambda x: x.sum(), [a]),
         "sum dim": (lambda x: x.sum(1), [a]),
         "sum dims": (lambda x: x.sum((0, 2), keepdim=True), [a]),
@@ -334,6 +353,25 @@ def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh).numel()
     for wrong in ranks(world_size, run_family, family, mesh, 7):
         assert wrong == []
+
+
+def gradients_of_weights_only() -> None:
+    """The backward of a norm gives no gradient of an input that needs none."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    x, seed = r(7, 4), r(7, 4)
+    one, ours = torch.nn.BatchNorm1d(4).double(), torch.nn.BatchNorm1d(4).double()
+    distribute_module(ours, mesh)
+    (one(x) * seed).sum().backward()
+    for placement in (Shard(0), Shard(1), Replicate()):
+        ours.zero_grad()
+        y = ours(distribute_tensor(x, mesh, [placement]))
+        (y * distribute_tensor(seed, mesh)).sum().backward()
+        for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
+            assert close(mine.grad, theirs.grad)
+
+
+def test_gradients_of_weights_only(ranks: Any) -> None:
+    ranks(2, gradients_of_weights_only)
 
 
 @pytest.mark.sweep
