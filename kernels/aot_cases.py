@@ -299,7 +299,6 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
             for D in (*widths, 128)
             for tokens in (1, 4, 8)
             for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
-            if tokens * D <= 1024  # beyond, parts are merged with spills: 330 bytes on sm_90
         ]
     for case, rows, D, before in shards:
         sizes = (rows,) * _W

@@ -76,9 +76,15 @@ def _chip_behind(device: torch.device) -> Chip:
     )
 
 
-# A launch option on NVIDIA's chips, of at most 8 warps: a lane may have all registers there are.
-# Else the assembler spills some bytes where that lets a core hold one program more.
-ALL_REGISTERS = {"maxnreg": 255}
+def launch_options(num_warps: int, num_stages: int, all_registers: bool = False) -> dict[str, int]:
+    """What a kernel is launched with.
+
+    Args:
+        all_registers: on NVIDIA's chips, of at most 8 warps: a lane may have all registers there
+            are. Else the assembler spills some bytes where that lets a core hold a program more.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return options | {"maxnreg": 255} if all_registers else options
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,7 @@ class Tiling:
     @property
     def options(self) -> dict[str, int]:
         """What kernels of such tiles are launched with."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | ALL_REGISTERS if self.all_registers else options
+        return launch_options(self.num_warps, self.num_stages, self.all_registers)
 
 
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:

@@ -9,10 +9,9 @@ that read the same keys. An *item* is one (sequence, key head). See `cached_atte
     keys of this rank --> (max, sum, acc) of each part --> slot `rank` on every rank --> out
 
 Protocol, in each program p
-  1. Attend, by online softmax in fp32. With SPLIT > 1, all but the last part of an item store their
-     result in scratch memory and signal the own word (0, rank, p): release at device scope; the
-     last one waits for those words, of smaller-numbered programs, and merges them with its own, in
-     order.
+  1. Attend, by online softmax in fp32. With SPLIT > 1, all parts of an item store their result in
+     scratch memory, and all but the last signal the own word (0, rank, p): release at device scope;
+     the last one waits for those words, of smaller-numbered programs, and merges all, in order.
   2. Store the item's (out, lse) in slot `rank` of every rank; signal the words (0, rank, p) of all
      peers: release at system scope.
   3. Wait for the words (0, r, p) of all peers (acquire, system scope); merge the slots of the own
@@ -28,8 +27,7 @@ numbers of keys: parts are cut from what there is, and an empty one gives sum 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,13 +45,16 @@ from weft.kernels.attention_tiles import (
     nothing_seen,
     weighed,
 )
-from weft.kernels.chips import ALL_REGISTERS, INTERPRETER, Chip, chip_of
+from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
 
 if TYPE_CHECKING:
     from weft.collectives import Workspace
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
+# Elements that are merged at a time. Two sums of 64 x 256, and where they lie, do not fit in
+# registers.
+_MERGED = 4096
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Config:
         programs: grid; items * split if split > 1.
         split: programs that share an item.
         block_n: keys a step.
-        options: to Triton's compiler besides.
+        all_registers: see `chips.launch_options`.
     """
 
     programs: int
@@ -72,7 +73,7 @@ class Config:
     block_n: int
     num_warps: int = 4
     num_stages: int = 2
-    options: Mapping[str, int] = field(default_factory=dict)
+    all_registers: bool = False
 
 
 def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip) -> Config:
@@ -81,11 +82,14 @@ def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Ch
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
         return Config(programs, split, 16)
-    # At 64 keys a kernel with pages spills on sm_90.
-    block_n, num_warps = 32, 4 if rows * block_d <= 32 * 64 else 8
-    if chip.name.startswith("gfx"):  # Triton 3.7 cannot translate the pipelined loop for AMD
-        return Config(programs, split, block_n, num_warps, num_stages=1)
-    return Config(programs, split, block_n, num_warps, options=ALL_REGISTERS)
+    # At twice as many keys kernels spill on sm_90.
+    block_n = 32 if rows * block_d <= 32 * 256 else 16
+    num_warps = 4 if rows * block_d <= 32 * 64 else 8
+    if chip.name.startswith("gfx"):
+        # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
+        # registers, and 64 rows of 256 spill.
+        return Config(programs, split, block_n, num_warps=4, num_stages=1)
+    return Config(programs, split, block_n, num_warps, all_registers=True)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Cut:
         group: query heads on a key head. D: width of a head.
         rows, block_d: of a tile of queries; powers of two, 16 at least.
         block_n, split: as in `Config`.
+        merge_d: columns that are merged at a time.
     """
 
     group: int
@@ -104,6 +109,7 @@ class Cut:
     block_d: int
     block_n: int
     split: int
+    merge_d: int
 
 
 class Held(NamedTuple):
@@ -183,6 +189,41 @@ def _attend(q, held, held_rank, lengths_ptr, row, head, part, qk_scale, T, CUT: 
     return top, total, acc
 
 
+@triton.jit
+def _merge_slots(slots_ptr, stride, COUNT, column, CUT: tl.constexpr, TOTALS: tl.constexpr):
+    """Columns column .. column + merge_d - 1 of the average over COUNT partial softmaxes, `stride`
+    elements apart, in order, and its log-sum-exp in base 2: (rows, merge_d) and (rows,).
+
+    Args:
+        TOTALS: they are (acc, top, total); else (average, log-sum-exp), as `_show` leaves them.
+    """
+    ROWS: tl.constexpr = CUT.rows
+    ACC: tl.constexpr = ROWS * CUT.block_d
+    offs_r, offs_d = tl.arange(0, ROWS), column + tl.arange(0, CUT.merge_d)
+    top, total, acc = nothing_seen(ROWS, CUT.merge_d)
+    for i in range(COUNT):
+        slot = slots_ptr + i * stride
+        other = tl.load(slot + offs_r[:, None] * CUT.block_d + offs_d[None, :])
+        other_total = tl.load(slot + ACC + ROWS + offs_r) if TOTALS else 1.0
+        top, total, acc = _merge(top, total, acc, tl.load(slot + ACC + offs_r), other_total, other)
+    return averaged(top, total, acc)
+
+
+@triton.jit
+def _show(
+    value, lse, column, place, link, rank, generation, WORLD_SIZE: tl.constexpr, CUT: tl.constexpr
+):
+    """Columns of a result, from `column` on, to every rank's slot, `place` elements into its half;
+    the own one last."""
+    offs_r, offs_d = tl.arange(0, CUT.rows), column + tl.arange(0, value.shape[1])
+    for step in range(1, WORLD_SIZE + 1):
+        peer = (rank + step) % WORLD_SIZE
+        half_bytes = link.half_bytes
+        half = signals.half_ptr(link.buffer_ptrs, peer, generation, half_bytes, tl.float32)
+        tl.store(half + place + offs_r[:, None] * CUT.block_d + offs_d[None, :], value)
+        tl.store(half + place + CUT.rows * CUT.block_d + offs_r, lse)
+
+
 @triton.jit(do_not_specialize=["rank", "held_rank"])
 def _flash_decode_kernel(
     out_ptr,  # (B, H, T, D) contiguous
@@ -214,8 +255,7 @@ def _flash_decode_kernel(
     ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
     SIZE: tl.constexpr = ACC + 2 * ROWS
     SHOWN: tl.constexpr = ACC + ROWS
-    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, CUT.block_d)
-    offs = offs_r[:, None] * CUT.block_d + offs_d[None, :]
+    offs_r = tl.arange(0, ROWS)
     slot_stride = tl.cast(items, tl.int64) * SHOWN
     complete = True
     whole = program % SPLIT == SPLIT - 1
@@ -224,8 +264,15 @@ def _flash_decode_kernel(
         top, total, acc = _attend(
             q, held, held_rank, lengths_ptr, item // H_kv, item % H_kv, part, scale * LOG2_E, T, CUT
         )
-        if SPLIT > 1:
-            base = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
+        place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
+        if SPLIT == 1:
+            value, lse = averaged(top, total, acc)
+            _show(value, lse, 0, place, link, rank, generation, WORLD_SIZE, CUT)
+        else:
+            parts = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
+            tiles.store_block(parts + part * SIZE, acc)
+            tl.store(parts + part * SIZE + ACC + offs_r, top)
+            tl.store(parts + part * SIZE + ACC + ROWS + offs_r, total)
             if whole:
                 for other in range(SPLIT - 1):
                     word = signals.slot_ptr(
@@ -233,32 +280,19 @@ def _flash_decode_kernel(
                     )
                     polls = signals.patience(own_pad, link.max_polls)
                     complete &= signals.wait_local(word, generation, polls)
-                    theirs = base + other * SIZE
-                    top, total, acc = _merge(
-                        top, total, acc, tl.load(theirs + ACC + offs_r),
-                        tl.load(theirs + ACC + ROWS + offs_r), tl.load(theirs + offs),
-                    )  # fmt: skip
                 if not complete:
                     signals.record_timeout(own_pad, rank, rank, generation)
+                # The own part was stored by other threads than the ones that read it next.
+                tl.debug_barrier()
+                if complete:
+                    for column in range(0, CUT.block_d, CUT.merge_d):
+                        value, lse = _merge_slots(parts, SIZE, SPLIT, column, CUT, True)
+                        _show(value, lse, column, place, link, rank, generation, WORLD_SIZE, CUT)
             else:
-                mine = base + part * SIZE
-                tl.store(mine + offs, acc)
-                tl.store(mine + ACC + offs_r, top)
-                tl.store(mine + ACC + ROWS + offs_r, total)
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),
                     generation,
                 )
-        if whole & complete:
-            value, lse = averaged(top, total, acc)
-            place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
-            for step in range(1, WORLD_SIZE + 1):
-                peer = (rank + step) % WORLD_SIZE
-                slot = place + signals.half_ptr(
-                    link.buffer_ptrs, peer, generation, link.half_bytes, tl.float32
-                )
-                tl.store(slot + offs, value)
-                tl.store(slot + ACC + offs_r, lse)
     if whole & complete:
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
         # The own slot too was stored by other threads than the ones that read it next.
@@ -270,17 +304,14 @@ def _flash_decode_kernel(
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
         for work in range(program, items * SPLIT, programs):
             item = tl.cast(work // SPLIT, tl.int64)
-            top, total, acc = nothing_seen(ROWS, CUT.block_d)
-            for source in range(WORLD_SIZE):
-                slot = slots + source * slot_stride + item * SHOWN
-                top, total, acc = _merge(
-                    top, total, acc, tl.load(slot + ACC + offs_r), 1.0, tl.load(slot + offs)
-                )
-            value, lse = averaged(top, total, acc)
             # Heads of one key head, and their tokens, lie together.
             inside, first = CUT.group * T, item * (CUT.group * T)
-            tiles.store(out_ptr + first * CUT.D, value, 0, 0, inside, CUT.D, CUT.D, 1)
-            tl.store(lse_ptr + first + offs_r, lse * LN_2, mask=offs_r < inside)
+            for column in range(0, CUT.block_d, CUT.merge_d):
+                value, lse = _merge_slots(
+                    slots + item * SHOWN, slot_stride, WORLD_SIZE, column, CUT, False
+                )
+                tiles.store(out_ptr + first * CUT.D, value, 0, column, inside, CUT.D, CUT.D, 1)
+                tl.store(lse_ptr + first + offs_r, lse * LN_2, mask=offs_r < inside)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 
@@ -355,8 +386,14 @@ def launch(
         ws.rank,
         cache.rank,
         WORLD_SIZE=ws.world_size,
-        CUT=Cut(q.shape[1] // H_kv, D, rows, block_d, config.block_n, config.split),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **config.options,
+        CUT=Cut(
+            q.shape[1] // H_kv,
+            D,
+            rows,
+            block_d,
+            config.block_n,
+            config.split,
+            merge_d=min(block_d, max(16, _MERGED // rows)),
+        ),
+        **launch_options(config.num_warps, config.num_stages, config.all_registers),
     )

@@ -67,6 +67,7 @@ from weft.kernels.ring_keys import (
     fetch_keys,
     having,
     keys_of,
+    nothing_came,
     publish_keys,
     publish_rows,
     shape_for,
@@ -148,7 +149,7 @@ def _head_attention_kernel(
     else:
         first, last = own_heads(rank, H, SHAPE)
         programs = compute_program(SHAPE)[1]
-        come = tl.cast(1, tl.int64)  # bit `step`: that source's keys and queries are here
+        come = nothing_came(SHAPE) | 1  # bit `step`: that source's keys and queries are here
         for step in range(1, WORLD_SIZE + 1):
             owner = (rank + step) % WORLD_SIZE
             n = count_rows(table_ptr, owner, SPANS)
@@ -242,7 +243,6 @@ def launch_head_attention(
         SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     return out, lse

@@ -78,6 +78,7 @@ from weft.kernels.ring_keys import (
     is_needed,
     key_spans,
     keys_of,
+    nothing_came,
     pitch_of,
     publish_keys,
     publish_rows,
@@ -105,7 +106,7 @@ def config_for(
     if D > 128:
         config = replace(config, copy_m=16)
     if 64 < D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
-        config = replace(config, dkv_m=16)
+        config = replace(config, dkv_m=16) if D == 128 else replace(config, num_stages=1)
     if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
         config = replace(config, num_warps=8)
     return config
@@ -228,7 +229,7 @@ def _held_queries(
         at = (batch * queries.H + head) * queries.n + shift
         q = area_ptr(ring, source, areas.q, dtype) + at * SHAPE.pitch
         dout = area_ptr(ring, source, areas.dout, dtype) + at * SHAPE.pitch
-        lse, delta = queries.lse + at, queries.delta + at
+        lse, delta = queries.lse + at, area_ptr(ring, source, areas.delta, tl.float32) + at
     else:
         n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
         size = B * fetched.count * n
@@ -440,10 +441,10 @@ def _head_attention_backward_kernel(
     slot 1. dk = slot 0 + slot 1.
     """
     ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
-    delta = area_ptr(ring, rank, areas.delta, tl.float32)
     H = queries.H
-    shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
     if tl.program_id(0) < SHAPE.copy_programs:
+        delta = area_ptr(ring, rank, areas.delta, tl.float32)
+        shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
         _publish(out_ptr, dlse_ptr, shown, keys, areas, ring, B, SHAPE)
         signal_published(ring, SHAPE)
         announce(ring, rank, SHAPE)
@@ -458,18 +459,18 @@ def _head_attention_backward_kernel(
                 announce(ring, source, SHAPE)
     else:
         # Bit `step`: what that source has shown is here; bit 0: delta is.
-        come = having(tl.cast(0, tl.int64), 0, ring, SHAPE)
+        come = having(nothing_came(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             come = _make_dkv(
-                come, owner, shown, fetched, keys, areas, sees, seen_by, ring, B, scale, SHAPE,
+                come, owner, queries, fetched, keys, areas, sees, seen_by, ring, B, scale, SHAPE,
                 TILES.dkv_m, TILES.dkv_n,
             )  # fmt: skip
         # A loop of its own: what is the same in all turns of one loop stays in registers there.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             come = _make_dq(
-                dq_ptr, come, owner, shown, fetched, keys, areas, sees, ring, B, scale, SHAPE,
+                dq_ptr, come, owner, queries, fetched, keys, areas, sees, ring, B, scale, SHAPE,
                 TILES.dq_m, TILES.dq_n,
             )  # fmt: skip
             if step < SHAPE.world_size:
@@ -556,7 +557,6 @@ def launch_head_attention_backward(
         ws.rank,
         SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
         TILES=config,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     return dq, dk, dv

@@ -49,7 +49,7 @@ from weft.kernels.attention_tiles import (
     visible,
     weighed,
 )
-from weft.kernels.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
 from weft.kernels.ring_keys import (
     Ring,
     copy_programs,
@@ -59,6 +59,7 @@ from weft.kernels.ring_keys import (
     head_keys,
     key_spans,
     keys_of,
+    nothing_came,
     publish_keys,
     shape_for,
     shard_bytes,
@@ -80,6 +81,7 @@ class Config:
         programs: grid, copy programs included.
         copy_programs: how many of them fetch keys.
         copy_m: rows that a copy moves at a time.
+        all_registers: see `chips.launch_options`.
     """
 
     block_m: int
@@ -90,6 +92,12 @@ class Config:
     copy_m: int
     num_warps: int = 8
     num_stages: int = 2
+    all_registers: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the kernel is launched with."""
+        return launch_options(self.num_warps, self.num_stages, self.all_registers)
 
 
 def config_for(
@@ -102,16 +110,28 @@ def config_for(
         return Config(block, block, 2, chip.programs, copies, 16)
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
-        block_m, num_warps = 16 if rows <= 16 else 64, 4
-    group_heads = max(1, heads // kv_heads)
-    return Config(block_m, block_n, group_heads, chip.programs, copies, 32, num_warps, num_stages)
+        # What the chip's largest tiles leave room for spills here, 8 to 112 bytes.
+        block_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
+        block_n = min(block_n, most_n)
+        num_warps = 4 if rows <= 16 or D <= 64 or chip.name.startswith("gfx") else 8
+    return Config(
+        block_m,
+        block_n,
+        max(1, heads // kv_heads),
+        chip.programs,
+        copies,
+        copy_m=32,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        all_registers=not chip.name.startswith("gfx"),
+    )
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
     """Rows of queries, rows of keys, warps and stages: the largest tried that spill nowhere."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        return 32, 16, 4, 1
+        return 32, 16, 4 if D <= 128 or chip.name.startswith("gfx") else 8, 1
     family = chip.name if chip.name in ("sm_80", "sm_90", "gfx942") else "sm_100"
     return {
         "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},
@@ -236,7 +256,7 @@ def _ring_attention_kernel(
         signal_published(ring, SHAPE)
         fetch_keys(keys, ring, SHAPE)
     else:
-        come = tl.cast(1, tl.int64)  # bit `step`: that source's keys are here
+        come = nothing_came(SHAPE) | 1  # bit `step`: that source's keys are here
         tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
         for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
             head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
@@ -307,7 +327,6 @@ def launch_ring_attention(
         GROUP_HEADS=config.group_heads,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     return out, lse

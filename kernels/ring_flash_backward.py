@@ -40,7 +40,7 @@ from weft.kernels.attention_tiles import (
     seen_pairs,
     visible,
 )
-from weft.kernels.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
 from weft.kernels.ring_dkv import (
     Queries,
     head_queries,
@@ -61,6 +61,7 @@ from weft.kernels.ring_keys import (
     head_keys,
     key_spans,
     keys_of,
+    nothing_came,
     publish_keys,
     shape_for,
     signal_published,
@@ -79,7 +80,7 @@ class Config:
         dkv_m, dkv_n: queries of a step and keys of a tile of dk and dv.
         dq_m, dq_n: queries of a tile of dq and keys of a step.
         reduce_n: rows of dk and dv that are added up at a time.
-        group_heads, programs, copy_programs, copy_m: as in `ring_flash.Config`.
+        group_heads, programs, copy_programs, copy_m, all_registers: as in `ring_flash.Config`.
     """
 
     dkv_m: int
@@ -93,6 +94,12 @@ class Config:
     copy_m: int
     num_warps: int = 8
     num_stages: int = 1
+    all_registers: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the kernel is launched with."""
+        return launch_options(self.num_warps, self.num_stages, self.all_registers)
 
 
 def config_for(
@@ -109,13 +116,14 @@ def config_for(
         dkv_n,
         dq_m,
         dq_n,
-        reduce_n=16,
+        reduce_n=8,  # 16 rows spill, 8 bytes on sm_90
         group_heads=max(1, heads // kv_heads),
         programs=chip.programs,
         copy_programs=copies,
-        copy_m=32,
+        copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,
         num_warps=num_warps,
         num_stages=num_stages,
+        all_registers=not chip.name.startswith("gfx"),
     )
 
 
@@ -123,7 +131,8 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
     """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, 4, 1)
+        wide_warps = 4 if chip.name.startswith("gfx") else 8
+        return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, wide_warps, 1)
     if chip.name.startswith("gfx"):
         return (32, 64, 64, 32, 4, 1) if D <= 128 else (16, 32, 32, 16, 4, 1)
     if chip.name.startswith("sm_10"):
@@ -317,7 +326,7 @@ def _ring_attention_backward_kernel(
         fetch_keys(keys, ring, SHAPE)
     else:
         # Bit `step`: that source's keys are here; bit 0: delta is.
-        come = having(tl.cast(0, tl.int64), 0, ring, SHAPE)
+        come = having(nothing_came(SHAPE), 0, ring, SHAPE)
         come = make_dkv(
             come, slots, queries, keys, sees, seen_by, ring, scale, SHAPE, TILES.dkv_m, TILES.dkv_n
         )
@@ -384,7 +393,6 @@ def launch_ring_attention_backward(
         ws.rank,
         SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
         TILES=config,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     return dq, dk, dv

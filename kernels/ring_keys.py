@@ -446,13 +446,20 @@ def await_results(ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def nothing_came(SHAPE: tl.constexpr):
+    """No bit set of `having`'s `come`, which has a bit a rank: as short a word as will do, for it
+    is kept in registers."""
+    return tl.cast(0, tl.int32 if SHAPE.world_size <= 32 else tl.int64)
+
+
+@triton.jit
 def having(come, step, ring, SHAPE: tl.constexpr):
     """Step 3: `come`, after a wait for the keys of rank + step if they had not come yet.
 
     Args:
-        come: int64, bit `step`: the keys of rank + step are here.
+        come: bit `step`: the keys of rank + step are here. See `nothing_came`.
     """
     if (come >> step & 1) == 0:
         arrived = _wait_for_source(ring, (ring.rank + step) % SHAPE.world_size, SHAPE)
-        come |= tl.where(arrived, tl.cast(1, tl.int64) << step, 0)
+        come |= tl.where(arrived, tl.cast(1, come.dtype) << step, 0)
     return come
