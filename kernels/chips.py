@@ -118,7 +118,7 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
         if chip.name.startswith("gfx"):
             return Tiling(64, 64, 32, num_warps=4, num_stages=2)
         if M <= 32:
-            return Tiling(32, 32, 32, num_warps=4, num_stages=3)
+            return Tiling(32, 32, 32, num_warps=4, num_stages=3, all_registers=True)
         if not chip.descriptors:
             return Tiling(64, 64, 16, num_warps=4, num_stages=3)
         return Tiling(128, 128, 16, num_warps=8, num_stages=2)

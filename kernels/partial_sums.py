@@ -101,22 +101,14 @@ def _bits(x):
 
 
 @triton.jit
-def _packed(x):
-    """Three blocks of words that hold (ROWS, COLUMNS) fp32, each (ROWS, COLUMNS / 4)."""
-    left, right = tiles.halves(x)
-    a, b = tiles.halves(left)
-    c, d = tiles.halves(right)
-    last = _bits(d)
-    return (
-        ((_bits(a) >> 8) | ((last >> 8) << 24)).to(tl.float32, bitcast=True),
-        ((_bits(b) >> 8) | ((last >> 16) << 24)).to(tl.float32, bitcast=True),
-        ((_bits(c) >> 8) | ((last >> 24) << 24)).to(tl.float32, bitcast=True),
-    )
+def _word(x, last):
+    """The upper 24 bits of x, fp32, under the lower 8 of `last`."""
+    return ((_bits(x) >> 8) | (last << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _unpacked(u, v, w):
-    """The quarters of what `_packed` made these words of."""
+    """The four numbers that these three words were made of."""
     u = u.to(tl.uint32, bitcast=True)
     v = v.to(tl.uint32, bitcast=True)
     w = w.to(tl.uint32, bitcast=True)
@@ -136,10 +128,14 @@ def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
     if ROW_WORDS < COLUMNS:
         QUARTER: tl.constexpr = COLUMNS // 4
         ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
-        u, v, w = _packed(acc)
-        tl.store(ptrs, u, mask=inside)
-        tl.store(ptrs + QUARTER, v, mask=inside)
-        tl.store(ptrs + 2 * QUARTER, w, mask=inside)
+        left, right = tiles.halves(acc)
+        a, b = tiles.halves(left)
+        c, d = tiles.halves(right)
+        last = _bits(d)
+        # One after the other: all three at once do not fit in registers on sm_100 (fp8).
+        tl.store(ptrs, _word(a, last >> 8), mask=inside)
+        tl.store(ptrs + QUARTER, _word(b, last >> 16), mask=inside)
+        tl.store(ptrs + 2 * QUARTER, _word(c, last >> 24), mask=inside)
     elif COLUMNS > 128:
         left, right = tiles.halves(acc)
         ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
@@ -157,41 +153,43 @@ def store_block(block_ptr, acc, ROW_WORDS: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_slots(
-    row_ptrs,  # (ROWS, 1), in slot 0
+def sum_of_slots(
+    part_ptr,  # of a tile in slot 0: its first row there
     slot_stride,  # words
     inside,  # (ROWS, 1), which rows were written; None for all
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Rows of COUNT slots added up in order: (ROWS, COLUMNS) fp32."""
+    """A part of a tile, COUNT slots of it added up in order: (ROWS, COLUMNS) fp32."""
+    rows = tl.arange(0, ROWS)[:, None] * ROW_WORDS
     if ROW_WORDS < COLUMNS:
-        QUARTER: tl.constexpr = COLUMNS // 4
-        ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
-        a, b, c, d = _load_packed(ptrs, inside, QUARTER)
-        for _ in tl.static_range(1, COUNT):
-            ptrs += slot_stride
-            next_a, next_b, next_c, next_d = _load_packed(ptrs, inside, QUARTER)
+        offs = rows + tl.arange(0, COLUMNS // 4)[None, :]
+        a, b, c, d = _load_packed(part_ptr, offs, inside)
+        for slot in tl.static_range(1, COUNT):
+            next_a, next_b, next_c, next_d = _load_packed(
+                part_ptr + slot * slot_stride, offs, inside
+            )
             a += next_a
             b += next_b
             c += next_c
             d += next_d
         total = tiles.beside(tiles.beside(a, b), tiles.beside(c, d))
     else:
-        ptrs = row_ptrs + tl.arange(0, COLUMNS)[None, :]
-        total = tl.load(ptrs, mask=inside)
-        for _ in tl.static_range(1, COUNT):
-            ptrs += slot_stride
-            total += tl.load(ptrs, mask=inside)
+        offs = rows + tl.arange(0, COLUMNS)[None, :]
+        total = tl.load(part_ptr + offs, mask=inside)
+        for slot in tl.static_range(1, COUNT):
+            total += tl.load(part_ptr + slot * slot_stride + offs, mask=inside)
     return total
 
 
 @triton.jit
-def _load_packed(ptrs, inside, QUARTER: tl.constexpr):
-    u = tl.load(ptrs, mask=inside)
-    v = tl.load(ptrs + QUARTER, mask=inside)
-    w = tl.load(ptrs + 2 * QUARTER, mask=inside)
+def _load_packed(part_ptr, offs, inside):
+    QUARTER: tl.constexpr = offs.shape[1]
+    u = tl.load(part_ptr + offs, mask=inside)
+    v = tl.load(part_ptr + QUARTER + offs, mask=inside)
+    w = tl.load(part_ptr + 2 * QUARTER + offs, mask=inside)
     return _unpacked(u, v, w)
 
 
@@ -211,8 +209,8 @@ def finished(
 ):
     """scale * (sum of the slots in rank order) + bias + residual, in fp32."""
     written = None if WHOLE_TILES else inside_m[:, None]
-    row_ptrs = part_ptr + tl.arange(0, rows.shape[0])[:, None] * ROW_WORDS
-    total = _sum_of_slots(row_ptrs, slot_stride, written, COLUMNS, ROW_WORDS, WORLD_SIZE)
+    ROWS: tl.constexpr = rows.shape[0]
+    total = sum_of_slots(part_ptr, slot_stride, written, ROWS, COLUMNS, ROW_WORDS, WORLD_SIZE)
     total = tiles.with_bias(total * finish.scale, finish.bias, start_n, N)
     if finish.residual is not None:
         offs_n = start_n + tl.arange(0, COLUMNS)

@@ -35,8 +35,8 @@ def _there_and_back_kernel(
     for slot in tl.static_range(COUNT):
         x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
         partial_sums.store_block(slots_ptr + slot * ROWS * ROW_WORDS, x, ROW_WORDS)
-    rows = slots_ptr + tl.arange(0, ROWS)[:, None] * ROW_WORDS
-    total = partial_sums._sum_of_slots(rows, ROWS * ROW_WORDS, None, COLUMNS, ROW_WORDS, COUNT)
+    stride = ROWS * ROW_WORDS
+    total = partial_sums.sum_of_slots(slots_ptr, stride, None, ROWS, COLUMNS, ROW_WORDS, COUNT)
     tl.store(out_ptr + whole, total)
 
 
