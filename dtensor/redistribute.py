@@ -105,7 +105,8 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     On a GPU `move` itself only enqueues, on virtual ranks it finishes. Of two steps, only the last
     one is left for later.
     """
-    if source.index is None or target.index is None or local.device.type != "cpu":
+    outside = source.index is None or target.index is None
+    if outside or local.device.type != "cpu" or is_traced(local):
         return move(local, source, target)
     steps = _steps(source, target)
     for step in steps[:-1]:

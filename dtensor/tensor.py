@@ -104,6 +104,7 @@ class DTensor(torch.Tensor):
     _pending: Pending | None = None
 
     @staticmethod
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # it would look at what is half made
     def __new__(
         cls,
         local_tensor: torch.Tensor,
@@ -343,7 +344,7 @@ class DTensor(torch.Tensor):
         local = inner_tensors["_local_tensor"]
         relate(outer_size, local.shape, mesh, placements)
         layout = layout_of(mesh, placements, tuple(outer_size), tuple(outer_stride), dtype)
-        return DTensor(local, layout, requires_grad=requires_grad)
+        return cast(DTensor, wrap(local, layout).requires_grad_(requires_grad))
 
     # A gradient that comes to a compiled graph must be placed as the graph was traced for.
     def __coerce_tangent_metadata__(self) -> DTensor:
