@@ -111,8 +111,8 @@ def config_for(
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
         # What the chip's largest tiles leave room for spills here, 8 to 112 bytes.
-        block_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
-        block_n = min(block_n, most_n)
+        most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
+        block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.name.startswith("gfx") else 8
     return Config(
         block_m,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import weft
 from weft import sim
 from weft.collectives import signals
+from weft.kernels import flash_decoding
 from weft.kernels.cached_attention import flash_decode_reference
 
 ENGINES = ["host", "generic", "triton"]
@@ -116,13 +117,13 @@ def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     ranks(world_size, cases, engine, 100 + world_size, 60 if engine == "triton" else 300)
 
 
-def decode_twice(rank: int) -> list[torch.Tensor]:
+def decode_twice(rank: int, D: int = 8) -> list[torch.Tensor]:
     """Two calls on the same buffers; few items, so that each is split."""
     found = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        q = torch.randn(1, 2, 1, 8, generator=generator)
-        k, v = (torch.randn(1, 1, 40, 8, generator=generator) for _ in range(2))
+        q = torch.randn(1, 2, 1, D, generator=generator)
+        k, v = (torch.randn(1, 1, 40, D, generator=generator) for _ in range(2))
         expected, _ = flash_decode_reference(q.double(), k.double(), v.double(), torch.tensor([37]))
         shards = [cut(x, 4, rank, 3, 16) for x in (k, v)]
         with weft.engine("triton"):
@@ -136,6 +137,12 @@ def decode_twice(rank: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("programs", ["sequential", "concurrent"])
 def test_schedules(programs: sim.Programs) -> None:
     sim.run(3, decode_twice, schedules=10, programs=programs)
+
+
+@needs_interpreter
+def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_decoding, "_MERGED", 16 * 16)  # of 16 rows 40 wide: three times 16
+    sim.run(3, lambda rank: decode_twice(rank, 40))
 
 
 def errors() -> None:
