@@ -35,7 +35,7 @@ class Exchange:
     def __init__(self, ws: Workspace, op: str) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
         self._ws = ws
-        self._pending = set(range(self.world_size)) - {self.rank}
+        self._pending = set(ws.peers)
 
     def __enter__(self) -> Exchange:
         ws = self._ws
@@ -124,7 +124,7 @@ class Exchange:
 
     def peers(self) -> list[int]:
         """The other ranks: rank + 1 first, so that not all ranks read from one."""
-        return self._ws.group.peers()
+        return self._ws.peers
 
 
 class _VirtualStreamExchange(Exchange):
@@ -238,24 +238,28 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
     if where.world_size == 1:
         return [value]
     ws = workspace(where, channel="agree", device=_CPU)
-    with Exchange(ws, op) as ex:
-        # Two words of the line that holds the signal itself, in turn as the halves are: one
-        # message, and no data to fetch.
-        word = 1 + 2 * ex._parity
-        mine, signature = pad.HOST_SLOTS + pad.LINE * ex.rank + word, _signature(op)
-        for words in ws.waiter.words:
-            words[mine], words[mine + 1] = value, signature
-        ex.signal_all()
-        ex.wait_all()
-        values, own = [], ws.own
-        for rank in range(ex.world_size):
-            theirs = pad.HOST_SLOTS + pad.LINE * rank + word
-            if own[theirs + 1] != signature:
-                raise MismatchError(
-                    f"rank {ex.rank} calls {op}, rank {rank} makes another call or passes other "
-                    f"shapes or dtypes. WEFT_CHECK=1 tells which."
-                )
-            values.append(own[theirs])
+    ws.check(op)
+    # An `Exchange`, less what takes time in Python. Two words of the line that holds the signal
+    # itself, in turn as the halves are: one message, and no data to fetch.
+    waiter, own, signature = ws.waiter, ws.own, _signature(op)
+    generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
+    word = pad.HOST_SLOTS + 1 + 2 * (generation & 1)
+    mine = word + pad.LINE * ws.rank
+    for words in waiter.words:
+        words[mine], words[mine + 1] = value, signature
+    for peer in ws.peers:
+        waiter.post(peer, generation)
+    for peer in ws.peers:
+        waiter.wait(peer, generation, op)
+    values = []
+    for theirs in range(word, word + pad.LINE * ws.world_size, pad.LINE):
+        if own[theirs + 1] != signature:
+            rank = (theirs - word) // pad.LINE
+            raise MismatchError(
+                f"rank {ws.rank} calls {op}, rank {rank} makes another call or passes other "
+                f"shapes or dtypes. WEFT_CHECK=1 tells which."
+            )
+        values.append(own[theirs])
     return values
 
 

@@ -109,10 +109,10 @@ class LocalMemory:
 def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     """Where a buffer of `group` is allocated; if the caller does not say, where the process group
     communicates. "cuda" is the current GPU: one device must not have two names."""
-    device = torch.device(asked or "cpu")
+    device = asked if isinstance(asked, torch.device) else torch.device(asked or "cpu")
     if not asked and group.backend == "cuda" and not backends_of(group.pg) <= _HOST_BACKENDS:
         device = torch.device("cuda")
-    if device == torch.device("cuda"):
+    if device.type == "cuda" and device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 

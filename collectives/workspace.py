@@ -44,6 +44,7 @@ class Workspace:
 
     Attributes:
         group, rank, world_size, device: as in `SymmetricBuffer`.
+        peers: the other ranks, as `Group.peers` orders them.
         buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
         half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
         addresses: of each rank's data, where the host can use them; else empty.
@@ -52,6 +53,7 @@ class Workspace:
     def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.device, self.half_bytes, self.name = device, half_bytes, name
+        self.peers = group.peers()
         self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
@@ -130,7 +132,7 @@ def link_of(ws: Workspace) -> Link:
     return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
 
 
-_workspaces: dict[tuple[Group, str, str], Workspace] = {}
+_workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
 
 
 def workspace(
@@ -151,7 +153,7 @@ def workspace(
     """
     where = resolve(group)
     on = device_for(where, device)
-    key = (where, str(on), channel)
+    key = (where, on, channel)
     found = _workspaces.get(key)
     if found is not None and found.half_bytes >= nbytes:
         return found

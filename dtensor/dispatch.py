@@ -75,12 +75,11 @@ class Outermost(threading.local):
     """The call of the user that is being run.
 
     Attributes:
-        arguments: what it was given, None below `backward`.
-        ops: (op, args, kwargs, result) of what it has come to, kept where it is not None.
+        call: (what it was given, None below `backward`;
+            list of (op, args, kwargs, result) of what it has come to, None where nobody asks).
     """
 
-    arguments: Any = None
-    ops: list[tuple[Op, Sequence[Any], dict[str, Any], Any]] | None = None
+    call: tuple[Any, list[tuple[Op, Sequence[Any], dict[str, Any], Any]] | None] = (None, None)
 
 
 outermost = Outermost()
@@ -88,7 +87,7 @@ outermost = Outermost()
 
 def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
     """A plain tensor may come from inside of torch: then all ranks have made the same."""
-    for given in leaves(outermost.arguments):
+    for given in leaves(outermost.call[0]):
         plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
         if plain and given.numel() != 1:
             raise RuntimeError(
@@ -202,7 +201,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     Returns:
         False if the function is of another kind.
     """
-    if len(ops := outermost.ops or []) != 1:
+    if len(ops := outermost.call[1] or []) != 1:
         return False
     op, op_args, op_kwargs, op_result = ops[0]
     name, rest = getattr(function, "__name__", "").strip("_"), op_args[len(args) :]
@@ -403,7 +402,7 @@ def _torch_dispatch(
     cls: type, func: Op, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     result = dispatch(func, args, kwargs)
-    if (ops := outermost.ops) is not None:
+    if (ops := outermost.call[1]) is not None:
         ops.append((func, args, kwargs or {}, result))
     return result
 

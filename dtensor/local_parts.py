@@ -45,11 +45,9 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
     group, call = _who_agrees(even)
     if group is None:
         return even
-    cut, given = even.cut_dims, tuple(local.shape)
+    cut, given = even.cut_dims, local.shape
     told = [agree(group, call, given[dim]) for dim in cut]
-    if all(
-        lengths.count(given[dim]) == len(lengths) for dim, lengths in zip(cut, told, strict=True)
-    ):
+    if told == [[given[dim]] * group.world_size for dim in cut]:
         return even
     place, shape = even.place, list(given)
     parts: list[list[int]] = []

@@ -234,27 +234,25 @@ _LAZY: dict[Op, Op] = {
     torch.ops.aten._conj.default: torch.conj_physical,
     torch.ops.aten._neg_view.default: torch.neg,
 }
-# The same ops by torch's own parsers: 0.6 us less than calling an overload object.
-_QUICKER: dict[Op, Op] = {
-    torch.ops.aten.add.Tensor: torch.add,
-    torch.ops.aten.sub.Tensor: torch.sub,
-    torch.ops.aten.mul.Tensor: torch.mul,
-    torch.ops.aten.div.Tensor: torch.div,
-    torch.ops.aten.relu.default: torch.relu,
-    torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.add_.Tensor: torch.Tensor.add_,
-    torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
-    torch.ops.aten.detach.default: torch.detach,
-    torch.ops.aten.t.default: torch.t,
-}
+# Ops that torch's own parsers take with the same arguments: as functions, in place as methods.
+_PARSED: dict[str, Op] = {
+    name: getattr(torch.Tensor if name.endswith("_") else torch._C._VariableFunctions, name)
+    for name in (
+        "add", "sub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+        "relu", "sigmoid", "tanh", "where", "eq", "ne", "lt", "gt", "clamp", "masked_fill",
+        "sum", "mean", "_softmax", "_log_softmax", "native_layer_norm", "embedding", "mm", "bmm",
+        "clone", "cat", "stack", "add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_",
+        "detach", "t", "transpose", "permute", "unsqueeze", "select", "split", "split_with_sizes",
+    )
+}  # fmt: skip
 
 
 def quickest(op: Op) -> Op:
-    """`op`, or what computes the same with less overhead."""
+    """`op`, or what computes the same: 0.6 to 1.8 us less than calling an overload object."""
     name = getattr(op, "_opname", "")
     if name.startswith("_foreach_"):
         return getattr(torch, name, op)
-    return _QUICKER.get(op, op)
+    return _PARSED.get(name, op) if getattr(op, "namespace", "") == "aten" else op
 
 
 def _differ(layouts: list[Layout]) -> bool:
