@@ -152,7 +152,9 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else None
     if local is None:
-        local = _LAZY.get(func) or quickest(func)
+        # A parser makes a number of a symbol, of a size or of what follows from one.
+        in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
+        local = _LAZY.get(func) or (quickest(func) if in_numbers else func)
     if call.name in _INDEXED and mesh.device_type == "cpu" and _differ(targets):
         local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
     if torch.Tag.nondeterministic_seeded in tags:
@@ -226,6 +228,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 
 
 _DYNAMIC = object()
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 # They raise where an index is out of range, which only the rank sees that holds it. On a GPU the
 # device raises, later, and nothing can be agreed on.
 _INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
