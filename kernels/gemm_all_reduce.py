@@ -1,7 +1,8 @@
 """matmul_all_reduce: the sum over ranks of x @ w, bitwise the same on every rank, in one launch.
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair. bf16, fp16, fp32,
-or scaled fp8, in; partial sums, their transport and their sum are fp32, one rounding.
+or scaled fp8, in; partial sums and their sum are fp32, one rounding; on the way they are fp32 or
+its upper 24 bits (`weft.kernels.partial_sums`).
 
     y (M, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r @ w_r + bias + residual
 
@@ -9,8 +10,8 @@ Few bytes (decode) go in one shot, `weft.kernels.gemm_one_shot`: W - 1 copies of
 
 Two shots, for more: each tile is added up by one owner, t % W, and sent around once it is finished.
 Tiles of (block_m, block_n) are numbered 0 .. T-1 and travel as blocks of their own, row after row.
-The half of a generation is W slots of ceil(T / W) fp32 tiles, then the T finished tiles in the
-output's dtype.
+The half of a generation is W slots of ceil(T / W) tiles of partial sums, then the T finished tiles
+in the output's dtype.
 
     rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 

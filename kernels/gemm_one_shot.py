@@ -1,14 +1,15 @@
 """Partial products added up in one step, for few rows: the decode path of two ops.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair; partial sums, their
-transport and their sum are fp32, one rounding.
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair; partial sums and
+their sum are fp32, one rounding; on the way they are fp32 or its upper 24 bits
+(`weft.kernels.partial_sums`).
 
     all-reduce       y (M, N) = scale * sum over r of x_r @ w_r + bias + residual    on all ranks
     reduce-scatter   y_d      = rows offsets[d] .. offsets[d+1] of that              on rank d
 
 Tiles of (block_m, block_n) are numbered 0 .. T-1; for a reduce-scatter a tile may straddle the rows
 of several owners. They travel as blocks of their own, row after row. The half of a generation is W
-slots of T fp32 tiles, one a source rank.
+slots of T tiles of partial sums, one a source rank.
 
     rank r: tile t of x_r @ w_r --> slot r, of every rank, or of each row's owner
     then:   y = slot 0 + slot 1 + ...

@@ -12,9 +12,8 @@ a quarter less for the links to carry. Four numbers, a quarter of the row apart,
     word 1   number 3, bits 16-23 | number 1, bits 8-31         from 2^128 (1 - 2^-17) on numbers
     word 2   number 3, bits 24-31 | number 2, bits 8-31         are infinity, as rounding has it
 
-Words are stored and loaded as fp32, bits that nobody computes with. So all words of a thread come
-from its own part of the accumulator: a row of it in tensor cores' layout is spread over four
-threads, and a thread has the same columns of every quarter.
+Words are stored and loaded as fp32, bits that nobody computes with. Numbers a quarter of the row
+apart, as they lie in one thread: in tensor cores' layout it has the same columns of every quarter.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
         a, b = tiles.halves(left)
         c, d = tiles.halves(right)
         last = _bits(d)
-        # One after the other: all three at once do not fit in registers on sm_100 (fp8).
+        # One after the other: all three at once take more registers.
         tl.store(ptrs, _word(a, last >> 8), mask=inside)
         tl.store(ptrs + QUARTER, _word(b, last >> 16), mask=inside)
         tl.store(ptrs + 2 * QUARTER, _word(c, last >> 24), mask=inside)
