@@ -80,7 +80,7 @@ def functions(backend: str) -> None:
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
 )
 def test_functions(ranks, backend: str) -> None:
-    ranks(2, functions, backend)
+    ranks(2, functions, backend, timeout_s=300)
 
 
 def column_then_row(backend: str) -> None:

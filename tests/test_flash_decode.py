@@ -114,7 +114,8 @@ def test_random_cases(ranks, engine: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
-    ranks(world_size, cases, engine, 100 + world_size, 60 if engine == "triton" else 300)
+    count = 60 if engine == "triton" else 300
+    ranks(world_size, cases, engine, 100 + world_size, count, timeout_s=1800)
 
 
 def decode_twice(rank: int, D: int = 8) -> list[torch.Tensor]:
