@@ -1,4 +1,7 @@
-"""The README says what is true: its example runs, its commands exist, its table is the kept one."""
+"""The README says what is true: its example runs, its commands exist, its table is the kept one.
+
+So does the example of docs/dtensor.md.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+DTENSOR = (ROOT / "docs/dtensor.md").read_text()
 
 
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
@@ -24,6 +29,20 @@ def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all_gather_matmul(1024x512 @ 512x1024, 2 ranks): ") == 2
+
+
+def run_example() -> list[str]:
+    (code,) = re.findall(r"```python\n(.*?)```", DTENSOR, re.DOTALL)
+    printed: list[str] = []
+    exec(code, {"print": lambda *values: printed.append(" ".join(map(str, values)))})
+    return printed
+
+
+def test_the_example_of_dtensor_runs(ranks: Any) -> None:
+    for result, moved, plan in ranks(2, run_example):
+        assert result == "(Shard(dim=0),) (Partial(sum),) torch.Size([8, 5])"
+        assert "redistribute" in moved
+        assert plan
 
 
 def test_its_make_targets_exist() -> None:
