@@ -221,7 +221,11 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
     wire = rates.wire_time_us(nbytes)
     matmul = _matmul(problem, rates)
     how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
-    return Price(matmul[1] + wire, wire, (matmul, ("collective", wire, how)))
+    parts = [matmul, ("collective", wire, how)]
+    if problem.op in _SUMS and problem.dtype.itemsize < 4 and group.on_gpus(device):
+        parts.append(("rounding", rates.sync_us, f"a kernel more, {rates.sync_us:.3g} us"))
+    us = sum(part[1] for part in parts)
+    return Price(us, us - matmul[1], tuple(parts))
 
 
 def _on_cpu(problem: Problem, group: Group, rates: cost.Machine) -> dict[RunnableEngine, Price]:

@@ -54,18 +54,29 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def crossover(rows: Sequence[Row]) -> str:
-    """From which M on the fused kernel is the quickest, by model."""
+    """For which M the fused kernel is the quickest, by model."""
     parts = []
     for model in dict.fromkeys(row.model for row in rows):
         mine = sorted((row for row in rows if row.model == model), key=lambda row: row.M)
-        slower = [row.M for row in mine if row.engines["triton"] > min(row.engines.values())]
-        if not slower:
-            parts.append(f"{model}: always")
-        elif slower[-1] == mine[-1].M:
-            parts.append(f"{model}: never")
-        else:
-            parts.append(f"{model}: above M = {slower[-1]}")
+        quickest = [row.engines["triton"] == min(row.engines.values()) for row in mine]
+        spans = []
+        for first, last in _runs(quickest):
+            above = "" if first == 0 else f"above M = {mine[first - 1].M}"
+            upto = "" if last == len(mine) - 1 else f"up to M = {mine[last].M}"
+            spans.append(" ".join(filter(None, (above, upto))) or "always")
+        parts.append(f"{model}: {' and '.join(spans) or 'never'}")
     return f"Where the fused kernel is the quickest engine: {'; '.join(parts)}."
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """First and last index of each run of true ones."""
+    runs: list[tuple[int, int]] = []
+    for index, flag in enumerate(flags):
+        if flag and index and flags[index - 1]:
+            runs[-1] = runs[-1][0], index
+        elif flag:
+            runs.append((index, index))
+    return runs
 
 
 def errors(measured: Sequence[tuple[str, float, float]]) -> str:

@@ -282,8 +282,8 @@ IN_ATTENTION = [
     fault(
         "parts share a place",
         flash_decoding,
-        "mine = base + part * SIZE",
-        "mine = base + 0 * SIZE",
+        "tiles.store_block(parts + part * SIZE, acc)",
+        "tiles.store_block(parts + 0 * SIZE, acc)",
         DECODING,
     ),
 ]
