@@ -26,6 +26,7 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives.exchange import exchange
 from weft.collectives.group import Group, kept_by_group
+from weft.collectives.workspace import give_back
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -272,6 +273,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
 
         sync_us = timed(nothing, 50)
         copy = nbytes / timed(read, 5)
+        give_back(group, "measure", device)  # on a GPU it is half a gigabyte
 
     def gather(part: torch.Tensor) -> None:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]

@@ -32,6 +32,7 @@ import triton.language as tl
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, rounded
 from weft.collectives.kernel_collectives import REDUCED, combined
+from weft.collectives.symmetric import lasting
 from weft.collectives.workspace import Workspace
 
 REDUCE_OPS = ("sum", "max", "min", "product")
@@ -163,8 +164,8 @@ def table_of(
         rows.append([*row, inner // word, 1, 1])
         holders += box.holders
     return Table(
-        torch.tensor(rows, dtype=torch.int64, device=device).view(-1),
-        torch.tensor(holders, dtype=torch.int64, device=device),
+        lasting(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
+        lasting(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
         sum(box.holders == (rank,) for box in boxes),
         count,
         word,

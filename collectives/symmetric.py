@@ -16,6 +16,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -120,6 +121,18 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
 _HOST_BACKENDS = {"gloo", "mpi"}
 
 
+def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` on `device`, to be kept from call to call.
+
+    While torch.compile prepares CUDA graphs, what a thread allocates comes from the graphs' own
+    memory, which they hand out again although somebody keeps it. So another thread does.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        return beside.submit(values.to, device).result()
+
+
 _open: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
 
 
@@ -149,6 +162,11 @@ class SymmetricBuffer:
             error = f"symmetric memory is on cpu or cuda, got {device=}"
         elif group.virtual is not None and device.type != "cpu":
             error = f"memory of virtual ranks is on cpu, got {device=}"
+        elif device.type == "cuda" and device.index != torch.cuda.current_device():
+            error = (
+                f"kernels run on the current GPU, number {torch.cuda.current_device()}, and the "
+                f"tensors are on {device}: call torch.cuda.set_device({device.index}) first"
+            )
         if group.why:
             raise NotImplementedError(
                 f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
@@ -178,8 +196,8 @@ class SymmetricBuffer:
         self.multicast_ptr = memory.multicast_ptr and memory.multicast_ptr + self._offset
         pointers = [segment.data_ptr() for segment in self._segments]
         addresses = torch.tensor(pointers, device="cpu")
-        self.signal_ptrs = addresses.to(device)
-        self.buffer_ptrs = (addresses + self._offset).to(device)
+        self.signal_ptrs = lasting(addresses, device)
+        self.buffer_ptrs = lasting(addresses + self._offset, device)
         self.local = self.get_buffer(self.rank, shape, dtype)
         self._barriers: dict[int, int] = {}
         _open.add(self)

@@ -48,6 +48,7 @@ class Workspace:
         buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
         half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
         addresses: of each rank's data, where the host can use them; else empty.
+        captured: whether a CUDA graph holds these addresses.
     """
 
     def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
@@ -67,6 +68,8 @@ class Workspace:
             # Told where, as the caller's default device may be the GPU.
             self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
             self._pad = self._own_pad()
+        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self.captured = False
         self._last_op = name
 
     @property
@@ -91,18 +94,27 @@ class Workspace:
         return view
 
     def check(self, op: str) -> None:
-        """Raise `PeerTimeout` if a wait on this workspace has timed out, on any rank.
+        """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank.
 
         On a GPU this looks at what the last finished `launched` brought back: it never stops the
-        host, so the error comes with a later call.
+        host, so the error comes with a later call. What is enqueued next comes after the last call,
+        also in another stream.
         """
         self.buffer.check_open()
         if self.device.type == "cpu":
             self.waiter.check(op)
-        elif self._status[0]:
+            return
+        if self._status[0]:
             _, waiter, peer, generation = self._status.tolist()
             blamed = peer if peer != self.rank else waiter
             raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
+        if torch.cuda.is_current_stream_capturing():
+            self.captured = True
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def launched(self, op: str) -> None:
         """Call after launching kernels that wait on this workspace: fetches their status."""
@@ -133,6 +145,7 @@ def link_of(ws: Workspace) -> Link:
 
 
 _workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
+_outgrown: list[Workspace] = []  # which CUDA graphs still use
 
 
 def workspace(
@@ -166,7 +179,9 @@ def workspace(
     half = max(_SMALLEST_HALF, found.half_bytes if found else 0)
     while half < nbytes:
         half *= 2
-    # The old memory lives on where somebody still reads it; nobody writes it any more.
+    # The old memory lives on where a graph replays its calls; nobody else writes it any more.
+    if found is not None and found.captured:
+        _outgrown.append(found)
     _workspaces[key] = Workspace(where, on, -(-half // _ALIGN) * _ALIGN, channel)
     return _workspaces[key]
 
@@ -181,6 +196,7 @@ def close() -> None:
         forget(here.world.rank)
         return
     _workspaces.clear()
+    _outgrown.clear()
     for kept in kept_by_group:
         kept.clear()
     for forget_mesh in forget_meshes:
@@ -189,6 +205,11 @@ def close() -> None:
 
 
 atexit.register(close)
+
+
+def give_back(group: Group, channel: str, device: torch.device) -> None:
+    """Free the workspace of a channel that is not used again soon. Every rank of `group` must."""
+    _workspaces.pop((group, device, channel), None)
 
 
 def forget(rank: int) -> None:

@@ -1,0 +1,132 @@
+"""What a workspace does about streams and graphs of a GPU, with torch.cuda played by an object."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+from weft.collectives import symmetric
+from weft.collectives import workspace as asked
+from weft.collectives.group import alone
+from weft.collectives.symmetric import lasting
+from weft.collectives.workspace import Workspace, close, give_back
+
+GPU = torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+class Gpu:
+    """What is asked of torch.cuda, and what was done to its streams."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.stream: Any = Stream("first", self.log)
+        self.capturing, self.device = False, 1
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.stream
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def current_device(self) -> int:
+        return self.device
+
+    def switch(self, name: str) -> None:
+        self.stream = Stream(name, self.log)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    """A GPU whose memory is the CPU's."""
+    fake, of_cpu, zeros = Gpu(), symmetric.LocalMemory, torch.zeros
+    with (
+        patch.object(torch, "cuda", fake),
+        patch.object(symmetric, "LocalMemory", lambda n, _: of_cpu(n, torch.device("cpu"))),
+        patch.object(symmetric, "lasting", lambda values, _: values),
+        patch.object(torch, "zeros", lambda *a, pin_memory=False, **kw: zeros(*a, **kw)),
+    ):
+        yield fake
+        close()
+
+
+def on_gpu(nbytes: int) -> Workspace:
+    return asked(alone(), nbytes, channel="test", device=GPU)
+
+
+def test_a_call_in_another_stream_comes_after_the_last_one(gpu: Gpu) -> None:
+    ws = on_gpu(1)
+    ws.check("op")
+    ws.check("op")
+    assert gpu.log == []
+    gpu.switch("second")
+    ws.check("op")
+    ws.check("op")
+    assert gpu.log == ["second waits for first"]
+    gpu.switch("captured")
+    gpu.capturing = True
+    ws.check("op")  # a capture must not wait for what is outside of it
+    gpu.capturing = False
+    gpu.switch("third")
+    ws.check("op")
+    assert gpu.log[1:] == ["third waits for second"]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_memory_lives_on_where_a_graph_was_captured(gpu: Gpu, capturing: bool) -> None:
+    ws = on_gpu(1)
+    gpu.capturing = capturing
+    ws.check("op")
+    gpu.capturing = False
+    before, size = weakref.ref(ws), ws.half_bytes
+    ws = on_gpu(size + 1)
+    ws.check("op")
+    gc.collect()
+    assert ws.half_bytes == 2 * size
+    assert (before() is not None) == capturing
+    close()
+    gc.collect()
+    assert before() is None
+
+
+def test_growing_is_refused_in_a_capture(gpu: Gpu) -> None:
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match="CUDA-graph capture"):
+        on_gpu(1)
+
+
+def test_tensors_on_another_gpu_than_the_current_one_are_refused(gpu: Gpu) -> None:
+    gpu.device = 0
+    with pytest.raises(ValueError, match=r"torch.cuda.set_device\(1\)"):
+        on_gpu(1)
+
+
+def test_a_channel_can_be_given_back(gpu: Gpu) -> None:
+    ws = weakref.ref(on_gpu(1))
+    give_back(alone(), "test", GPU)
+    gc.collect()
+    assert ws() is None
+
+
+def test_what_lasts_is_allocated_by_another_thread() -> None:
+    from threading import get_ident
+
+    values = Mock()
+    values.to = lambda device: SimpleNamespace(device=device, thread=get_ident())
+    kept: Any = lasting(values, GPU)
+    assert kept.device == GPU and kept.thread != get_ident()
+    assert lasting(values, torch.device("cpu")).thread == get_ident()  # type: ignore[attr-defined]
