@@ -44,7 +44,7 @@ def _peers_shard(ex: Exchange, x: torch.Tensor, rows: list[int], peer: int) -> t
 def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
     """Where each rank's published shard begins in the whole, and the shard: this rank's first."""
     starts = offsets(rows)
-    fetched = _fetch(ex, x, rows) if x.is_cuda else None
+    fetched = _fetch(ex, x, rows) if x.is_cuda and ex.world_size > 1 else None
     yield starts[ex.rank], x
     for peer in ex.peers():
         if fetched is None:

@@ -120,9 +120,8 @@ def scaled_mm(
         and x.numel() > 0
         and out_dtype == torch.bfloat16
     ):
-        flat = x.reshape(-1, K)
         y = torch._scaled_mm(
-            flat,
+            x.reshape(-1, K).contiguous(),
             w if w.stride(0) == 1 else w.t().contiguous().t(),
             rows.reshape(-1, 1).contiguous(),
             columns.reshape(1, -1).expand(1, N).contiguous(),
