@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from weft.bench import ops_suite
-from weft.bench.plots import fusion_pays
 from weft.bench.rows import Case, Result, geometric_mean
 from weft.bench.tables import table_of
 
@@ -61,3 +60,14 @@ def best_fraction(case: Case) -> float | None:
     """How much of the bound the quickest of weft's engines reaches."""
     name = best_engine(case)
     return case.fraction(name) if name else None
+
+
+def fusion_pays(case: Case | None) -> float | None:
+    """Time of the engine without fusion / time of the quickest one with it."""
+    if case is None or "generic" not in case.timed:
+        return None
+    fused = [name for name in ("host", "triton") if name in case.timed]
+    if not fused:
+        return None
+    ratio = case.ratio("generic", min(fused, key=lambda name: case.timed[name].us))
+    return None if ratio is None else ratio.median

@@ -110,11 +110,8 @@ def _samples(case: Case, name: str, by: By) -> list[float]:
     rounds = case.timed[name].rounds_us
     if by == "time":
         return rounds
-    parts = [bound.rounds_us for bound in case.bounds.values() if bound.ok]
-    combine = max if case.bound_rule == "max" else sum
-    if not parts:
-        return []
-    return [us / combine(least) for us, least in zip(rounds, zip(*parts, strict=True), strict=True)]
+    bound = case.bound_rounds_us
+    return [us / least for us, least in zip(rounds, bound, strict=True)] if bound else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-regression", type=float, default=10.0, metavar="PERCENT",
         help="how much slower ours may be (10)",
     )  # fmt: skip
-    parser.add_argument("--by", choices=["time", "fraction"], default="time")
+    parser.add_argument(
+        "--by", choices=["time", "fraction"], default="time",
+        help="what is compared: times, or how much of the bound they reach (time)",
+    )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="also what did not change")
     args = parser.parse_args(argv)
     try:

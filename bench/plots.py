@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from weft.bench.advice import fusion_pays
 from weft.bench.rows import Case, Result
 from weft.bench.tables import figure, unit_of, variants_of
 
@@ -59,11 +60,11 @@ def _by_op(cases: Sequence[Case]) -> dict[str, list[Case]]:
     return ops
 
 
-def _panels(count: int, width: float = 5.0, height: float = 4.0) -> tuple[Any, list[Any]]:
+def _panels(count: int) -> tuple[Any, list[Any]]:
     columns = min(count, 3)
     rows = -(-count // columns)
     picture, axes = plt.subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
+        rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained"
     )
     flat = list(axes.flat)
     for axis in flat[count:]:
@@ -157,7 +158,8 @@ def _crossover(cases: Sequence[Case]) -> Any:
     for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
         for n in columns:
             points = [(m, pays) for m in rows if (pays := fusion_pays(cells.get((m, n))))]
-            axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}") if points else None
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}")
         axis.axhline(1, color="black", linewidth=1)
         axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
         axis.set_xticks(rows, [str(m) for m in rows])
@@ -166,17 +168,6 @@ def _crossover(cases: Sequence[Case]) -> Any:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     return picture
-
-
-def fusion_pays(case: Case | None) -> float | None:
-    """Time of the engine without fusion / time of the quickest one with it."""
-    if case is None or "generic" not in case.timed:
-        return None
-    fused = [name for name in ("host", "triton") if name in case.timed]
-    if not fused:
-        return None
-    ratio = case.ratio("generic", min(fused, key=lambda name: case.timed[name].us))
-    return None if ratio is None else ratio.median
 
 
 def _bars(cases: Sequence[Case]) -> Any:

@@ -154,15 +154,19 @@ class Case:
         parts = self.parts_us
         return max(parts, key=lambda name: parts[name]) if parts else ""
 
+    @property
+    def bound_rounds_us(self) -> list[float]:
+        """The bound in each round; empty where nothing bounds it."""
+        parts = [bound.rounds_us for bound in self.bounds.values() if bound.ok]
+        combine = max if self.bound_rule == "max" else sum
+        return [combine(each) for each in zip(*parts, strict=True)]
+
     def fraction(self, variant: str) -> float | None:
         """Bound / time: 1 is all that the machine can do. Round by round, as all ratios."""
-        timing, parts = self.variants[variant], [b.rounds_us for b in self.bounds.values() if b.ok]
-        if not timing.ok or not parts:
+        timing, bound = self.variants[variant], self.bound_rounds_us
+        if not timing.ok or not bound:
             return None
-        combine = max if self.bound_rule == "max" else sum
-        return ratio_of(
-            [combine(each) for each in zip(*parts, strict=True)], timing.rounds_us
-        ).median
+        return ratio_of(bound, timing.rounds_us).median
 
     def exposed_us(self, variant: str) -> float | None:
         """What the variant takes beyond the arithmetic: the communication that is not hidden."""

@@ -69,9 +69,9 @@ class Machine:
         """Time to move `nbytes` through symmetric memory in `syncs` exchanges."""
         return syncs * self.sync_us + nbytes / max(self.copy, 1e-9)
 
-    def wire_time_us(self, nbytes: float, calls: int = 1) -> float:
-        """Time to receive `nbytes` in `calls` collectives of the process group."""
-        return calls * self.wire_us + nbytes / max(self.wire, 1e-9)
+    def wire_time_us(self, nbytes: float) -> float:
+        """Time to receive `nbytes` in a collective of the process group."""
+        return self.wire_us + nbytes / max(self.wire, 1e-9)
 
 
 # Of virtual ranks: to measure them would say nothing, and every rank must choose alike.

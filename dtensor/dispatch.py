@@ -61,7 +61,7 @@ def _add(a: Any, key: list[Any], func: Op | None) -> Any:
             key.append((a.dtype, a.dim()))
             return a
         if func is not None:
-            _check_mixed(a, func)
+            _check_mixed(func)
         key.append((a.dtype, a.shape, a.stride()))
         return a
     if isinstance(a, torch.Generator):
@@ -85,7 +85,7 @@ class Outermost(threading.local):
 outermost = Outermost()
 
 
-def _check_mixed(tensor: torch.Tensor, func: Op) -> None:
+def _check_mixed(func: Op) -> None:
     """A plain tensor may come from inside of torch: then all ranks have made the same."""
     for given in leaves(outermost.call[0]):
         plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)

@@ -28,10 +28,10 @@ from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, wrap
 
 
-def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
+def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that the op reduces, from the front."""
     ndim = len(call.inputs[0].shape)
-    dims = call.bound.get(name)
+    dims = call.bound.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return tuple(range(ndim))
     if isinstance(dims, int):
@@ -185,7 +185,7 @@ def vector_norm(call: Call) -> Choices | Decomposed:
     strategies = kept_shards(call, dims, keepdim)
     source = call.inputs[0]
     if any(is_shard(p) and shard_dim(p) in dims for p in source.placements):
-        return Decomposed(_norm_of_norms(call.op, dims, keepdim))
+        return Decomposed(_norm_of_norms(dims, keepdim))
     return Choices(strategies)
 
 
@@ -201,7 +201,7 @@ def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:
     return every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
 
 
-def _norm_of_norms(op: Any, dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
+def _norm_of_norms(dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         layout = x._layout
         solid = _reduced(layout)

@@ -154,7 +154,7 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     """Predicted time of each engine. CPU interpretation is not offered: it is for tests."""
     rates = cost.machine(group, device)
     if not group.on_gpus(device):
-        return _on_cpu(problem, group, rates)
+        return _on_cpu(problem, rates)
     return _on_gpus(problem, group, device, rates)
 
 
@@ -228,7 +228,7 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
     return Price(us, us - matmul[1], tuple(parts))
 
 
-def _on_cpu(problem: Problem, group: Group, rates: cost.Machine) -> dict[RunnableEngine, Price]:
+def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price]:
     """The ranks' cores do the copies as well, so nothing overlaps; but nothing is copied twice.
 
     Without fusion the collective reads the same bytes of the same memory, and writes them once

@@ -76,7 +76,7 @@ def _fetch(
 
 @lru_cache(maxsize=16)
 def copy_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
-    """A stream in which copy engines bring shards."""
+    """Stream `number` of those in which copy engines bring shards."""
     return torch.cuda.Stream(device, priority=-1)
 
 

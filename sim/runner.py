@@ -287,7 +287,7 @@ def _run_one(
             scheduler.start(strand, body_of(rank, contextvars.copy_context()))
         scheduler.begin()
         if not scheduler.finished.wait(timeout):
-            stuck = positions(sites, scheduler)
+            stuck = positions(scheduler)
             scheduler.fail(
                 TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{stuck}")
             )

@@ -288,7 +288,7 @@ class Scheduler:
             chosen.wake()
 
 
-def positions(sites: Sites, scheduler: Scheduler) -> str:
+def positions(scheduler: Scheduler) -> str:
     """Python's view of where strands are, for a simulation that ran out of time."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _HELD_OUT = 0.05  # of the text, at its end
 _HELD_OUT_SEED = 1
+_LEAST = 100_000  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,19 @@ class Corpus:
         return window[:, :-1], window[:, 1:]
 
 
-def standard_library(least: int = 100_000) -> Corpus:
+def standard_library() -> Corpus:
     """The standard library's top-level modules, in the order of their names.
 
     Raises:
-        RuntimeError: this Python has fewer than `least` bytes of sources (it may be zipped).
+        RuntimeError: this Python has fewer than 100,000 bytes of sources (it may be zipped).
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
-    if len(text) < least:
+    if len(text) < _LEAST:
         raise RuntimeError(
             f"{folder} holds {len(text)} bytes of Python sources, the demo trains on at least "
-            f"{least}: run it with a Python that has its standard library as files"
+            f"{_LEAST}: run it with a Python that has its standard library as files"
         )
     cut = int(len(text) * (1 - _HELD_OUT))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
