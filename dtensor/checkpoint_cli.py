@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -139,6 +140,8 @@ def _info(path: Path, check: bool) -> int:
 
 
 def _reshard(stored: Stored, args: argparse.Namespace) -> None:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", args.mesh):
+        raise ValueError(f"--mesh must be sizes like 8 or 2x4, got {args.mesh!r}")
     sizes = tuple(int(size) for size in args.mesh.split("x"))
     layouts: list[tuple[str, str]] = []
     for given in args.layout:

@@ -330,6 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "weft.kernels.aot", *given]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
     archs = [arch for each in options.arch for arch in each.split(",") if arch]
+    if unknown := [arch for arch in archs if arch not in _TARGETS]:
+        parser.error(f"no arch {unknown[0]!r}: there are {', '.join(_TARGETS)}")
     dtypes = [getattr(torch, name) for name in options.dtype]
     reports = []
     if not options.json:

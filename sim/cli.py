@@ -91,9 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.hardware and args.schedules is None and args.schedule is None:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
+    if args.schedules != "exhaustive" and not args.schedules.isdecimal():
+        parser.error(f"--schedules must be a number or `exhaustive`, got {args.schedules!r}")
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
     if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
         parser.error("--replay is for races, in a number of --schedules, without --hardware")
+    if not Path(args.script.partition(":")[0]).is_file():
+        parser.error(f"no script {args.script.partition(':')[0]!r}: give FILE or FILE:FUNCTION")
     function = _function(args.script, given[end + 1 :])
     programs: Programs = "concurrent" if args.concurrent else "sequential"
     start = time.perf_counter()

@@ -237,6 +237,9 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert torch.equal(second["model.w"], WHOLE[4:])
     assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2", "--layout", "*=[Q]"]) == 1
     assert not (tmp_path / "y").exists()
+    capsys.readouterr()
+    assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2,2"]) == 1
+    assert "--mesh must be sizes like 8 or 2x4, got '2,2'" in capsys.readouterr().err
 
 
 def test_help_teaches(capsys: Any) -> None:

@@ -64,3 +64,21 @@ def test_a_script_finds_its_arguments_and_its_rank(tmp_path: Path) -> None:
         assert done.returncode == status, done.stderr
         assert ("3 ranks, 2 schedules" in done.stdout) == (status == 0)
         assert ("exits with 'got 3'" in done.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
+        (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
+        (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        main(["sim", *arguments])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
