@@ -19,8 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, keep and print."""
     from weft.bench import cli
     from weft.bench.environment import environment
-    from weft.bench.problem import backend_for
-    from weft.demo.launch import launch
+    from weft.launch import backend_for, launch
 
     parser = argparse.ArgumentParser(prog="weft bench calibrate", description=__doc__)
     cli.add_machine_options(parser)
@@ -32,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"beside other work are too low; calibrate again when it is quiet."
         )
     path, before, after = launch(
-        options.ranks, _body, options.device, backend=backend_for(options),
-        threads=options.threads, on_progress=lambda _: None,
+        options.ranks, _body, options.device,
+        backend=backend_for(options.device, options.ranks), threads=options.threads,
     )[0]  # fmt: skip
     print(f"{options.ranks} ranks of {options.threads} threads on {options.device}")
     for name, rate in after["flops"].items():

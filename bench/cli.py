@@ -132,7 +132,7 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--device cuda: torch sees no GPU here; leave it away to run on the CPU")
     ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
     if ranks < 2:
-        parser.error(f"--ranks must be at least 2, got {ranks}: one rank has no peers")
+        parser.error(f"ranks must be at least 2, got {ranks}: one rank has no peers")
     return Options(ranks=ranks, device=device, dtype=getattr(torch, args.dtype))
 
 
@@ -168,10 +168,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that runs ranks takes."""
-    parser.add_argument("--ranks", type=int, help="ranks (2 on a CPU, else one a GPU)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(cuda where there is one)")
+def add_machine_options(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+    """What every command that runs ranks takes; without `ranks`, all but their number."""
+    if ranks:
+        parser.add_argument("--ranks", type=int, help="how many (2 on a CPU, else one a GPU)")
     parser.add_argument(
-        "--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"]
+        "--device", choices=["cpu", "cuda"], help="where ranks compute (cuda where there is one)"
     )
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
+        help="of the operands (float32)",
+    )  # fmt: skip

@@ -21,7 +21,6 @@ Mark = Literal["ok", "--", "!!"]
 
 _OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
 _TORCH_FOR_GPUS = "a driver is installed: get torch for it, see https://pytorch.org/get-started"
-_EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,15 @@ def _versions() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    from weft.bench.environment import cores, cpu_name
+    from weft.bench.environment import BUSY, cpu_name
+    from weft.launch import cores
 
     findings = [Finding("ok", "processor", f"{cpu_name()}, {cores()} cores for this process")]
     if platform.system() != "Linux":
         why = f"weft maps peers' memory through /proc, {platform.system()} has none"
         return [*findings, Finding("!!", "system", why, "run it on Linux, or in a Linux container")]
     load = os.getloadavg()[0]
-    busy = load > 0.5 * cores()
+    busy = load > BUSY * cores()
     findings.append(
         Finding(
             "--" if busy else "ok", "load", f"{load:.1f} on {cores()} cores",
@@ -187,15 +187,14 @@ def _trial(ranks: int) -> list[Finding]:
     """Run each fused op on ranks, and tell which engine took it and whether it was right."""
     import torch
 
-    from weft.bench.problem import Options, backend_for
-    from weft.demo.launch import RankError, launch
+    from weft.bench.problem import Options
+    from weft.launch import RankError, backend_for, launch
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(ranks=ranks, device=device)
     try:
         rows: list[tuple[Mark, str, str, str]] = launch(
-            ranks, _try, device, backend=backend_for(options), threads=options.threads,
-            on_progress=lambda _: None,
+            ranks, _try, device, backend=backend_for(device, ranks), threads=options.threads,
         )[0]  # fmt: skip
     except RankError as error:
         text = str(error).strip().splitlines()
@@ -259,8 +258,10 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
 
 
 def _extras() -> list[Finding]:
-    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    from weft.cli import EXTRAS, INSTALL_EXTRAS
+
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         why = f"without {', '.join(missing)}"
-        return [Finding("--", "weft demo, bench", why, "pip install 'weft[bench]'")]
+        return [Finding("--", "weft demo, bench", why, INSTALL_EXTRAS)]
     return [Finding("ok", "weft demo, bench", "what they draw with is installed")]

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from weft.launch import cores
+
 # The load of a machine on which others work: times made there say more about them.
-_BUSY = 0.4  # of the cores, at the start
+BUSY = 0.4  # of the cores, at the start
 
 
 def environment(ranks: int, device: str, threads: int) -> dict[str, Any]:
@@ -35,17 +37,12 @@ def environment(ranks: int, device: str, threads: int) -> dict[str, Any]:
         "cores": cores(),
         "cpu_mhz": _cpu_mhz(),
         "load": round(load, 2),
-        "quiet": load <= _BUSY * cores(),
+        "quiet": load <= BUSY * cores(),
         "device": device,
         "gpus": gpus(),
         "ranks": ranks,
         "threads a rank": threads,
     }
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

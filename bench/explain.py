@@ -20,12 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("op", choices=_OPS, metavar="OP", help=", ".join(_OPS))
     for name, what in (("M", "tokens"), ("N", "features out"), ("K", "features in")):
         parser.add_argument(name, type=int, help=f"{what} of the whole layer")
-    parser.add_argument("W", type=int, help="ranks")
-    cli.add_machine_options(parser)
+    parser.add_argument("ranks", type=int, metavar="W", help="ranks")
+    cli.add_machine_options(parser, ranks=False)
     args = parser.parse_args(argv)
     if min(args.M, args.N, args.K) < 1:
         parser.error(f"M, N and K must be at least 1, got {args.M}, {args.N}, {args.K}")
-    args.ranks = args.W
     options = replace(
         cli.machine_options(args, parser), shapes=((args.M, args.N, args.K),), filter=f"{args.op} "
     )

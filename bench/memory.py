@@ -26,8 +26,8 @@ from weft import collectives
 from weft.bench import terminal
 from weft.bench.tables import Table, figure
 from weft.collectives import resolve
-from weft.demo.launch import launch
 from weft.kernels import zigzag_sizes
+from weft.launch import launch
 
 _MIB = 2**20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -148,10 +148,7 @@ def measure(
     ranks: int, lengths: Sequence[int], heads: int, head_dim: int, gathered_up_to: int
 ) -> list[Row]:
     """A row for each length, on this machine's ranks."""
-    found = launch(
-        ranks, _rank_main, lengths, heads, head_dim, gathered_up_to,
-        on_progress=lambda _: None, stall_s=900,
-    )  # fmt: skip
+    found = launch(ranks, _rank_main, lengths, heads, head_dim, gathered_up_to, stall_s=900)
     rows = []
     for i, tokens in enumerate(lengths):
         most = {name: max(peaks[i][name] for peaks in found) for name in found[0][i]}

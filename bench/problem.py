@@ -6,14 +6,13 @@ options)` makes one ready, on every rank; the runner checks and times what it is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 
-from weft.bench.environment import cores
+from weft.launch import cores
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Call = Callable[[int], Any]
@@ -110,15 +109,3 @@ def arrived(tensor: Any) -> torch.Tensor:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     value: torch.Tensor = local.wait() if hasattr(local, "wait") else local
     return value
-
-
-def backend_for(options: Options) -> str:
-    """The process group's backend; sets what the ranks read from the environment."""
-    if options.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        return "gloo"
-    if options.ranks <= torch.cuda.device_count():
-        return "nccl"
-    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return "gloo"

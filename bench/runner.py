@@ -28,9 +28,9 @@ from rich.progress import (
 from weft import collectives, settings
 from weft.bench.environment import environment
 from weft.bench.measure import Ranks, run_case, short
-from weft.bench.problem import Options, Spec, Suite, backend_for
+from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
-from weft.demo.launch import RankError, launch
+from weft.launch import RankError, backend_for, launch
 
 
 def run(
@@ -113,7 +113,7 @@ class _Run:
                     _rank_main,
                     [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
                     self.options,
-                    backend=backend_for(self.options),
+                    backend=backend_for(self.options.device, self.options.ranks),
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
                     # One process waits for nobody; it may have long work.

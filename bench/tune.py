@@ -22,11 +22,11 @@ from weft import collectives, settings
 from weft.bench import ops_suite, shapes
 from weft.bench.cli import add_machine_options, machine_options
 from weft.bench.measure import Ranks
-from weft.bench.problem import Options, Spec, backend_for
+from weft.bench.problem import Options, Spec
 from weft.collectives import chunk_sizes
-from weft.demo.launch import launch
 from weft.kernels import all_gather_gemm, tuning
 from weft.kernels.chips import chip_of, tiling_for
+from weft.launch import backend_for, launch
 
 _ROUNDS = 7
 
@@ -43,8 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", required=True,
         help="tokens, features out, features in of whole linears, or a model's name",
     )  # fmt: skip
-    parser.add_argument("--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS))
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"a launch ({_ROUNDS})")
+    parser.add_argument(
+        "--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS), metavar="OP",
+        help=f"of {', '.join(tuning.OPS)} (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=_ROUNDS, help=f"calls timed of a launch ({_ROUNDS})"
+    )
     parser.add_argument(
         "--out", type=Path, default=tuning.folder(), metavar="DIR",
         help="folder of the table ($WEFT_TUNED, else weft's own)",
@@ -64,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     found = launch(
         options.ranks, _rank_main, specs, options,
-        backend=backend_for(options), threads=options.threads, on_progress=_show,
-        stall_s=settings.timeout_s() + 300,
+        backend=backend_for(options.device, options.ranks), threads=options.threads,
+        on_progress=_show, stall_s=settings.timeout_s() + 300,
     )  # fmt: skip
     chip, entries = found[0]
     if any(other != found[0] for other in found):

@@ -144,7 +144,7 @@ def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_doctor_tells_of_a_trial_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.demo import launch
+    from weft import launch
 
     def fail(*args: Any, **options: Any) -> None:
         raise launch.RankError("rank 1 failed:\nRuntimeError: planted")

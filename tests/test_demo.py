@@ -18,9 +18,9 @@ import torch
 
 from weft import cli
 from weft.demo.data import standard_library
-from weft.demo.launch import RankError, launch
 from weft.demo.model import Llama, Shape
 from weft.demo.train import Run, train
+from weft.launch import RankError, launch
 
 ROOT = Path(__file__).parent.parent
 TINY = "--steps 4 --d-model 32 --layers 2 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
@@ -67,8 +67,8 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
 def test_three_ranks_with_uneven_sequences_train_alike() -> None:
     shape = Shape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
     run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, text_bytes=4)
-    (reference,) = launch(1, train, run, on_progress=lambda _: None)
-    ranks = launch(3, train, run, on_progress=lambda _: None)
+    (reference,) = launch(1, train, run)
+    ranks = launch(3, train, run)
     for result in ranks:
         assert result.losses == pytest.approx(reference.losses, abs=1e-5)
         assert result.text == ranks[0].text
@@ -162,7 +162,7 @@ def test_a_rank_that_fails_ends_the_run(body: Callable[..., Any], said: str) -> 
     started = time.monotonic()
     stall_s = 10 if body is hangs_on_rank_one else 50
     with pytest.raises(RankError, match=said):
-        launch(2, body, on_progress=lambda _: None, stall_s=stall_s)
+        launch(2, body, stall_s=stall_s)
     assert time.monotonic() - started < 40
 
 

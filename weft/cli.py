@@ -24,8 +24,8 @@ _COMMANDS = {
 }
 
 # What the commands draw with, and the library itself does without.
-_EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
-_INSTALL_EXTRAS = "pip install 'weft[bench]'"
+EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
+INSTALL_EXTRAS = "pip install 'weft[bench]'"
 
 _EPILOG = """\
 examples:
@@ -43,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="weft",
+        usage="weft [-h] [--version] COMMAND ...",
         description="Triton kernels that fuse computation with communication.",
         epilog="commands:\n"
-        + "".join(f"  {name:<10} {purpose}\n" for name, (_, purpose) in _COMMANDS.items())
+        + "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in _COMMANDS.items())
         + "\n"
         + _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Callable[[list[str]], int | None] = importlib.import_module(module).main
         return command(parsed.args) or 0
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
-        print(f"weft {parsed.command} needs {error.name}: {_INSTALL_EXTRAS}", file=sys.stderr)
+        print(f"weft {parsed.command} needs {error.name}: {INSTALL_EXTRAS}", file=sys.stderr)
         return 2

@@ -1,4 +1,8 @@
-"""Run a function on local ranks, and end all of them as soon as one fails or hangs."""
+"""Run a function on local ranks, and end all of them as soon as one fails or hangs.
+
+What the demo and the benchmarks start their ranks with. A training script of one's own is started
+by torchrun instead.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,30 @@ class RankError(RuntimeError):
     """A rank raised, died or hung. The message holds its traceback, or the stack it hung in."""
 
 
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def backend_for(device: str, world_size: int) -> str:
+    """The process group's backend; sets what the ranks read from the environment."""
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return "gloo"
+    if world_size <= torch.cuda.device_count():
+        return "nccl"
+    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo"
+
+
 def launch(
     world_size: int,
     body: Callable[..., Any],
     *args: Any,
     backend: str = "gloo",
     threads: int = 1,
-    on_progress: Callable[[Any], None],
+    on_progress: Callable[[Any], None] = lambda _: None,
     stall_s: float = 120,
 ) -> list[Any]:
     """Run `body(rank, progress, *args)` on `world_size` spawned processes.
@@ -51,7 +72,7 @@ def launch(
         RankError: a rank raised, died, or made no progress for `stall_s`.
     """
     context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-launch-") as folder:
         pipes: list[Connection] = []
         processes = []
         for rank in range(world_size):
@@ -59,7 +80,7 @@ def launch(
             process = context.Process(
                 target=_rank_main,
                 args=(rank, world_size, body, args, backend, threads, theirs, folder),
-                name=f"weft-demo-rank-{rank}",
+                name=f"weft-rank-{rank}",
                 daemon=True,
             )
             process.start()

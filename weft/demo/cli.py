@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from weft.demo.launch import RankError
     from weft.demo.model import Shape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
+    from weft.launch import RankError
 
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,9 +16,9 @@ from rich.progress import (
 
 from weft import settings
 from weft.demo import report
-from weft.demo.launch import launch
 from weft.demo.model import Llama
 from weft.demo.train import Result, Run, train
+from weft.launch import backend_for, cores, launch
 
 
 def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
@@ -31,10 +29,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     """
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    backend = _prepare(run, ranks)
+    backend = backend_for(run.device, ranks)
     parameters = sum(p.numel() for p in Llama(run.shape).parameters())
     console.print(
         f"a Llama of {parameters / 1e6:.2g} M parameters, {run.steps} steps of "
@@ -60,7 +55,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
                 train,
                 run,
                 backend=backend,
-                threads=max(1, cores // world_size),
+                threads=max(1, cores() // world_size),
                 on_progress=advance,
                 stall_s=settings.timeout_s() + 60,  # a rank that waits in vain says so before
             )
@@ -76,15 +71,3 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     report.show(comparison, console)
     console.print(f"written to {out}: demo.png, report.json, explain.txt, text.txt")
     return comparison
-
-
-def _prepare(run: Run, ranks: int) -> str:
-    """Set what the ranks read from the environment; the backend of their process group."""
-    if run.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        return "gloo"
-    if ranks <= torch.cuda.device_count():
-        return "nccl"
-    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return "gloo"
