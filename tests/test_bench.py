@@ -284,7 +284,7 @@ def test_mirrored_models_keep_their_proportions(ranks: int) -> None:
         (["mlp", "--shapes", "1,2"], "a shape of mlp is tokens,hidden,ffn, got 1,2"),
         (["mlp", "--shapes", "3,4,4"], "--ranks 2 must divide the tokens"),
         (["opts"], "no suite 'opts': there are mlp, ops"),
-        (["ops", "--ranks", "1"], "--ranks must be at least 2"),
+        (["ops", "--ranks", "1"], "ranks must be at least 2"),
         (["ops", "--filter", "nothing"], "no case has that, but 'all_gather_matmul 16x256x1024'"),
         (["layers", "--shapes", "llama-3-8b", "--ranks", "2", "--rounds", "0"], "at least 1"),
     ],
