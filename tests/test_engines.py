@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +154,33 @@ def test_auto_agrees_where_shards_are_uneven() -> None:
 
     sim.run(3, body, hardware="h100", numerics=False)
     assert told[0] == told[1] == told[2] and {"triton", "generic"} <= set(told[0])
+
+
+def seen_by(start: Callable[[Callable[[], None]], object]) -> tuple[str, bool]:
+    """The engine, and whether somebody listens, as another thread sees it."""
+    seen: list[tuple[str, bool]] = []
+    done = threading.Event()
+
+    def look() -> None:
+        seen.append((settings.current_engine(), settings.tracing()))
+        done.set()
+
+    start(look)
+    assert done.wait(10)
+    return seen[0]
+
+
+def test_blocks_hold_for_the_backward_that_torch_runs_in_threads_of_its_own() -> None:
+    def of_torch(look: Callable[[], None]) -> object:
+        return _thread.start_new_thread(look, ())  # which `threading` has not made
+
+    def of_python(look: Callable[[], None]) -> object:
+        return threading.Thread(target=look).start()
+
+    assert seen_by(of_torch) == ("auto", False)
+    with weft.engine("generic"), settings.explaining():
+        with weft.engine("host"):
+            assert seen_by(of_torch) == ("host", True)
+        assert seen_by(of_torch) == ("generic", True)
+        assert seen_by(of_python) == ("auto", False)
+    assert seen_by(of_torch) == ("auto", False)

@@ -13,19 +13,50 @@ Environment variables, read when they are used:
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 Engine = Literal["auto", "triton", "host", "generic"]
+_Value = TypeVar("_Value")
 
-_engine: ContextVar[Engine | None] = ContextVar("weft_engine", default=None)
-_listeners: ContextVar[tuple[Callable[[Decision], object], ...]] = ContextVar(
-    "weft_listeners", default=()
-)
+
+class _Inside(Generic[_Value]):
+    """What holds inside of a block, for the thread that has entered it.
+
+    And for torch's own threads: they run the backward of what is on a GPU, while somebody waits for
+    it inside of the block that was entered last.
+    """
+
+    def __init__(self, name: str, outside: _Value) -> None:
+        self._here, self._outside = ContextVar(name, default=outside), outside
+        self._entered: dict[object, _Value] = {}  # by block, in order
+
+    def get(self) -> _Value:
+        value = self._here.get()
+        if value is self._outside and self._entered:
+            thread = threading.current_thread()
+            if isinstance(thread, threading._DummyThread):  # not made by Python
+                return next(reversed(self._entered.values()))
+        return value
+
+    @contextmanager
+    def block(self, value: _Value) -> Iterator[None]:
+        token, key = self._here.set(value), object()
+        self._entered[key] = value
+        try:
+            yield
+        finally:
+            del self._entered[key]
+            self._here.reset(token)
+
+
+_engine: _Inside[Engine | None] = _Inside("weft_engine", None)
+_listeners: _Inside[tuple[Callable[[Decision], object], ...]] = _Inside("weft_listeners", ())
 
 
 def timeout_s() -> float:
@@ -82,11 +113,8 @@ def engine(name: Engine) -> Iterator[None]:
         >>> with weft.engine("host"):
         ...     y = weft.all_gather_matmul(x, w)
     """
-    token = _engine.set(_valid(name))
-    try:
+    with _engine.block(_valid(name)):
         yield
-    finally:
-        _engine.reset(token)
 
 
 @dataclass(frozen=True)
@@ -129,11 +157,8 @@ def record(op: str, engine: str, why: str, shapes: str = "", collective: str = "
 @contextmanager
 def listening(listener: Callable[[Decision], object]) -> Iterator[None]:
     """Call `listener` with the decision of every call inside the block."""
-    token = _listeners.set((*_listeners.get(), listener))
-    try:
+    with _listeners.block((*_listeners.get(), listener)):
         yield
-    finally:
-        _listeners.reset(token)
 
 
 @contextmanager
