@@ -80,9 +80,10 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     for _ in range(2):
         with weft.engine(engine):  # type: ignore[arg-type]
             out, lse = weft.flash_decode(q, *shards, lengths, return_lse=True, **options)
-        # Weights and their sum are rounded to the dtype, averages of N(0, 1) values stay near 1.
-        atol = 8 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * atol, msg=str(case))
+        # Weights and the result are rounded to the dtype: half an eps each of N(0, 1) values, of
+        # which the largest are 3. Averages of many are small: a looser bound would hold for zeros.
+        atol = 3 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol, msg=str(case))
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4, msg=str(case))
 
 
