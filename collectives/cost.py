@@ -87,27 +87,25 @@ def machine(group: Group, device: torch.device) -> Machine:
         return group.virtual.rates or _NOMINAL
     found = _machines.get((group, device.type))
     if found is None:
-        kept: list[Any] = [_load(path_for(group, device)) if group.rank == 0 else None]
-        _broadcast(group, kept)
-        if kept[0] is None:
+        kept = _of_first(group, _load(path_for(group, device)) if group.rank == 0 else None)
+        if kept is None:
             return calibrate(group, device)
-        found = _machines[group, device.type] = Machine(**kept[0])
+        found = _machines[group, device.type] = Machine(**kept)
     return found
 
 
 def calibrate(group: Group, device: torch.device) -> Machine:
     """Measure the rates for `group` on `device` now, and keep them. Collective."""
-    rates: list[Any] = [asdict(_measure(group, device))]
-    _broadcast(group, rates)
+    rates = _of_first(group, asdict(_measure(group, device)))
     if group.rank == 0:
-        _save(path_for(group, device), rates[0])
-    measured = _machines[group, device.type] = Machine(**rates[0])
+        _save(path_for(group, device), rates)
+    measured = _machines[group, device.type] = Machine(**rates)
     return measured
 
 
-def _broadcast(group: Group, values: list[Any]) -> None:
-    if group.world_size > 1:
-        dist.broadcast_object_list(values, src=group.ranks[0], group=group.pg)
+def _of_first(group: Group, value: Any) -> Any:
+    """The `value` of rank 0."""
+    return group.gather_objects(value)[0] if group.world_size > 1 else value
 
 
 def path_for(group: Group, device: torch.device) -> Path:

@@ -274,6 +274,9 @@ def check_call(group: Group, call: str) -> None:
     """
     if not settings.check_calls() or group.world_size == 1 or group.why:
         return
+    asked = settings.current_engine()
+    if asked != "auto":
+        call += f' on the "{asked}" engine'
     text = call.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     shape = (_RECORD_BYTES,)
     with exchange(group, _RECORD_BYTES, f"check of {call}", channel="check") as ex:

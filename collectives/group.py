@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
+
+from weft import settings
+from weft.errors import PeerTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,9 +117,15 @@ class Group:
         return device.type == "cuda" or bool(self.virtual is not None and self.virtual.chip)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. For set-up only: it is slow."""
+        """Every rank's `value`, in rank order. For set-up only: it is slow.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+        """
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
+        if not self.why:
+            _arrive(self)
         values: list[Any] = [None] * self.world_size
         with _disable_current_modes():  # set-up is no communication of the program's
             dist.all_gather_object(values, value, group=self.pg)
@@ -123,6 +133,36 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+_arrivals: Counter[str] = Counter()
+
+
+def _arrive(group: Group) -> None:
+    """Wait until every rank is here: a process group would wait for its own time-out, of half an
+    hour, and then name nobody.
+
+    Keys are counted on, as a store outlives the groups that are made with it; a rank that gives up
+    takes its key back.
+    """
+    _, store = dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))
+    if store is None:
+        return
+    name, timeout_s = group.pg.group_name, settings.timeout_s()
+    number = _arrivals[name] + 1
+    keys = [f"weft {number} {rank}" for rank in range(group.world_size)]
+    store.set(keys[group.rank], "")
+    deadline, pause_s = time.monotonic() + timeout_s, 1e-4
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            store.delete_key(keys[group.rank])
+            peer = next((peer for peer in group.peers() if not store.check([keys[peer]])), None)
+            if peer is not None:
+                raise PeerTimeout(group.rank, peer, "set-up of the group", number, timeout_s)
+            store.set(keys[group.rank], "")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    _arrivals[name] = number
 
 
 _groups: dict[str, Group] = {}
@@ -169,8 +209,23 @@ def resolve(group: GroupLike = None) -> Group:
     known = _groups.get(pg.group_name)
     # Names are used again after destroy_process_group: the object decides.
     if known is None or known.pg is not pg:
+        _forget_destroyed()
         known = _groups[pg.group_name] = _describe(pg)
     return known
+
+
+def _forget_destroyed() -> None:
+    """Drop what is kept for groups that destroy_process_group has ended, workspaces above all: a
+    program that makes groups anew would hold the memory of all that it ever had."""
+    gone = {group for group in _groups.values() if _is_destroyed(group.pg)}
+    for kept in kept_by_group:
+        for key, value in list(kept.items()):
+            if value in gone if kept is _groups else not gone.isdisjoint(_parts(key)):
+                del kept[key]
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
 
 
 @lru_cache(maxsize=1)
@@ -212,7 +267,11 @@ def is_traced(x: torch.Tensor | None = None) -> bool:
     """Whether a call is traced rather than run: by torch.compile or export, or with an `x` that
     stands for a tensor. Then it must go through torch.ops.weft.
     """
-    return torch.compiler.is_compiling() or (x is not None and type(x) not in _PLAIN)
+    if torch.compiler.is_compiling() or x is None or type(x) in _PLAIN:
+        return torch.compiler.is_compiling()
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
+    return True
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

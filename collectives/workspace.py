@@ -145,6 +145,7 @@ def link_of(ws: Workspace) -> Link:
 
 
 _workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
+kept_by_group.append(_workspaces)
 _outgrown: list[Workspace] = []  # which CUDA graphs still use
 
 
@@ -195,7 +196,6 @@ def close() -> None:
     if here.world is not None:
         forget(here.world.rank)
         return
-    _workspaces.clear()
     _outgrown.clear()
     for kept in kept_by_group:
         kept.clear()

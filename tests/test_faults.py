@@ -120,6 +120,26 @@ def test_a_rank_that_stays_away_times_out(pool: Any) -> None:
             assert first > 0.5 and peer == 2
 
 
+def set_up_body(timeout_s: float) -> Any:
+    os.environ["WEFT_TIMEOUT_S"] = str(timeout_s)
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(2 * timeout_s)
+    start = time.monotonic()
+    with pytest.raises(weft.PeerTimeout, match="set-up of the group") as caught:
+        collectives.all_reduce(torch.ones(4))
+    seconds = time.monotonic() - start
+    dist.barrier()
+    assert collectives.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+    return seconds, caught.value.peer
+
+
+def test_a_rank_that_misses_the_first_call_of_a_group(pool: Any) -> None:
+    """The set-up of a group is bounded as all waits are, and can be had again."""
+    for rank, (seconds, peer) in enumerate(pool(2).run(set_up_body, 1.0, timeout_s=60)):
+        assert 0.5 < seconds < 3 and peer == 1 - rank
+
+
 def busy_body() -> None:
     x = torch.ones(1 << 16)
     while True:

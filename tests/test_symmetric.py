@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -123,6 +125,16 @@ def growth_body() -> None:
     assert collectives.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
 
 
+def destroyed_body() -> None:
+    pg = dist.new_group()
+    collectives.all_reduce(torch.ones(2), pg)
+    kept = weakref.ref(workspace(pg).buffer)
+    dist.destroy_process_group(pg)
+    collectives.resolve(dist.new_group())
+    gc.collect()
+    assert kept() is None
+
+
 def named_backend_body() -> None:
     pg = dist.new_group(backend="cpu:gloo")
     assert collectives.resolve(pg).why == ""
@@ -149,6 +161,11 @@ def check_body() -> None:
         with pytest.raises(weft.MismatchError, match=r"but matmul_all_reduce.*float64.* rank 0"):
             y = x.double() if rank == 0 else x
             weft.matmul_all_reduce(y, y.t())
+        with (
+            pytest.raises(weft.MismatchError, match=r'but .* on the "host" engine on rank 1'),
+            weft.engine("host" if rank == 1 else "auto"),
+        ):
+            weft.matmul_all_reduce(x, x.t())
         weft.matmul_all_reduce(x, x.t())
     finally:
         del os.environ["WEFT_CHECK"]
@@ -171,6 +188,10 @@ def test_a_fast_rank_never_overwrites_what_a_slow_one_reads(ranks: Any, slow: in
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchanges_and_barriers_by_kernels(ranks: Any, world_size: int) -> None:
     ranks(world_size, stream_body)
+
+
+def test_memory_of_destroyed_groups_is_given_back(ranks: Any) -> None:
+    ranks(2, destroyed_body)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -21,9 +21,10 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
         self.rank, self.peer, self.op, self.generation = rank, peer, op, generation
         self.timeout_s = timeout_s
         super().__init__(
-            f"{op}: rank {rank} waited {timeout_s:g} s for rank {peer} (call {generation}). Rank "
-            f"{peer} died, or did not make the same call; the group cannot be used any more. "
-            f"Raise WEFT_TIMEOUT_S if it is only slow, set WEFT_CHECK=1 to compare the calls."
+            f"{op}: rank {rank} waited {timeout_s:.3g} s for rank {peer} (call {generation}). Rank "
+            f"{peer} died, or did not make the same call; the group cannot be used until all of "
+            f"its ranks have called weft.close(). Raise WEFT_TIMEOUT_S if it is only slow, set "
+            f"WEFT_CHECK=1 to compare the calls."
         )
 
     def __reduce__(self) -> tuple[type[PeerTimeout], tuple[int, int, str, int, float]]:
