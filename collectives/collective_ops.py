@@ -33,7 +33,8 @@ def all_gather(
     Args:
         x: this rank's shard; all sizes but that of `dim` are the same on every rank.
         sizes: length of every rank's shard along `dim`, if known; None: the ranks tell each other.
-        out: where the result goes; a new tensor if None. As for any op of torch, no gradient then.
+        out: where the result goes; a new tensor if None. As in torch, no gradient goes through it:
+            a ValueError if one is wanted.
 
     Returns:
         The whole, the same on every rank. With `dim` other than 0 it may be non-contiguous.
@@ -367,7 +368,10 @@ def barrier(group: GroupLike = None) -> None:
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    return result if out is None else out.copy_(result.detach())
+    if out is None:
+        return result
+    _refuse_gradient(result, out)
+    return out.copy_(result)
 
 
 def _apply(function: type[torch.autograd.Function], x: torch.Tensor, *args: Any) -> Any:
@@ -382,6 +386,15 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, shape: Sequence[int]) -> None
         raise ValueError(
             f"out must be of shape {tuple(shape)}, {x.dtype}, on {x.device}; got "
             f"{tuple(out.shape)}, {out.dtype}, on {out.device}"
+        )
+    _refuse_gradient(x, out)
+
+
+def _refuse_gradient(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError(
+            "a call with out= has no gradient, and one is wanted of x or out: leave it out, or "
+            "call under torch.no_grad()"
         )
 
 

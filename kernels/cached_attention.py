@@ -227,6 +227,14 @@ def _check_room(cache: Cache, lengths: torch.Tensor) -> None:
             f"lengths must be >= 0 and fit the caches: of {int(lengths.max())} tokens rank "
             f"{cache.rank} would hold {needed}, and has room for {count}"
         )
+    if cache.table is not None:
+        blocks, pages = cache.table.shape[1], cache.k.shape[0]
+        read = torch.arange(blocks) * cache.block < cache.seen(lengths.long()).unsqueeze(1)
+        if ((cache.table < 0) | (cache.table >= pages))[read].any():
+            raise ValueError(
+                f"block_table must name pages 0..{pages - 1} for all blocks up to lengths, got "
+                f"{cache.table[read].tolist()[:8]}{' ...' if read.sum() > 8 else ''}"
+            )
 
 
 def _attend(

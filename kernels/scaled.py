@@ -49,6 +49,9 @@ def checked(
         ValueError: factors without fp8, fp8 without factors, or of other shapes.
         NotImplementedError: another format of fp8; a gradient is wanted.
     """
+    for each in (x, *weights):
+        if not isinstance(each, torch.Tensor):
+            raise ValueError(f"{op} multiplies tensors, got {type(each).__name__}")
     if x.dtype != FP8:
         if x.dtype.itemsize == 1 and x.is_floating_point():
             raise NotImplementedError(f"of the fp8 formats {op} takes {FP8}, got {x.dtype}")
@@ -59,7 +62,13 @@ def checked(
         return None
     if scale_a is None or scale_b is None:
         raise ValueError(f"x and w of {FP8} need scale_a and scale_b")
-    columns = [scale_b] if isinstance(scale_b, torch.Tensor) else list(scale_b)
+    columns = list(scale_b) if isinstance(scale_b, list | tuple) else [scale_b]
+    if not all(isinstance(scale, torch.Tensor) for scale in (scale_a, *columns)):
+        raise ValueError(
+            "scale_a and scale_b must be tensors, torch.tensor(1.0) one factor for all"
+        )
+    if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if len(columns) != len(weights):
         raise ValueError(
             f"scale_b must hold one entry a weight, got {len(columns)} for {len(weights)}"

@@ -137,6 +137,11 @@ def out_body() -> None:
     assert collectives.all_reduce(again, out=again) is again and torch.equal(again, total)
     with pytest.raises(ValueError, match="out must be of shape"):
         collectives.all_reduce(x, out=torch.empty(6, 4))
+    for wanted in (x.clone().requires_grad_(), x), (x, x.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="has no gradient"):
+            collectives.all_reduce(wanted[0], out=wanted[1])
+        with torch.no_grad():
+            collectives.all_reduce(wanted[0], out=wanted[1])
 
 
 def windows_body(nbytes: int) -> torch.Tensor:
@@ -242,6 +247,8 @@ def misuse_body() -> None:
         collectives.all_reduce(x, reduce_op="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="average needs a floating dtype"):
         collectives.all_reduce(x.long(), reduce_op="avg")
+    with pytest.raises(ValueError, match="a tensor is wanted, got list"):
+        collectives.all_reduce([1.0, 2.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim must be a dim of x"):
         collectives.all_gather(x, dim=1)
     with pytest.raises(ValueError, match="sizes holds the length"):

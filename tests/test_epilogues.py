@@ -127,6 +127,12 @@ def fp8_body(engine: Any, by_row: bool) -> None:
             weft.all_gather_matmul(xs[rank], ws[rank], bias=bias, **scales)
         with pytest.raises(ValueError, match="need scale_a and scale_b"):
             weft.matmul_all_reduce(xs[rank], ws[rank])
+        with pytest.raises(ValueError, match="must be tensors"):
+            weft.matmul_all_reduce(xs[rank], ws[rank], scale_a=1.0, scale_b=sb[rank])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"out_dtype must be .* got torch\.int32"):
+            weft.matmul_all_reduce(xs[rank], ws[rank], **scales, out_dtype=torch.int32)
+        with pytest.raises(ValueError, match="multiplies tensors, got list"):
+            weft.matmul_all_reduce(xs[rank], [ws[rank]], **scales)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -150,10 +150,16 @@ def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.Monkey
 def errors() -> None:
     q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 8, 8)
     lengths = torch.tensor([3, 4])
+
+    def table(*pages: int) -> torch.Tensor:
+        return torch.tensor([[page] for page in pages], dtype=torch.int32)
+
     for change, text in [
         ({"shard": "heads"}, 'must be "sequence" or "head"'),
         ({"block_size": 3}, "must divide the 8 tokens"),
         ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
+        ({"block_table": table(0, 2), "shard": "head"}, r"pages 0\.\.1 .* got \[0, 2\]"),
+        ({"block_table": table(0, -1), "shard": "head"}, r"pages 0\.\.1"),
         ({"lengths": torch.tensor([3.0, 4.0])}, "int32 or int64"),
         ({"lengths": torch.tensor([3, 40])}, "has room for 8"),
         ({"lengths": torch.empty(2, dtype=torch.int32, device="meta")}, "must be on cpu, as q is"),
