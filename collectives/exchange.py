@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import zlib
 from functools import lru_cache
-from types import TracebackType
 
 import torch
 
@@ -46,12 +45,7 @@ class Exchange:
         self._parity = self.generation & 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait_all()
 
@@ -130,12 +124,7 @@ class Exchange:
 class _VirtualStreamExchange(Exchange):
     """A `StreamExchange` of virtual ranks that stand for GPUs: it ends with a barrier."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             for peer in self.peers():
                 self._waiter.post(peer, self.generation, word=_END_WORD)
@@ -158,12 +147,7 @@ class StreamExchange(Exchange):
         stream_signals.begin(self._ws)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._signals.end(self._ws)
             self._ws.launched(self.op)

@@ -28,7 +28,7 @@ from weft.collectives.group import alone
 from weft.collectives.library import compose, define, differentiate, gathered_sizes, world_of
 from weft.kernels import head_exchange
 from weft.kernels.cached_attention import flash_decode
-from weft.kernels.sequence_attention import plan, ring_attention, ring_gradients
+from weft.kernels.sequence_attention import Plan, plan, ring_attention, ring_gradients
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -46,25 +46,34 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group_name: str,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: Any = "contiguous",
-    window: list[int] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    sizes: list[int] | None = None,
-    key_sizes: list[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = ring_attention(
-        q, k, v, _group(group_name), causal=causal, scale=scale, layout=layout,
-        window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
-        key_sizes=key_sizes,
-    )  # fmt: skip
-    return out, lse
+def _run(attention: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """out and lse of a public function, of a group's name; the defaults are those of `_OPTIONS`."""
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group_name: str,
+        causal: bool = False,
+        scale: float | None = None,
+        layout: str = "contiguous",
+        window: list[int] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        sizes: list[int] | None = None,
+        key_sizes: list[int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention(
+            q, k, v, _group(group_name), causal=causal, scale=scale, layout=layout,
+            window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
+            key_sizes=key_sizes,
+        )  # fmt: skip
+        return out, lse
+
+    return run
+
+
+_ring_attention = _run(ring_attention)
+_head_attention = _run(head_exchange.ulysses_attention)
 
 
 def _attention_fake(
@@ -90,14 +99,9 @@ def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
     return grads
 
 
-def _ring_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
+def _plan(
+    op: str,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     group_name: str,
     causal: bool,
     scale: float | None,
@@ -106,13 +110,50 @@ def _ring_attention_backward(
     cu_seqlens: torch.Tensor | None,
     sizes: list[int] | None,
     key_sizes: list[int] | None,
-) -> tuple[torch.Tensor, ...]:
-    call = plan(
-        q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
-        key_sizes,
+) -> Plan:
+    """What the forward did."""
+    return plan(
+        *qkv, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
+        key_sizes, op,
     )  # fmt: skip
+
+
+def _ring_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    call = _plan("ring_attention", (q, k, v), *options)
     grads = ring_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
     return tuple(grad.contiguous() for grad in grads)
+
+
+def _head_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    call = _plan(head_exchange.OP, (q, k, v), *options)
+    if head_exchange.in_one_launch(call):
+        grads = head_exchange.head_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
+        return tuple(grad.contiguous() for grad in grads)
+    # The other engines differentiate what they exchanged, which was not kept: once more.
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        pairs = zip(_head_attention(*inputs, *options), (grad_out, grad_lse), strict=True)
+        used = [(y, dy) for y, dy in pairs if dy is not None]
+        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    return tuple(torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in inputs)
 
 
 def _heads(heads: int, kv_heads: int, of_keys: bool, world_size: int) -> head_exchange.Heads:
@@ -166,64 +207,6 @@ def _tokens_to_heads_grads(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _heads_to_tokens_grads(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return _ops.tokens_to_heads(grad, *ctx.options), *[None] * 5
-
-
-def _head_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group_name: str,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: Any = "contiguous",
-    window: list[int] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    sizes: list[int] | None = None,
-    key_sizes: list[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = head_exchange.ulysses_attention(
-        q, k, v, resolve(group_name), causal=causal, scale=scale, layout=layout,
-        window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
-        key_sizes=key_sizes,
-    )  # fmt: skip
-    return out, lse
-
-
-def _head_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    group_name: str,
-    causal: bool,
-    scale: float | None,
-    layout: Any,
-    window: list[int] | None,
-    cu_seqlens: torch.Tensor | None,
-    sizes: list[int] | None,
-    key_sizes: list[int] | None,
-) -> tuple[torch.Tensor, ...]:
-    call = plan(
-        q, k, v, resolve(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
-        key_sizes, head_exchange.OP,
-    )  # fmt: skip
-    if head_exchange.in_one_launch(call):
-        grads = head_exchange.head_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
-        return tuple(grad.contiguous() for grad in grads)
-    # The other engines differentiate what they exchanged, which was not kept: once more.
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        results = _head_attention(
-            inputs[0], inputs[1], inputs[2], group_name, causal, scale, layout, window, cu_seqlens,
-            sizes, key_sizes,
-        )  # fmt: skip
-        pairs = zip(results, (grad_out, grad_lse), strict=True)
-        used = [(y, dy) for y, dy in pairs if dy is not None]
-        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
-    return tuple(torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in inputs)
 
 
 def _ulysses_attention(
