@@ -29,7 +29,7 @@ from weft.collectives.group import Group, kept_by_group
 from weft.collectives.workspace import give_back
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
-_COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
     times = []
     for _ in range(repeats):
         if gpu:
-            times.append(device_us(call))
+            times.append(device_us(call, lead=call))  # in which ranks wait for the last one
             continue
         start = time.perf_counter()
         call()
@@ -220,11 +220,14 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
     return max(statistics.median(times), 1e-3)
 
 
-def device_us(call: Callable[[], object]) -> float:
-    """What `call` takes on the current GPU, which waits for the host to enqueue it."""
+def device_us(call: Callable[[], object], lead: Callable[[], object] | None = None) -> float:
+    """What `call` takes on the current GPU, which waits for the host to enqueue it; without `lead`,
+    which is enqueued before it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START_CYCLES)
+    if lead is not None:
+        lead()
     start.record()
     call()
     end.record()
@@ -270,8 +273,9 @@ def _measure(group: Group, device: torch.device) -> Machine:
                 target.copy_(ex.peer(peer, (nbytes,), torch.uint8))
 
         sync_us = timed(nothing, 50)
-        copy = nbytes / timed(read, 5)
-        give_back(group, "measure", device)  # on a GPU it is half a gigabyte
+        copy_us = timed(read, 5)
+        copy = nbytes / max(copy_us - sync_us, copy_us / 2)
+        give_back(group, "measure", device)
 
     def gather(part: torch.Tensor) -> None:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]

@@ -85,8 +85,7 @@ class CudaMemory:
         import torch.distributed._symmetric_memory as symm_mem
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        if group.world_size > torch.cuda.device_count():
-            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        _allow_shared_gpus(group, device)
         own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
         self._handle = symm_mem.rendezvous(own, group.pg)
@@ -97,6 +96,19 @@ class CudaMemory:
         ]
         torch.cuda.synchronize(device)
         group.gather_objects(None)  # no rank signals before all pads are zero
+
+
+def _allow_shared_gpus(group: Group, device: torch.device) -> None:
+    """Have torch take ranks that share a GPU, where there are too few, and ranks that see one each,
+    which it takes for such. It still refuses ranks that have forgotten to set their device."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = set(group.gather_objects(uuid))
+    if torch.cuda.device_count() >= group.world_size:
+        return
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    if len(gpus) < group.world_size:
+        # Multicast waits for as many GPUs as there are ranks.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 class LocalMemory:

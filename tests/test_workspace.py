@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from weft.collectives import symmetric
 from weft.collectives import workspace as asked
 from weft.collectives.group import alone
-from weft.collectives.symmetric import lasting
+from weft.collectives.symmetric import _allow_shared_gpus, lasting
 from weft.collectives.workspace import Workspace, close, give_back
 
 GPU = torch.device("cuda", 1)
@@ -130,3 +131,26 @@ def test_what_lasts_is_allocated_by_another_thread() -> None:
     kept: Any = lasting(values, GPU)
     assert kept.device == GPU and kept.thread != get_ident()
     assert lasting(values, torch.device("cpu")).thread == get_ident()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seen", "allowed", "multicast"),
+    [
+        (["a", "b"], 2, False, True),
+        (["a", "b"], 1, True, True),  # CUDA_VISIBLE_DEVICES names one for each rank
+        (["a", "a"], 1, True, False),
+        (["a", "a"], 2, False, True),  # torch refuses it: somebody has forgotten set_device
+    ],
+)
+def test_ranks_may_share_a_gpu_where_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], seen: int, allowed: bool, multicast: bool
+) -> None:
+    ours, off = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    for name in (ours, off):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
+    group: Any = SimpleNamespace(world_size=2, gather_objects=lambda mine: gpus)
+    _allow_shared_gpus(group, GPU)
+    assert (os.environ.get(ours) == "1", os.environ.get(off) != "1") == (allowed, multicast)
