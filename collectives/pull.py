@@ -38,8 +38,8 @@ from weft.collectives.workspace import Workspace
 REDUCE_OPS = ("sum", "max", "min", "product")
 _HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_MOST_ELEMENTS = 2**31 - 1  # of a box: its elements are numbered in int32
 _BLOCK, _PROGRAMS, _NUM_WARPS = 1024, 128, 4
+_MOST_ELEMENTS = 2**31 - _BLOCK  # of a box: its elements are numbered in int32, by whole blocks
 _INTERPRETED_BLOCK, _INTERPRETED_PROGRAMS = 64, 2
 
 
