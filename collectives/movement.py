@@ -65,17 +65,16 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
         out.copy_(x)
         return
     row = math.prod(x.shape[1:])
-    nbytes = max(sizes) * row * x.element_size()
+    numels = [size * row for size in sizes]
+    nbytes = max(numels) * x.element_size()
     way = _way("all_gather", group, x, nbytes)
     if way == "generic":
         _process_group_gather(out.split(sizes), x, group)
         return
     if way == "triton":
         with _kernels("all_gather", group, x, nbytes) as (kernels, ws, config):
-            kernels.launch_all_gather(x, out, ws, [size * row for size in sizes], config)
+            kernels.launch_all_gather(x, out, ws, numels, config)
         return
-    row = math.prod(x.shape[1:])
-    numels = [size * row for size in sizes]
     starts = offsets(numels)
     first = starts[group.rank]
     if _read_directly(max(numels), group, x):
@@ -115,7 +114,8 @@ def _scatter_into(
         out.copy_(x)
         return
     row = math.prod(x.shape[1:])
-    nbytes = max(sizes) * row * x.element_size()
+    numels = [size * row for size in sizes]
+    nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes)
     if way == "generic":
         whole = _process_group_reduce(x, group, op)
@@ -124,9 +124,8 @@ def _scatter_into(
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
-            kernels.launch_reduce(x, out, ws, [size * row for size in sizes], op, config)
+            kernels.launch_reduce(x, out, ws, numels, op, config)
         return
-    numels = [size * math.prod(x.shape[1:]) for size in sizes]
     starts, widest = offsets(numels), max(numels)
     first = starts[group.rank]
     mine, result = x.view(-1)[first : first + numels[group.rank]], out.view(-1)
