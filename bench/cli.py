@@ -129,7 +129,7 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     gpus = torch.cuda.device_count()
     device: Literal["cpu", "cuda"] = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
-        parser.error("--device cuda: torch sees no GPU here; leave it away to run on the CPU")
+        parser.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
     ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
     if ranks < 2:
         parser.error(f"ranks must be at least 2, got {ranks}: one rank has no peers")

@@ -1,7 +1,7 @@
 """What a chip can do, as far as kernels must know, and the tiles of a matmul that suit it.
 
-Everything here is a function of shapes, dtype and chip alone: ranks that run one call must come to
-the same tiles, so nothing is tuned by timing.
+Everything here is a function of shapes, dtype and chip alone, as ranks that run one call must come
+to the same tiles. Tables of tiles that were timed go before it: `weft.kernels.tuning`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from weft.collectives.pad import MAX_PROGRAMS
 
 @dataclass(frozen=True)
 class Chip:
-    """Attributes:
-    name: "sm_90", "gfx942", ..., or "interpreter".
-    cores: programs that run at once at one a core (SMs, CUs).
-    shared_bytes: shared memory (LDS) that one program may use.
-    descriptors: whether tensor descriptors are copied by hardware (TMA).
-    fp8: whether its matrix units multiply float8_e4m3fn.
+    """A GPU, or what stands for one.
+
+    Attributes:
+        name: "sm_90", "gfx942", ..., or "interpreter".
+        cores: programs that run at once at one a core (SMs, CUs).
+        shared_bytes: shared memory (LDS) that one program may use.
+        descriptors: whether tensor descriptors are copied by hardware (TMA).
+        fp8: whether its matrix units multiply float8_e4m3fn.
     """
 
     name: str

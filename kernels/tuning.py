@@ -1,6 +1,6 @@
 """Tuned launches of the fused matmuls: a table a chip, before the heuristics, and its search.
 
-    kernels/tuned/<chip>.json     shipped; `weft tune` writes it; $WEFT_TUNED names another folder
+    kernels/tuned/<chip>.json     what `weft tune` writes; $WEFT_TUNED names another folder
         {"chip": "sm_90", "entries": [
           {"op": "all_gather_matmul", "M": 8192, "N": 3584, "K": 8192, "dtype": "bfloat16", "W": 8,
            "choice": {"tiling": {"block_m": 128, ...}}, ...}]}
@@ -33,7 +33,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from weft.kernels.chips import Chip, Tiling
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-_SHIPPED = Path(__file__).resolve().parent / "tuned"
+_OWN_FOLDER = Path(__file__).resolve().parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def trying(choice: Choice) -> Iterator[None]:
 
 def folder() -> Path:
     """Where tables lie."""
-    return Path(os.environ.get("WEFT_TUNED") or _SHIPPED)
+    return Path(os.environ.get("WEFT_TUNED") or _OWN_FOLDER)
 
 
 @lru_cache(maxsize=64)

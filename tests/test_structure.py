@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,3 +87,15 @@ def test_no_folder_is_nested() -> None:
     # setuptools follows the links of weft/, but finds no package below them unless it is listed.
     for folder in FOLDERS:
         assert not list((ROOT / folder).glob("*/__init__.py"))
+
+
+def test_every_environment_variable_is_listed() -> None:
+    def named(text: str) -> set[str]:
+        return set(re.findall(r"WEFT_[A-Z_]+", text))
+
+    import weft.settings
+
+    folders = [ROOT / "weft", *(ROOT / folder for folder in FOLDERS)]
+    used = named("".join(path.read_text() for each in folders for path in each.glob("*.py")))
+    assert named(weft.settings.__doc__ or "") == used
+    assert named((ROOT / "docs" / "ops.md").read_text()) == used

@@ -8,6 +8,7 @@ Environment variables, read when they are used:
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
     WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
     WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
+    WEFT_TUNED       folder of the tables that `weft tune` has written (weft/kernels/tuned)
 """
 
 from __future__ import annotations

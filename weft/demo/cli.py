@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
-        p.error("--device cuda: torch sees no GPU here; leave --device away to run on the CPU")
+        p.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
     ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
     if ranks == 1:
         p.error("--ranks 1: the one-process reference runs anyway, give at least 2 to compare")
