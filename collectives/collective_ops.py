@@ -63,7 +63,11 @@ def all_gather(
 def known_sizes(
     x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None, op: str = "all_gather"
 ) -> list[int]:
-    """Lengths of all ranks' shards of `x` along `dim`: `sizes` after a check, or exchanged."""
+    """Lengths of all ranks' shards of `x` along `dim`: `sizes` after a check, or exchanged.
+
+    Raises:
+        ValueError: `sizes` is not one length a rank, or this rank's is another.
+    """
     others = [*x.shape[:dim], "*", *x.shape[dim + 1 :]]
     call = f"{op} of {others} {x.dtype} along dim {dim}"
     check_call(group, call)

@@ -195,8 +195,8 @@ def resolve(group: GroupLike = None) -> Group:
     The first call for a process group is collective: its ranks tell each other where they run.
 
     Raises:
-        ValueError: an n-d mesh, or a group that this rank is not in.
-        RuntimeError: None while torch.distributed is not initialised.
+        ValueError, RuntimeError: as `process_group`.
+        PeerTimeout: a rank of a new process group did not come.
     """
     if isinstance(group, Group):
         return group
@@ -235,7 +235,12 @@ def alone() -> Group:
 
 
 def process_group(group: GroupLike) -> dist.ProcessGroup:
-    """The process group behind `group`, without any communication."""
+    """The process group behind `group`, without any communication.
+
+    Raises:
+        ValueError: an n-d mesh, or a group that this rank is not in.
+        RuntimeError: None while torch.distributed is not initialised.
+    """
     if group is None:
         if not dist.is_initialized():
             raise RuntimeError(

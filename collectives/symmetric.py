@@ -252,7 +252,7 @@ class SymmetricBuffer:
         return Waiter(self, timeout)
 
     def check_open(self) -> None:
-        """Raise if `close` was called."""
+        """Raise RuntimeError if `close` was called."""
         if self._memory is None:
             raise RuntimeError("this symmetric buffer is closed: make another one")
 
@@ -265,6 +265,8 @@ class SymmetricBuffer:
 
         Raises:
             PeerTimeout: a rank did not come in time.
+            ValueError: no such channel.
+            RuntimeError: the buffer is closed.
         """
         self.check_open()
         if not 0 <= channel < pad.LINE - 1:

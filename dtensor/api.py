@@ -69,6 +69,7 @@ def distribute_tensor(
     Raises:
         RuntimeError: `tensor` is not a leaf.
         ValueError: a number of placements that is not the mesh's, or a DTensor placed otherwise.
+        NotImplementedError: `tensor` is sparse.
     """
     mesh, wanted = _mesh_and_placements(device_mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):

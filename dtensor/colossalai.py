@@ -35,6 +35,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None) -> None:
 class DeviceMesh:
     """A mesh of `mesh_shape`, of the ranks that `physical_mesh_id` lists.
 
+    `init_process_group` is ignored: a mesh makes the groups that it needs.
+
     Attributes:
         mesh: the `torch.distributed.DeviceMesh` behind it.
     """

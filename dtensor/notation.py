@@ -143,10 +143,8 @@ def parse_jax(text: str, sizes: Sequence[int], names: Sequence[str]) -> Placemen
         raise ValueError(f"{text!r} is not like P('x', None): {error}") from error
     axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
     sums = set(keywords.get("unreduced", ()))
-    if unknown := {axis for group in axes for axis in group} | sums - set(names):
-        unknown -= set(names)
-        if unknown:
-            raise ValueError(f"{text}: the mesh has dims {list(names)}, not {sorted(unknown)}")
+    if unknown := {axis for group in axes for axis in group}.union(sums).difference(names):
+        raise ValueError(f"{text}: the mesh has dims {list(names)}, not {sorted(unknown)}")
     result = list(placements_of_cuts([[names.index(a) for a in group] for group in axes], sizes))
     for axis in sums:
         dim = names.index(axis)

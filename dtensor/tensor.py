@@ -149,6 +149,7 @@ class DTensor(torch.Tensor):
         Raises:
             ValueError: `local_tensor` has not the shape that the layout gives this rank: shards are
                 those of `torch.chunk`.
+            RuntimeError: a DTensor was given, or `shape` without `stride`.
         """
         arguments = (device_mesh, placements, run_check, shape, stride, grad_placements)
         if torch.compiler.is_compiling():
@@ -410,7 +411,7 @@ def _from_local(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
         )
     if (shape is None) != (stride is None):
-        raise RuntimeError("Please pass both shape and stride at the same time.")
+        raise RuntimeError("from_local: pass both shape and stride, or neither")
     mesh = mesh_or_current(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim

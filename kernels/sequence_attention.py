@@ -150,7 +150,11 @@ def plan(
     key_sizes: Sequence[int] | None,
     op: str = "ring_attention",
 ) -> Plan:
-    """Check the arguments of `ring_attention`, or of `op`, and find out what it is to do."""
+    """Check the arguments of `ring_attention`, or of `op`, and find out what it is to do.
+
+    Raises:
+        ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
+    """
     where = resolve(group)
     _check_tensors(q, k, v, layout)
     before, after = _reach(causal, window)

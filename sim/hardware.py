@@ -72,7 +72,11 @@ class Hardware:
     collective_sustained: float = 0.68
 
     def core_flops_per_us(self, dtype: str) -> float:
-        """Rate of one core on operands of `dtype` ("bfloat16"), sustained."""
+        """Rate of one core on operands of `dtype` ("bfloat16"), sustained.
+
+        Raises:
+            ValueError: the chip has no rate for it.
+        """
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no matmul rate for {dtype}, only {[*self.flops]}")
         return self.flops[dtype] * self.sustained / self.cores / 1e6
@@ -208,7 +212,11 @@ PRESETS = {
 
 
 def named(hardware: Hardware | str) -> Hardware:
-    """The preset of that name ("h100"), or what is a description already."""
+    """The preset of that name ("h100"), or what is a description already.
+
+    Raises:
+        ValueError: no such preset.
+    """
     if isinstance(hardware, Hardware):
         return hardware
     if hardware.lower() not in PRESETS:

@@ -117,6 +117,8 @@ def run(
         RaceError: two accesses that nothing orders, or a read of what was never written.
         OutOfBoundsError: an access next to a symmetric buffer.
         TimeoutError: a schedule took longer than `timeout`.
+        ValueError: arguments that do not fit together.
+        RuntimeError: called by a virtual rank.
         Exception: what `fn` raised, as it was raised; a note names rank, seed and schedule.
 
     Example:

@@ -61,7 +61,11 @@ _listeners: _Inside[tuple[Callable[[Decision], object], ...]] = _Inside("weft_li
 
 
 def timeout_s() -> float:
-    """Seconds that a wait lasts at most."""
+    """Seconds that a wait lasts at most.
+
+    Raises:
+        ValueError: WEFT_TIMEOUT_S is no number above 0.
+    """
     text = os.environ.get("WEFT_TIMEOUT_S", "60")
     try:
         seconds = float(text)
