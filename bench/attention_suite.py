@@ -45,11 +45,10 @@ def cases(options: Options) -> list[Spec]:
     if options.shapes:
         shapes = [_of_model(s, options) if isinstance(s, Model) else s for s in options.shapes]
         given = [(kind, sized(shape, SIZES, NAME)) for shape in shapes for kind in _KINDS]
-    dtype = str(options.dtype).split(".")[1]
     return [
         Spec(
             f"{kind} {'x'.join(map(str, shape))}",
-            {"kind": kind, "dtype": dtype} | dict(zip(SIZES, shape, strict=True)),
+            {"kind": kind, "dtype": options.dtype_name} | dict(zip(SIZES, shape, strict=True)),
         )
         for kind, shape in given
     ]

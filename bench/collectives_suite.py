@@ -36,9 +36,8 @@ def cases(options: Options) -> list[Spec]:
     sizes = [sized(entry, SIZES, NAME)[0] for entry in options.shapes]
     if not sizes:
         sizes = [1 << 10, 1 << 16] if options.quick else list(_SIZES)
-    dtype = str(options.dtype).split(".")[1]
     return [
-        Spec(f"{op} {_readable(nbytes)}", {"op": op, "nbytes": nbytes, "dtype": dtype})
+        Spec(f"{op} {_readable(nbytes)}", {"op": op, "nbytes": nbytes, "dtype": options.dtype_name})
         for op in OPS
         for nbytes in sizes
     ]

@@ -9,15 +9,13 @@ from dataclasses import replace
 from weft.bench.rows import Case
 from weft.bench.tables import figure
 
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Time one shape on every engine, and print the reasoning beside it."""
     from weft.bench import cli, ops_suite, runner
 
     parser = argparse.ArgumentParser(prog="weft bench explain", description=__doc__)
-    parser.add_argument("op", choices=_OPS, metavar="OP", help=", ".join(_OPS))
+    parser.add_argument("op", choices=ops_suite.OPS, metavar="OP", help=", ".join(ops_suite.OPS))
     for name, what in (("M", "tokens"), ("N", "features out"), ("K", "features in")):
         parser.add_argument(name, type=int, help=f"{what} of the whole layer")
     parser.add_argument("ranks", type=int, metavar="W", help="ranks")

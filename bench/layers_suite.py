@@ -35,7 +35,7 @@ def cases(options: Options) -> list[Spec]:
                 f"--ranks {options.ranks} must divide the kv_heads={sizes.kv_heads} and the "
                 f"ffn={sizes.ffn} of {model.name}"
             )
-        params = asdict(sizes) | {"tokens": tokens, "dtype": str(options.dtype).split(".")[1]}
+        params = asdict(sizes) | {"tokens": tokens, "dtype": options.dtype_name}
         specs += [Spec(f"{model.name} {kind}", params | {"block": kind}) for kind in _BLOCKS]
     return specs
 

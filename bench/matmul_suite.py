@@ -30,9 +30,11 @@ _QUICK = ((48, 32, 64),)
 def cases(options: Options) -> list[Spec]:
     """Squares, a feed-forward layer whole and an 8th of it, and a decoding step."""
     shapes = options.shapes or (_QUICK if options.quick else _SHAPES)
-    dtype = str(options.dtype).split(".")[1]
     return [
-        Spec(f"matmul {M}x{N}x{K}", {"M": M, "N": N, "K": K, "dtype": dtype, "flop": 2 * M * N * K})
+        Spec(
+            f"matmul {M}x{N}x{K}",
+            {"M": M, "N": N, "K": K, "dtype": options.dtype_name, "flop": 2 * M * N * K},
+        )
         for M, N, K in (sized(shape, SIZES, NAME) for shape in shapes)
     ]
 

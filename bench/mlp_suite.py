@@ -28,9 +28,11 @@ def cases(options: Options) -> list[Spec]:
                 f"--ranks {options.ranks} must divide the tokens and the ffn of every shape, got "
                 f"{tokens},{hidden},{ffn}"
             )
-    dtype = str(options.dtype).split(".")[1]
     return [
-        Spec("x".join(map(str, shape)), dict(zip(SIZES, shape, strict=True)) | {"dtype": dtype})
+        Spec(
+            "x".join(map(str, shape)),
+            dict(zip(SIZES, shape, strict=True)) | {"dtype": options.dtype_name},
+        )
         for shape in shapes
     ]
 

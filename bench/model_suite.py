@@ -36,7 +36,7 @@ def cases(options: Options) -> list[Spec]:
     return [
         Spec(
             f"Llama {shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}",
-            {"shape": shape.__dict__, "batch": batch, "dtype": str(options.dtype).split(".")[1]},
+            {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name},
         )
     ]
 

@@ -28,12 +28,12 @@ from weft.collectives import chunk_sizes, resolve
 from weft.collectives.group import Group
 from weft.kernels import engines
 from weft.kernels.dense import mm
+from weft.kernels.tuning import OPS
 
 NAME = "ops"
 WORLD: Literal["ranks", "one"] = "ranks"
 SIZES = ("M", "N", "K")
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ENGINES = ("auto", "host", "generic", "triton")
 PEERS = ("torch symm_mem", "collective + matmul")
 # M x N of the speed-up map, at one K.
@@ -61,7 +61,7 @@ def cases(options: Options) -> list[Spec]:
     return [
         Spec(
             f"{op} {M}x{N}x{K}" + (f" ({label})" if label else ""),
-            {"op": op, "M": M, "N": N, "K": K, "dtype": str(options.dtype).split(".")[1]},
+            {"op": op, "M": M, "N": N, "K": K, "dtype": options.dtype_name},
         )
         for op in OPS
         for label, (M, N, K), ops in shapes
@@ -274,7 +274,7 @@ def _scattered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Prob
 
 
 def _reduced(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Problem:
-    import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
+    import torch.distributed._symmetric_memory as memory  # registers torch.ops.symm_mem
 
     x, w, whole = _columns(group, M, N, K, randoms)
     shown = x.new_empty(0)
@@ -287,8 +287,6 @@ def _reduced(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Proble
     def symm_mem(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         nonlocal shown
         if shown.numel() == 0:
-            import torch.distributed._symmetric_memory as memory
-
             shown = memory.empty(M, N, dtype=x.dtype, device=x.device)
             memory.rendezvous(shown, group.pg.group_name)
         torch.mm(x, w, out=shown)

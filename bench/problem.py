@@ -42,6 +42,11 @@ class Options:
     filter: str = ""
 
     @property
+    def dtype_name(self) -> str:
+        """As results have it: "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def threads(self) -> int:
         """That torch may use in each rank."""
         return max(1, cores() // self.ranks)

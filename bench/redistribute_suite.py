@@ -39,7 +39,7 @@ _PLACEMENTS: dict[str, Placement] = {
 def cases(options: Options) -> list[Spec]:
     """Every pair of layouts at every size; none ends in Partial, which moves nothing."""
     shapes = [sized(entry, SIZES, NAME) for entry in options.shapes]
-    shapes = shapes or [(24, 16)] if options.quick else shapes or list(_SHAPES)
+    shapes = shapes or ([(24, 16)] if options.quick else list(_SHAPES))
     dims = len(_mesh_shape(options.ranks))
     layouts = list(itertools.product(_PLACEMENTS, repeat=dims))
     pairs = [
@@ -48,11 +48,10 @@ def cases(options: Options) -> list[Spec]:
         for target in layouts
         if source != target and "P" not in target
     ]
-    dtype = str(options.dtype).split(".")[1]
     return [
         Spec(
             f"{','.join(source)} -> {','.join(target)} {'x'.join(map(str, shape))}",
-            {"shape": list(shape), "source": source, "target": target, "dtype": dtype},
+            {"shape": list(shape), "source": source, "target": target, "dtype": options.dtype_name},
         )
         for shape in shapes
         for source, target in pairs

@@ -21,12 +21,12 @@ import torch
 from weft.bench.problem import Call, Options, Prepared, Spec
 from weft.bench.shapes import sized
 from weft.collectives import chunk_sizes
+from weft.kernels.tuning import OPS
 
 NAME = "scaling"
 WORLD: Literal["ranks", "one"] = "one"
 SIZES = ("M", "N", "K")
 
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _SHAPE = (4608, 9216, 4608)  # 72 ranks have equal shares
 _WORLDS = {"h100": (2, 4, 8), "mi300x": (8,), "gb200-nvl72": (8, 32, 64, 72)}
 # What the interpreter runs by default: tiles of a rank, by the ranks that each has to do with.
@@ -45,7 +45,7 @@ def cases(options: Options) -> list[Spec]:
             f"{op} {M}x{N}x{K} {chip} W={W}",
             {"op": op, "M": M, "N": N, "K": K, "chip": chip, "world_size": W, "dtype": "bfloat16"},
         )
-        for op in _OPS
+        for op in OPS
         for M, N, K in shapes
         for chip, sizes in worlds.items()
         for W in sizes
