@@ -82,11 +82,11 @@ def prepare(problem: Problem, options: Options) -> Prepared:
     group, device = resolve(None), torch.device(options.device)
     W, S, causal = group.world_size, problem.tokens, problem.causal
     even, plain = (_Cut(zigzag, S, group.rank, W) for zigzag in (causal, False))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int) -> torch.Tensor:
-        values = torch.randn(1, heads, S, problem.head_dim, generator=generator)
-        return values.to(device, options.dtype)
+        shape = (1, heads, S, problem.head_dim)
+        return torch.randn(shape, generator=generator, device=device).to(options.dtype)
 
     counts = (problem.heads, problem.kv_heads, problem.kv_heads)
     wholes = [[drawn(count) for count in counts] for _ in range(INPUTS)]

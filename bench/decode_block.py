@@ -27,12 +27,12 @@ def prepare(tokens: int, heads: int, kv_heads: int, head_dim: int, options: Opti
     group, device = resolve(None), torch.device(options.device)
     W, rank = group.world_size, group.rank
     share = -(-tokens // W)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, rows: int) -> list[torch.Tensor]:
         shape = (_BATCH, heads, rows, head_dim)
-        values = (torch.randn(shape, generator=generator) for _ in range(INPUTS))
-        return [each.to(device, options.dtype) for each in values]
+        values = (torch.randn(shape, generator=generator, device=device) for _ in range(INPUTS))
+        return [each.to(options.dtype) for each in values]
 
     def mine(whole: torch.Tensor) -> torch.Tensor:
         return whole[:, :, rank * share : (rank + 1) * share].contiguous()

@@ -10,10 +10,11 @@ With one GPU the ranks, 2 and then 4, share it through torch's symmetric memory:
 there, overlap is not, as the ranks take turns. With more, a rank has a GPU of its own, from 2 ranks
 to all.
 
-Figures go to bench/results/<chip>.json, and as tables to docs/gpu.md, suite by suite: what was
-measured is kept if the run is cut short. They are taken though a test may fail, as each is of a
-result that was compared with the oracle's; the page says so, and so does the exit status. `make gpu
-ARGS="--quick"` hands arguments on.
+Figures go to bench/results/<chip>.json, and as tables to docs/gpu.md, case by case: what was
+measured is kept if the run is cut short, and a line tells of each. They are taken though a test may
+fail, as each is of a result that was compared with the oracle's; the page says so, and so does the
+exit status. `make gpu ARGS="--quick"` hands arguments on; where a command may take ten minutes,
+"--no-figures", "--no-tests --ranks 2" and "--no-tests --ranks 4" make three of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ import torch
 
 from weft.bench import attention_suite, matmul_suite, ops_suite, runner
 from weft.bench.cli import failed
+from weft.bench.environment import environment
 from weft.bench.problem import Options, Suite
 from weft.bench.rows import Case, Result
 from weft.bench.tables import figure
@@ -42,8 +45,10 @@ NOTHING_TO_DO = (
     "of torch >= 2.11), the same command tests, measures, and writes bench/results and docs/gpu.md."
 )
 
-# Linears of a 70B Llama: a decoding step, short and long prompts.
-_SHAPES = tuple((M, N, K) for M in (16, 128, 2048, 8192) for N, K in ((28672, 8192), (8192, 28672)))
+# Linears of a 70B Llama: a decoding step, short and long prompts. Where ranks share a GPU, their
+# process group goes through the host's memory: the longest would take minutes.
+_TOKENS = (16, 128, 2048, 8192)
+_TOKENS_SHARED = (16, 2048)
 
 
 def rank_counts(gpus: int) -> tuple[int, ...]:
@@ -64,44 +69,64 @@ def slug(name: str) -> str:
 
 def run_tests() -> int:
     """The exit status of pytest on the tests that are marked gpu."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
-    command.append("--maxfail=6")  # what fails here mostly fails everywhere, by its time limit
+    # Each test is named as it begins.
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu"]
+    command += ["tests/test_gpu.py", "tests/test_gpu_dtensor.py"]
+    command.append("--durations=10")
+    command.append("--maxfail=12")  # what fails here mostly fails everywhere, by its time limit
     # Kernels must be compiled, whatever the caller's shell says.
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    variables.setdefault("WEFT_TIMEOUT_S", "30")
+    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
+
+
+def shapes_for(ranks: int, options: Options) -> tuple[tuple[int, int, int], ...]:
+    """The linears (M, N, K) on which that many ranks run the fused ops; none for the suite's."""
+    if options.quick:
+        return ()
+    shared = options.device == "cuda" and ranks > torch.cuda.device_count()
+    tokens = _TOKENS_SHARED if shared else _TOKENS
+    return tuple((M, N, K) for M in tokens for N, K in ((28672, 8192), (8192, 28672)))
 
 
 def measure(
     options: Options,
     counts: Sequence[int],
     command: str,
-    on_suite: Callable[[Result], None] = lambda result: None,
+    on_case: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """All cases of all suites, as one result; cases are named with their number of ranks.
 
     Args:
-        on_suite: called with what there is after every suite, as a machine may be lent for so long.
+        on_case: called with what there is after every case, as a machine may be lent for so long.
     """
-    whole: Result | None = None
+    where = environment(max(counts), options.device, options.threads)
+    whole = Result("gpu", where, command=command)
     runs: list[tuple[Suite, int]] = [(matmul_suite, counts[0])]
     runs += [(suite, count) for count in counts for suite in (ops_suite, attention_suite)]
     for suite, count in runs:
-        shapes = _SHAPES if suite is ops_suite and not options.quick else ()
+        shapes = shapes_for(count, options) if suite is ops_suite else ()
         asked = replace(options, ranks=count, shapes=shapes)
-        for result in runner.run([suite], asked, command=command):
-            if whole is None:
-                whole = Result("gpu", result.environment, command=command)
-            for case in result.cases:
-                case.name += f", {case.params['ranks']} ranks" if suite.WORLD == "ranks" else ""
-            whole.cases += result.cases
-            whole.interrupted |= result.interrupted
-        assert whole is not None
-        whole.environment["ranks"] = max(counts)
-        on_suite(whole)
-        if whole.interrupted:
+
+        def add(case: Case, suite: Suite = suite) -> None:
+            case.name += f", {case.params['ranks']} ranks" if suite.WORLD == "ranks" else ""
+            whole.cases.append(case)
+            on_case(whole)
+
+        results = runner.run([suite], asked, command=command, on_case=add)
+        if any(result.interrupted for result in results):
+            whole.interrupted = True
             break
-    assert whole is not None
     return whole
+
+
+def said(case: Case) -> str:
+    """A case in a line: times in us, and what has none."""
+    cells = [
+        f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
+        for name, timing in case.variants.items()
+    ]
+    return f"{case.suite}: {case.name}: {case.failure or ', '.join(cells)}"
 
 
 def page(result: Result) -> str:
@@ -169,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="(2 4 on one GPU, else 2 .. all)")
-    parser.add_argument("--no-tests", action="store_true", help="figures only")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--no-tests", action="store_true", help="figures only")
+    only.add_argument("--no-figures", action="store_true", help="tests only")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--seconds", type=float, default=1.5, help="aimed at a case (1.5)")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
@@ -188,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks must be at least 2, got {min(counts)}: one rank has no peers")
     tested = on_gpu and not args.no_tests
     status = run_tests() if tested else 0
+    if args.no_figures:
+        return status
     if status:
         print("make gpu: a test failed; figures are taken of what is right", flush=True)
     options = Options(
@@ -201,11 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.results / f"{chip}.json"
     args.page.parent.mkdir(parents=True, exist_ok=True)
 
+    begun = time.monotonic()
+    print(f"figures into {path} and {args.page}, in us; {counts} ranks", flush=True)
+
     def keep(result: Result) -> None:
         result.environment["tests"] = "not run" if not tested else "failed" if status else "passed"
         result.write(path)
         args.page.write_text(page(result))
-        print(f"wrote {path} and {args.page}: {len(result.cases)} cases", flush=True)
+        print(f"{time.monotonic() - begun:4.0f} s {said(result.cases[-1])}", flush=True)
 
     result = measure(options, counts, command, keep)
     if result.interrupted:

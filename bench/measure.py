@@ -127,6 +127,7 @@ def _attempt(call: Callable[[], Any], ranks: Ranks) -> tuple[Any, str, list[Deci
         raise
     except Exception as error:  # whatever a variant raises is its row, not the end of the run
         failure = f"{type(error).__name__}: {short(str(error))}"
+        ranks.synchronize()  # raises where the GPU refuses all that follows: others must go on
     failures = ranks.gather(failure)
     if all(failures):
         return None, failures[0], decisions

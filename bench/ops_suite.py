@@ -194,10 +194,11 @@ class _Randoms:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        self._whole = torch.Generator().manual_seed(0)
+        self._whole = torch.Generator(self.device).manual_seed(0)
 
     def whole(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._whole).to(self.device, self.dtype)
+        values = torch.randn(*shape, generator=self._whole, device=self.device)
+        return values.to(self.dtype)
 
     def like(self, first: torch.Tensor, transposed: bool = False) -> list[torch.Tensor]:
         """`first`, and as many more of its shape as inputs are rotated."""

@@ -40,6 +40,7 @@ def run(
     command: str = "",
     console: Console | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
+    on_case: Callable[[Case], None] = lambda case: None,
 ) -> list[Result]:
     """Run suites, those of one process last; Ctrl-C keeps what is finished.
 
@@ -47,13 +48,14 @@ def run(
         command: the command line that made the results, kept in them.
         console: where progress is shown; stderr if None.
         on_result: called with the result of each suite that has ended.
+        on_case: called with each case that has ended.
     """
     results: list[Result] = []
     with _progress(console or Console(stderr=True)) as progress:
         try:
             for world, ranks in (("ranks", options.ranks), ("one", 1)):
                 some = [suite for suite in suites if world == suite.WORLD]
-                run = _Run(some, ranks, options, command, progress, on_result, results)
+                run = _Run(some, ranks, options, command, progress, on_result, on_case, results)
                 run.until_done()
         except KeyboardInterrupt:
             results[-1].interrupted = True
@@ -86,10 +88,11 @@ class _Run:
         command: str,
         progress: Progress,
         on_result: Callable[[Result], None],
+        on_case: Callable[[Case], None],
         results: list[Result],
     ) -> None:
         self.ranks, self.options, self.progress = ranks, options, progress
-        self.on_result, self.results = on_result, results
+        self.on_result, self.on_case, self.results = on_result, on_case, results
         self.command = command
         self.todo = [
             (suite, spec)
@@ -140,6 +143,7 @@ class _Run:
 
     def _keep(self, case: Case) -> None:
         self.current.cases.append(case)
+        self.on_case(case)
         self.done += 1
         self.progress.update(self.task, advance=1)
         following = self.todo[self.done][0] if self.done < len(self.todo) else None

@@ -88,7 +88,13 @@ class CudaMemory:
         _allow_shared_gpus(group, device)
         own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
-        self._handle = symm_mem.rendezvous(own, group.pg)
+
+        def met() -> Any:
+            with torch.cuda.device(device):
+                return symm_mem.rendezvous(own, group.pg)
+
+        with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `lasting`
+            self._handle = beside.submit(met).result()
         self.multicast_ptr = int(self._handle.multicast_ptr or 0)
         self.segments = [
             own if r == group.rank else self._handle.get_buffer(r, (nbytes,), torch.uint8)
@@ -116,7 +122,7 @@ class LocalMemory:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.multicast_ptr = 0
-        self.segments = [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
+        self.segments = [lasting(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device)]
 
 
 def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
@@ -162,6 +168,8 @@ class SymmetricBuffer:
         multicast_ptr: address that reaches all ranks at once; 0 where the hardware has none.
     """
 
+    # What is made in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device
     ) -> None:

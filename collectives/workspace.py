@@ -66,7 +66,8 @@ class Workspace:
             self.own = self.waiter.own
         else:
             # Told where, as the caller's default device may be the GPU.
-            self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
+            with torch.inference_mode(False):
+                self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
             self._pad = self._own_pad()
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False

@@ -91,7 +91,8 @@ def native_dropout(call: Call) -> Chosen:
 
         def run(x: torch.Tensor, p: float, train: bool | None) -> Any:
             def fill(whole: torch.Tensor) -> None:
-                whole.copy_(torch.ops.aten.native_dropout(torch.ones_like(whole), p, train)[0] != 0)
+                ones = torch.ones_like(whole, dtype=x.dtype)  # it knows no bool
+                whole.copy_(torch.ops.aten.native_dropout(ones, p, train)[1])
 
             if not train:
                 return x.clone(), x.new_ones(x.shape, dtype=torch.bool)

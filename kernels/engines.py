@@ -32,7 +32,7 @@ class Problem:
         M, N, K: the local matmul (M, K) @ (K, N), all weights of one call together.
         moved_bytes: bytes that a rank receives.
         refusal: why no fused engine can run the call; empty if one can.
-        host_refusal: why the host engine cannot; empty if it can.
+        host_refusal, kernel_refusal: why that engine cannot; empty if it can.
     """
 
     op: str
@@ -43,6 +43,7 @@ class Problem:
     moved_bytes: int
     refusal: str = ""
     host_refusal: str = ""
+    kernel_refusal: str = ""
 
 
 def is_supported(
@@ -58,6 +59,8 @@ def is_supported(
     if engine == "host" and problem.host_refusal:
         return False, problem.host_refusal
     if engine == "triton":
+        if problem.kernel_refusal:
+            return False, problem.kernel_refusal
         if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
             return False, f"the kernels know no {problem.dtype}"
         if problem.dtype == torch.float8_e4m3fn and not (chip := chip_of(device)).fp8:

@@ -359,7 +359,9 @@ def launch(
 ) -> None:
     """Enqueue the kernel."""
     H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
-    items, table = q.shape[0] * H_kv, cache.table
+    # The kernel counts their elements one after another.
+    items, lengths = q.shape[0] * H_kv, lengths.contiguous()
+    table = None if cache.table is None else cache.table.contiguous()
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)

@@ -36,6 +36,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.movement import offsets
+from weft.collectives.symmetric import lasting
 from weft.kernels import tiles
 from weft.kernels.attention_tiles import Heads, head_ptr
 from weft.kernels.chips import INTERPRETER, Chip
@@ -158,15 +159,15 @@ def tables(
     table = torch.tensor(
         words(geometry.q_spans) + words(geometry.k_spans) + bases + needed,
         dtype=torch.int32,
-        device=device,
+        device="cpu",
     )
     documents = geometry.sees.documents
     if documents is None:
-        return table, None
+        return lasting(table, device), None
     starts = torch.tensor(documents, device="cpu")
     lengths = starts.diff()
     bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-    return table, torch.stack(bounds).to(device, torch.int32)
+    return lasting(table, device), lasting(torch.stack(bounds).int(), device)
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:

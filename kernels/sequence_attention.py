@@ -44,6 +44,14 @@ from weft.kernels.sharded_sequence import (
 
 # The kernels remember in the bits of an int64 whose keys have come.
 _MOST_RANKS = 64
+_WIDEST = 256
+
+
+def too_wide(D: int, on_gpu: bool) -> str:
+    """Why a kernel cannot hold tiles of heads D wide; empty if it can."""
+    return (
+        f"its tiles hold heads of up to {_WIDEST}, here are {D}" if on_gpu and D > _WIDEST else ""
+    )
 
 
 def ring_attention(
@@ -189,6 +197,7 @@ def plan(
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, here are {W}",
         host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
+        kernel_refusal=too_wide(D, where.on_gpus(q.device)),
     )
     return Plan(where, geometry, scale, choose(problem, where, q.device))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import GpuRanks, RankPool
 
 
 class Pools:
@@ -40,6 +40,13 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
+    ranks = GpuRanks(request.param)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def _poison_empty() -> None:
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = plain(*args, **kwargs)
-        if type(out) is torch.Tensor and out.device.type == "cpu" and kwargs.get("out") is None:
+        if type(out) is torch.Tensor and not out.is_meta and kwargs.get("out") is None:
             with torch.no_grad():
                 if out.is_floating_point():
                     out.fill_(float("nan"))
@@ -176,3 +176,26 @@ class RankPool:
             process.kill()
             process.join()
         self._dir.cleanup()
+
+
+class GpuRanks:
+    """Ranks on GPUs, several on one if need be; new ones after a failure, as an error of a GPU
+    stays with its process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._pool: RankPool | None = None
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        if self._pool is None:
+            self._pool = RankPool(self.world_size, device="cuda")
+        try:
+            return self._pool.run(body, *args, timeout_s=timeout_s)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

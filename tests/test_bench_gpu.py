@@ -26,7 +26,7 @@ def test_ranks_and_names() -> None:
         gpu.main(["--device", "cpu", "--ranks", "1"])
 
 
-def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
+def test_every_step_at_tiny_sizes(tmp_path: Path, capsys) -> None:
     arguments = ["--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]
     assert gpu.main(["--device", "cpu", "--quick", "--ranks", "2", *arguments]) == 0
     result = Result.read(tmp_path / "cpu.json")
@@ -39,6 +39,9 @@ def test_every_step_at_tiny_sizes(tmp_path: Path) -> None:
     for case in result.cases:
         assert f"| {case.name} | " in page
     assert "TFLOP/s" in page and "NotImplementedError" in page
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(result.cases)
+    assert all(case.name in line for case, line in zip(result.cases, lines[1:], strict=True))
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -57,9 +60,9 @@ def test_what_is_wrong_fails_the_run_and_is_written(tmp_path, monkeypatch, statu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
 
-    def measured(options: object, counts: object, command: str, on_suite) -> Result:
+    def measured(options: object, counts: object, command: str, on_case) -> Result:
         result = Result("gpu", where, [case])
-        on_suite(result)
+        on_case(result)
         return result
 
     monkeypatch.setattr(gpu, "measure", measured)

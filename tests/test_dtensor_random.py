@@ -41,6 +41,7 @@ OPS: dict[str, Callable[[Any], Any]] = {
     "normal": lambda x: torch.normal(x, 2.0),
     "poisson": lambda x: torch.poisson(x.abs()),
     "dropout": lambda x: functional.dropout(x, 0.4),
+    "dropout on GPUs": lambda x: torch.ops.aten.native_dropout(x, 0.4, True)[0],
     "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.4),
     "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x),
     "orthogonal": lambda x: torch.nn.init.xavier_uniform_(x) if x.ndim > 1 else x.normal_(),

@@ -184,3 +184,24 @@ def test_blocks_hold_for_the_backward_that_torch_runs_in_threads_of_its_own() ->
         assert seen_by(of_torch) == ("generic", True)
         assert seen_by(of_python) == ("auto", False)
     assert seen_by(of_torch) == ("auto", False)
+
+
+def test_what_no_program_can_hold_is_refused() -> None:
+    """On a chip: a launch would fail, or take its registers from memory."""
+
+    def body(rank: int) -> tuple[str, ...]:
+        q = torch.empty(1, 4, 8, 264, dtype=torch.bfloat16)
+        wide = weft.explain(weft.ring_attention, q, q, q, sizes=[8, 8])
+        many = torch.empty(1, 4, 80, 64, dtype=torch.bfloat16)
+        few, lengths = many[:, :, :8], torch.tensor([100])
+        decodes = [
+            weft.explain(weft.flash_decode, x, many[:, :1], many[:, :1], lengths, block_size=1)
+            for x in (few, many)
+        ]
+        with weft.engine("triton"), pytest.raises(NotImplementedError, match="heads of up to 256"):
+            weft.ring_attention(q, q, q, sizes=[8, 8])
+        return wide[0].engine, *(each[0].engine for each in decodes), decodes[1][0].why
+
+    for wide, few, many, why in sim.run(2, body, hardware="h100", numerics=False):
+        assert (wide, few, many) == ("generic", "triton", "generic")
+        assert "80 tokens of 4 heads of 64" in why

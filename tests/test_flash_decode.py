@@ -52,7 +52,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     T, D, block = rng.choice([1, 1, 2, 5, 8]), rng.choice([8, 12, 16]), rng.choice([1, 4, 16])
     dtype, by_head, pages = rng.choice(DTYPES), rng.random() < 0.25, rng.random() < 0.4
     longest = rng.choice([1, 3, 40, 70])
-    lengths = torch.tensor([rng.randint(0, longest) for _ in range(B)])
+    lengths = torch.tensor([[rng.randint(0, longest), 1 << 20] for _ in range(B)])[:, 0]
     generator = torch.Generator("cpu").manual_seed(rng.randrange(1 << 30))
     if by_head:
         H_kv *= world_size
@@ -71,6 +71,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     if pages:
         order = torch.randperm(B * (capacity // block), generator=generator, device="cpu")
         table = order.view(B, capacity // block).int().to(q.device)
+        table = torch.stack([table, table + 1000], -1)[..., 0]  # strided, as lengths are
         shards = [paged(x, block, table) for x in shards]
         options["block_table"] = table
     else:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import GpuRanks
 from test_flash_decode import cases as decode_cases
+from test_head_exchange import cases as head_cases
+from test_head_exchange import one as head_case
 from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
 from test_ring_attention import random_cases as random_attention
@@ -25,11 +28,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param, device="cuda")
-    yield pool
-    pool.close()
+def buffer_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    buffer = collectives.empty((4,), torch.float32, device="cuda")
+    for call in range(3):
+        buffer.local.fill_(rank + 10 * call)
+        buffer.barrier()
+        for peer in range(world_size):
+            seen = buffer.get_buffer(peer, (4,), torch.float32)
+            assert (seen == peer + 10 * call).all()
+        buffer.barrier()
+
+
+def test_symmetric_buffer(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(buffer_body, timeout_s=60)
 
 
 def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
@@ -44,7 +56,7 @@ def number_of_cases(engine: str) -> int:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
-def test_random_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
+def test_random_shapes(gpu_ranks: GpuRanks, kind: str, engine: str) -> None:
     cases = random_cases(kind, gpu_ranks.world_size, engine, number_of_cases(engine))
     gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
 
@@ -72,7 +84,7 @@ def large_cases(kind: str, W: int, engine: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["host", "triton"])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
-def test_large_shapes(gpu_ranks: RankPool, kind: str, engine: str) -> None:
+def test_large_shapes(gpu_ranks: GpuRanks, kind: str, engine: str) -> None:
     cases = large_cases(kind, gpu_ranks.world_size, engine)
     gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
 
@@ -82,28 +94,58 @@ def with_gpu(body: Callable[..., Any], *args: Any) -> Any:
         return body(*args)
 
 
+# Widths of heads, rows a rank: of many tiles.
+LONG = (
+    (128, 512, torch.bfloat16),
+    (64, 300, torch.float16),
+    (256, 140, torch.bfloat16),
+    (128, 90, torch.float32),
+)
+
+
 # The host engine's pieces are torch's CPU kernel.
 @pytest.mark.parametrize("engine", ["generic", "triton"])
-def test_ring_attention(gpu_ranks: RankPool, engine: str) -> None:
+def test_ring_attention(gpu_ranks: GpuRanks, engine: str) -> None:
     cases = random_attention(gpu_ranks.world_size, engine, number_of_cases(engine))
     gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=600)
 
 
 @pytest.mark.parametrize("engine", ["generic", "triton"])
-def test_ring_attention_of_long_sequences(gpu_ranks: RankPool, engine: str) -> None:
+def test_ring_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> None:
     case = random_attention(gpu_ranks.world_size, engine, 1)[0] | {
         "B": 1, "H_kv": 2, "H": 8, "causal": True, "scale": None, "window": None,
         "cu_seqlens": None, "layout": "zigzag", "strided": False, "with_lse": True, "known": True,
     }  # fmt: skip
     cases = []
-    for D, rows, dtype in ((128, 512, torch.bfloat16), (64, 300, torch.float16)):
+    for D, rows, dtype in LONG:
         sizes = zigzag_sizes(rows * gpu_ranks.world_size, gpu_ranks.world_size)
         cases.append(case | {"D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes})
     gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=300)
 
 
+@pytest.mark.parametrize("engine", ["generic", "triton"])
+def test_ulysses_attention(gpu_ranks: GpuRanks, engine: str) -> None:
+    count = number_of_cases(engine)
+    gpu_ranks.run(with_gpu, head_cases, 639, count, engine, timeout_s=600)
+
+
+def long_heads_body(engine: str) -> None:
+    for D, rows, dtype in LONG:
+        sizes = [rows + r for r in range(dist.get_world_size())]
+        head_case({
+            "B": 1, "H": 8, "H_kv": 2, "D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes,
+            "causal": True, "scale": None, "window": None, "cu_seqlens": None, "engine": engine,
+            "with_lse": True, "known": True, "strided": False, "layout": "contiguous",
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["generic", "triton"])
+def test_ulysses_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> None:
+    gpu_ranks.run(with_gpu, long_heads_body, engine, timeout_s=300)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_flash_decode(gpu_ranks: RankPool, engine: str) -> None:
+def test_flash_decode(gpu_ranks: GpuRanks, engine: str) -> None:
     found = gpu_ranks.run(with_gpu, decode_cases, engine, 3, number_of_cases(engine), timeout_s=600)
     assert len(set(found)) == 1
 
@@ -111,27 +153,11 @@ def test_flash_decode(gpu_ranks: RankPool, engine: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("body", [gather_body, reduce_body, to_all_body])
 def test_collective_kernels(
-    gpu_ranks: RankPool, body: Callable[..., Any], dtype: torch.dtype
+    gpu_ranks: GpuRanks, body: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     if gpu_ranks.world_size > 3:
         pytest.skip("the cases are for up to 3 ranks")
     gpu_ranks.run(with_gpu, body, dtype, timeout_s=300)
-
-
-def buffer_body() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    buffer = collectives.empty((4,), torch.float32, device="cuda")
-    for call in range(3):
-        buffer.local.fill_(rank + 10 * call)
-        buffer.barrier()
-        for peer in range(world_size):
-            seen = buffer.get_buffer(peer, (4,), torch.float32)
-            assert (seen == peer + 10 * call).all()
-        buffer.barrier()
-
-
-def test_symmetric_buffer(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(buffer_body, timeout_s=60)
 
 
 def graph_body(engine: weft.settings.Engine) -> None:
@@ -159,7 +185,7 @@ def graph_body(engine: weft.settings.Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ["triton", "host"])
-def test_cuda_graph(gpu_ranks: RankPool, engine: str) -> None:
+def test_cuda_graph(gpu_ranks: GpuRanks, engine: str) -> None:
     gpu_ranks.run(graph_body, engine, timeout_s=120)
 
 
@@ -182,7 +208,7 @@ def collective_body(engine: weft.settings.Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ["triton", "host", "auto"])
-def test_collectives(gpu_ranks: RankPool, engine: str) -> None:
+def test_collectives(gpu_ranks: GpuRanks, engine: str) -> None:
     gpu_ranks.run(collective_body, engine, timeout_s=300)
 
 
@@ -225,13 +251,105 @@ def collective_graph_body() -> None:
                 assert torch.equal(replayed, calls[name]()), name
 
 
-def test_cuda_graphs_of_collectives(gpu_ranks: RankPool) -> None:
+def test_cuda_graphs_of_collectives(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(collective_graph_body, timeout_s=200)
+
+
+def attention_graph_body() -> None:
+    """Capture attention, its gradients and a decoding step, and replay them with new inputs."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows, generator = 64, torch.Generator().manual_seed(rank)
+    q, k, v, grad = inputs = [
+        torch.zeros(1, heads, rows, 64, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2, 4)
+    ]
+    for x in inputs[:3]:
+        x.requires_grad_()
+    lengths = torch.zeros(1, device="cuda", dtype=torch.int32)
+    sizes = [rows] * world_size
+
+    def step(attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+        out = attention(q, k, v, causal=True, sizes=sizes)
+        grads = torch.autograd.grad(out, [q, k, v], grad)
+        return torch.cat([x.detach().flatten() for x in (out, *grads)])
+
+    def decode() -> torch.Tensor:
+        with torch.no_grad():
+            return weft.flash_decode(q[:, :, :1], k, v, lengths, block_size=1)
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "ring": lambda: step(weft.ring_attention),
+        "heads": lambda: step(weft.ulysses_attention),
+        "decode": decode,
+    }
+    with weft.engine("triton"):
+        graphs = {name: captured(call) for name, call in calls.items()}
+        for seed in range(3):
+            with torch.no_grad():
+                for x in inputs:
+                    x.copy_(torch.randn(x.shape, generator=generator))
+                # Every rank asks the same.
+                q_whole = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed))
+                q.copy_(q_whole)
+            lengths.fill_(1 + 20 * seed)
+            for name, (graph, result) in graphs.items():
+                graph.replay()
+                replayed = result.clone()
+                assert replayed.isfinite().all(), name
+                assert torch.equal(replayed, calls[name]()), name
+
+
+def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(attention_graph_body, timeout_s=300)
+
+
+def absent_body() -> None:
+    """Rank 0 makes a call that the others leave out: an error after the time-out, no hang."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    heads = torch.randn(1, world_size, 32, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((1,), 32, device="cuda")
+    sizes = [32] * world_size
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "gather": lambda: weft.all_gather_matmul(x, x.t(), sizes=sizes),
+        "scatter": lambda: weft.matmul_reduce_scatter(x, x.t()),
+        "sum": lambda: weft.matmul_all_reduce(x, x.t()),
+        "ring": lambda: weft.ring_attention(heads, heads, heads, sizes=sizes),
+        "ulysses": lambda: weft.ulysses_attention(heads, heads, heads, sizes=sizes),
+        "decode": lambda: weft.flash_decode(heads, heads, heads, lengths, block_size=1),
+        "collective": lambda: collectives.all_reduce(x),
+    }
+    engines: list[tuple[weft.settings.Engine, list[str]]] = [
+        ("triton", list(calls)),
+        ("host", ["gather", "scatter", "sum", "collective"]),
+    ]
+    patience = os.environ.get("WEFT_TIMEOUT_S", "60")
+    for engine, names in engines:
+        for name in names:
+            with weft.engine(engine):
+                before = calls[name]()  # compiled, with all ranks
+                torch.cuda.synchronize()
+                dist.barrier()
+                if rank == 0:
+                    os.environ["WEFT_TIMEOUT_S"] = "1"
+                    calls[name]()
+                    torch.cuda.synchronize()
+                    with pytest.raises(weft.PeerTimeout, match="rank 0 waited 1 s for rank"):
+                        calls[name]()
+                    os.environ["WEFT_TIMEOUT_S"] = patience
+                dist.barrier()
+                weft.close()
+                assert torch.equal(before, calls[name]()), name
+
+
+def test_an_absent_peer(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(absent_body, timeout_s=300)
 
 
 def compiled_body(mode: str | None) -> None:
     """torch.compile of a forward and backward against eager, with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    weft.close()  # workspaces are made while the graph is
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         weft.ColumnParallelLinear(64, 32 * world_size, device="cuda"),
@@ -243,16 +361,51 @@ def compiled_body(mode: str | None) -> None:
         generator = torch.Generator().manual_seed(10 * seed + rank)
         x = torch.randn(32, 64, generator=generator).cuda().requires_grad_()
         gradients = []
-        for module in (model, compiled):
+        for module in (compiled, model):
             y = module(x)
             gradients.append(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]))
-        for ours, theirs in zip(*gradients, strict=True):
+        for theirs, ours in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled(gpu_ranks: RankPool, mode: str | None) -> None:
+def test_compiled(gpu_ranks: GpuRanks, mode: str | None) -> None:
     gpu_ranks.run(compiled_body, mode, timeout_s=300)
+
+
+def compiled_attention_body() -> None:
+    """torch.compile of attention against eager: forward, gradients, a decoding step."""
+    rank = dist.get_rank()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ring = weft.ring_attention(q, k, v, causal=True)
+        out: torch.Tensor = ring + weft.ulysses_attention(q, k, v, causal=True)
+        return out
+
+    def decode(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = weft.flash_decode(q, k, k, lengths, block_size=1)
+        return out
+
+    with weft.engine("triton"):
+        generator = torch.Generator().manual_seed(rank)
+        inputs = [torch.randn(1, h, 48, 32, generator=generator).cuda() for h in (4, 2, 2)]
+        results = []
+        for call in (torch.compile(step, fullgraph=True), step):
+            q, k, v = (x.clone().requires_grad_() for x in inputs)
+            with weft.settings.explaining() as decisions:
+                out = call(q, k, v)
+                results.append([out, *torch.autograd.grad(out.square().mean(), [q, k, v])])
+            assert {decision.engine for decision in decisions} == {"triton"}
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        q = torch.ones(1, 4, 1, 32, device="cuda")
+        lengths = torch.full((1,), 40, device="cuda")
+        with torch.no_grad():
+            compiled = torch.compile(decode, fullgraph=True)
+            assert torch.equal(compiled(q, inputs[1], lengths), decode(q, inputs[1], lengths))
+
+
+def test_compiled_attention(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(compiled_attention_body, timeout_s=300)
 
 
 def switch_body() -> bool:
@@ -275,6 +428,6 @@ def switch_body() -> bool:
     return True
 
 
-def test_sums_by_the_switch(gpu_ranks: RankPool) -> None:
+def test_sums_by_the_switch(gpu_ranks: GpuRanks) -> None:
     if not all(gpu_ranks.run(switch_body, timeout_s=100)):
         pytest.skip("this memory has no multicast address")

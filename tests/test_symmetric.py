@@ -110,7 +110,8 @@ def growth_body() -> None:
     first = workspace(None, 1000, channel="growth")
     assert workspace(None, 1000, channel="growth") is first
     assert workspace(None, 1000, channel="other") is not first
-    grown = workspace(None, first.half_bytes + 1, channel="growth")
+    with torch.inference_mode():  # what is made here must be of use outside
+        grown = workspace(None, first.half_bytes + 1, channel="growth")
     assert grown.half_bytes == 2 * first.half_bytes
     with exchange(None, grown.half_bytes, "test", channel="growth") as ex:
         mine = ex.local((grown.half_bytes,), torch.uint8)

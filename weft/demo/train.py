@@ -67,16 +67,13 @@ def train(rank: int, progress: Callable[[Any], None], run: Run) -> Result:
 
     `progress` is given (steps done, loss) after every step.
     """
-    os.environ["WEFT_ENGINE"] = run.engine  # also for autograd's threads, unlike `weft.engine`
+    os.environ["WEFT_ENGINE"] = run.engine
     trainer = _Trainer(rank, run)
     result = Result()
     for step in range(run.steps):
         started, waited = time.perf_counter(), collectives.wait_seconds()
         if step == 0 and trainer.sharded:
-            with (
-                settings.explaining() as decisions,
-                torch.autograd.set_multithreading_enabled(False),
-            ):
+            with settings.explaining() as decisions:
                 loss = trainer.step(step)
             result.decisions.update(decisions)
         else:
