@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from weft.bench import ops_suite
 from weft.bench.rows import Case, Result, geometric_mean
 from weft.bench.tables import table_of
+from weft.kernels.tuning import OPS
 
 # What limits a case, as its reader can act on it.
 _LIMITS = {
@@ -22,7 +23,7 @@ def advice(result: Result) -> list[str]:
     """Sentences for a reader who wants to decide something."""
     lines = list(table_of(result).summary)
     if result.suite == "ops":
-        for op in ops_suite.OPS:
+        for op in OPS:
             lines += _of_op(op, [c for c in result.cases if c.params.get("op") == op and c.timed])
         lines.append(str(ops_suite.verdict(result.cases)))
     limits = Counter(case.bound_by for case in result.cases if case.bound_by)

@@ -13,9 +13,10 @@ from weft.bench.tables import figure
 def main(argv: Sequence[str] | None = None) -> int:
     """Time one shape on every engine, and print the reasoning beside it."""
     from weft.bench import cli, ops_suite, runner
+    from weft.kernels.tuning import OPS
 
     parser = argparse.ArgumentParser(prog="weft bench explain", description=__doc__)
-    parser.add_argument("op", choices=ops_suite.OPS, metavar="OP", help=", ".join(ops_suite.OPS))
+    parser.add_argument("op", choices=OPS, metavar="OP", help=", ".join(OPS))
     for name, what in (("M", "tokens"), ("N", "features out"), ("K", "features in")):
         parser.add_argument(name, type=int, help=f"{what} of the whole layer")
     parser.add_argument("ranks", type=int, metavar="W", help="ranks")

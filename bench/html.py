@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weft.bench.advice import advice, best_engine, best_fraction
-from weft.bench.ops_suite import OPS
 from weft.bench.plots import CAPTIONS
 from weft.bench.rows import Case, Result
 from weft.bench.suites import SUITES
 from weft.bench.tables import LEGEND, Table, table_of
+from weft.kernels.tuning import OPS
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em;

@@ -62,7 +62,7 @@ def checked(
         return None
     if scale_a is None or scale_b is None:
         raise ValueError(f"x and w of {FP8} need scale_a and scale_b")
-    columns = list(scale_b) if isinstance(scale_b, list | tuple) else [scale_b]
+    columns = list(scale_b) if isinstance(scale_b, Sequence) else [scale_b]
     if not all(isinstance(scale, torch.Tensor) for scale in (scale_a, *columns)):
         raise ValueError(
             "scale_a and scale_b must be tensors, torch.tensor(1.0) one factor for all"
