@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
-# Before torch and triton are imported anywhere: one thread a rank, kernels interpreted on CPU.
+# Before torch and triton are imported anywhere: one thread a rank, kernels interpreted on CPU, also
+# where there are GPUs, which `-m gpu` asks for.
+if "gpu" not in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WEFT_TIMEOUT_S", "60")
 

@@ -24,7 +24,7 @@ from weft.kernels import zigzag_sizes
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m gpu"),
 ]
 
 
