@@ -370,7 +370,6 @@ def launch_ring_attention_backward(
     )
     k, v = in_rows(k, v)
     table, documents = tables(geometry, ws.rank, q.device)
-    q, grad_out = in_rows(q), in_rows(grad_out)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     _ring_attention_backward_kernel[(config.programs,)](

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from weft.bench import readme
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 DTENSOR = (ROOT / "docs/dtensor.md").read_text()
@@ -48,6 +50,11 @@ def test_the_example_of_dtensor_runs(ranks: Any) -> None:
 def test_its_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+
+
+def test_its_table_is_that_of_the_kept_results() -> None:
+    (shown,) = re.findall(r"<!-- bench -->\n(.*?)\n<!-- /bench -->", README, re.DOTALL)
+    assert shown == readme.table()
 
 
 def test_it_is_short() -> None:
