@@ -163,18 +163,24 @@ def test_two_dims(ranks, layout: str) -> None:
 
 def test_schedules() -> None:
     """On virtual ranks, checked for races: two calls on the same buffers, one key head for all."""
+    cases = []
+    for seed in range(2):
+        q, k, v = (whole((1, H, 9, 4), torch.float32, seed + H) for H in (3, 1, 1))
+        theirs = [x.double().requires_grad_() for x in (q, k, v)]
+        out, _ = attention_reference(*theirs, causal=True)
+        out.sum().backward()
+        cases.append(((q, k, v), [out.detach(), *(x.grad for x in theirs)]))
 
-    def body(rank: int) -> list[torch.Tensor]:
-        found = []
-        for seed in range(2):
-            q, k, v = (whole((1, H, 9, 4), torch.float32, seed + H) for H in (3, 1, 1))
-            parts = [
-                x.split(chunk_sizes(9, 3), 2)[rank].clone().requires_grad_() for x in (q, k, v)
-            ]
+    def body(rank: int) -> None:
+        def mine(x: torch.Tensor) -> torch.Tensor:
+            return x.split(chunk_sizes(9, 3), 2)[rank]
+
+        for inputs, expected in cases:
+            parts = [mine(x).clone().requires_grad_() for x in inputs]
             out = weft.ulysses_attention(*parts, causal=True)
             out.sum().backward()
-            found += [out.detach(), *(x.grad for x in parts)]
-        return found
+            for actual, wanted in zip((out, *(x.grad for x in parts)), expected, strict=True):
+                torch.testing.assert_close(actual, mine(wanted).float(), rtol=1e-5, atol=1e-5)
 
     sim.run(3, body, schedules=20)
 
