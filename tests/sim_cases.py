@@ -415,8 +415,12 @@ def moved(rank: int, ours: Modules = OURS) -> None:
         torch.testing.assert_close(scattered, total[starts[rank] :][: sizes[rank]])
         torch.testing.assert_close(move.all_reduce(every[rank], group, "max"), every[-1])
         torch.testing.assert_close(move.broadcast(every[rank], group, 1), every[1])
-        sends = [1 + (rank + r) % 2 for r in range(W)]
-        move.all_to_all(torch.arange(float(sum(sends))), group, sends, sends, True)
+        table = [[1 + (source + target) % 2 for target in range(W)] for source in range(W)]
+        sent = [torch.arange(float(sum(row))) + 100 * r + call for r, row in enumerate(table)]
+        torch.testing.assert_close(
+            move.all_to_all(sent[rank], group, table[rank], table[rank], True),
+            torch.cat([x.split(row)[rank] for x, row in zip(sent, table, strict=True)]),
+        )
     # Above 32 KiB and two ranks: two steps.
     large = torch.full((9000,), float(rank))
     torch.testing.assert_close(

@@ -77,20 +77,21 @@ def residual_body(engine: Any, dtype: torch.dtype) -> None:
     bias, whole = tensor((N,), dtype, 50, False), tensor((M, N), dtype, 60, False)
     want = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
     want = want + bias.double() + whole.double()
-    parts = chunk_sizes(M, W)
+    parts, whole_dy = chunk_sizes(M, W), tensor((M, N), dtype, 70, False)
+    want_dx = whole_dy.double() @ ws[rank].double().t()
     for op, cut in (
         (weft.matmul_reduce_scatter, lambda t: t.split(parts)[rank]),
         (weft.matmul_all_reduce, lambda t: t),
     ):
         residual = cut(whole).clone().requires_grad_()
         x = xs[rank].clone().requires_grad_()
-        dy = tensor(tuple(residual.shape), dtype, 70, False)
+        dy = cut(whole_dy)
         with weft.engine(engine):
             y = op(x, ws[rank], bias=bias, residual=residual)
             y.backward(dy)
         check(op.__name__, y, cut(want), W * K, W)
         assert torch.equal(residual.grad, dy)
-        assert x.grad is not None
+        check(f"{op.__name__} dx", x.grad, want_dx, N, 1)
         with pytest.raises(ValueError, match="residual must be as the result"):
             op(x, ws[rank], residual=residual[:, 1:])
 
