@@ -113,7 +113,7 @@ def test_random_cases(ranks, engine: str, world_size: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     count = 60 if engine == "triton" else 300

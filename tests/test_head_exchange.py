@@ -113,7 +113,8 @@ def test_cases_in_one_launch(ranks, world_size: int, seed: int) -> None:
 @pytest.mark.parametrize("engine", ["", "triton"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_many_random_cases(ranks, world_size: int, engine: str) -> None:
-    count = 60 if engine == "triton" else 300
+    # Interpreted on eight ranks a case takes a minute of one core.
+    count = 300 if engine != "triton" else 60 if world_size <= 4 else 15
     ranks(world_size, cases, 100 + world_size, count, engine, timeout_s=1800)
 
 
