@@ -180,15 +180,32 @@ def installed(observer: Observer, *, quick: bool = False) -> Iterator[None]:
         _lock.release()
 
 
-@contextmanager
-def _patched(observer: Observer, quick: bool) -> Iterator[None]:
-    builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-    rmw, cas, barrier = builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_barrier
-    execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    grid = _Grid()
+class _Hooks:
+    """What takes the place of the builder's methods: tells the observer, and does what they do."""
 
-    def note(ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
+    def __init__(self, observer: Observer, builder: Any) -> None:
+        self._observer = observer
+        self._load, self._store = builder.create_masked_load, builder.create_masked_store
+        self._rmw, self._cas = builder.create_atomic_rmw, builder.create_atomic_cas
+        self._barrier = builder.create_barrier
+        self._poll = getattr(builder, "create_atomic_poll", None)
+
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        """The hook of each method that this Triton has."""
+        hooks: dict[str, Callable[..., Any]] = {
+            "create_masked_load": self.masked_load,
+            "create_masked_store": self.masked_store,
+            "create_atomic_cas": self.atomic_cas,
+            "create_atomic_rmw": self.atomic_rmw,
+            "create_barrier": self.barrier,
+        }
+        if self._poll is not None:  # Triton 3.9
+            hooks["create_atomic_load"] = self.atomic_load
+            hooks["create_atomic_store"] = self.atomic_store
+            hooks["create_atomic_poll"] = self.atomic_poll
+        return hooks
+
+    def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
         live = np.asarray(mask.data if hasattr(mask, "data") else mask)
         addresses = ptrs.data
         if live.all():
@@ -198,91 +215,100 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
         if live_addresses.size:
             one = value is not None and live_addresses.size == 1 and value.data.dtype.kind in "iu"
             stored = int(value.data.flat[0]) if one and value.data.size == 1 else None
-            observer.access(live_addresses, _itemsize(ptrs), what, stored)
+            self._observer.access(live_addresses, _itemsize(ptrs), what, stored)
 
-    def masked_load(ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
-        if observer.active():
-            note(ptrs, mask, "reads")
-        return load(ptrs, mask, *rest, **kwargs)
+    def masked_load(self, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        if self._observer.active():
+            self._note(ptrs, mask, "reads")
+        return self._load(ptrs, mask, *rest, **kwargs)
 
-    def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
-        if observer.active():
-            note(ptrs, mask, "writes", value)
-        return store(ptrs, value, mask, *rest, **kwargs)
+    def masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        if self._observer.active():
+            self._note(ptrs, mask, "writes", value)
+        return self._store(ptrs, value, mask, *rest, **kwargs)
 
-    def atomic_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        if not observer.active():
-            return cas(ptr, cmp, val, sem, scope)
+    def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        if not self._observer.active():
+            return self._cas(ptr, cmp, val, sem, scope)
 
         def run() -> tuple[Any, bool, Array]:
-            out = cas(ptr, cmp, val, sem, scope)
+            out = self._cas(ptr, cmp, val, sem, scope)
             swapped = out.data == cmp.data
             return out, bool((swapped & (val.data != out.data)).any()), out.data
 
         order, reach, wanted = _name(sem, "acq_rel"), _name(scope, "gpu"), int(cmp.data.flat[0])
         effect = "swap", wanted, int(val.data.flat[0])
         addresses = ptr.data.reshape(-1)
-        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
+        return self._observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
-    def atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         def run() -> tuple[Any, bool, Array]:
-            out = rmw(op, ptr, val, mask, sem, scope)
+            out = self._rmw(op, ptr, val, mask, sem, scope)
             # Adding 0 is how a load is spelled; all others are writers, whatever they write.
             vain = _name(op, "") in ("add", "fadd", "or") and not val.data.any()
             return out, not vain, out.data
 
         kind = {"add": "add", "xchg": "set"}.get(_name(op, ""))
         effect = (kind, int(val.data.flat[0])) if kind and val.data.dtype.kind in "iu" else None
-        return _atomic(ptr, mask, sem, scope, run, effect=effect)
+        return self._atomic(ptr, mask, sem, scope, run, effect=effect)
 
     def atomic_load(
-        ptr: Any, mask: Any, sem: Any, scope: Any, wanted: int | None = None
-    ) -> Any:  # Triton 3.9
+        self, ptr: Any, mask: Any, sem: Any, scope: Any, wanted: int | None = None
+    ) -> Any:
         def run() -> tuple[Any, bool, Array]:
-            out = load(ptr, mask, None, None, True)
+            out = self._load(ptr, mask, None, None, True)
             return out, False, out.data
 
-        return _atomic(ptr, mask, sem, scope, run, wanted, ("load",))
+        return self._atomic(ptr, mask, sem, scope, run, wanted, ("load",))
 
-    def atomic_store(ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:  # Triton 3.9
+    def atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         effect = ("set", int(val.data.flat[0])) if val.data.dtype.kind in "iu" else None
 
         def run() -> tuple[Any, bool, Array]:
-            before = load(ptr, mask, None, None, True).data  # seen, as by an exchange
-            return store(ptr, val, mask, None), True, before
+            before = self._load(ptr, mask, None, None, True).data  # seen, as by an exchange
+            return self._store(ptr, val, mask, None), True, before
 
-        return _atomic(ptr, mask, sem, scope, run, effect=effect)
+        return self._atomic(ptr, mask, sem, scope, run, effect=effect)
 
     def _atomic(
+        self,
         ptr: Any,
         mask: Any,
         sem: Any,
         scope: Any,
-        run: Any,
+        run: Callable[[], tuple[Any, bool, Array]],
         wanted: int | None = None,
         effect: Effect | None = None,
     ) -> Any:
         live = np.broadcast_to(mask.data, ptr.data.shape)
-        if not observer.active() or not live.any():
+        if not self._observer.active() or not live.any():
             return run()[0]
         order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
         addresses = ptr.data[live].reshape(-1)
-        return observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
+        return self._observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
-    def atomic_poll(ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
-        if not observer.active():
-            return builder_poll(ptr, expected, timeout_ns, sem, scope)
+    def atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
+        if not self._observer.active():
+            assert self._poll is not None
+            return self._poll(ptr, expected, timeout_ns, sem, scope)
         every = types.SimpleNamespace(data=np.ones(ptr.data.shape, bool))
         wanted = int(expected.data.flat[0])
         while True:
-            matched = atomic_load(ptr, every, sem, scope, wanted).data == expected.data
+            matched = self.atomic_load(ptr, every, sem, scope, wanted).data == expected.data
             if matched.all():
                 return interpreter.TensorHandle(matched, tl.int1)
 
-    def create_barrier(*args: Any) -> Any:
-        if observer.active():
-            observer.barrier()
-        return barrier(*args)
+    def barrier(self, *args: Any) -> Any:
+        if self._observer.active():
+            self._observer.barrier()
+        return self._barrier(*args)
+
+
+@contextmanager
+def _patched(observer: Observer, quick: bool) -> Iterator[None]:
+    builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
+    execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    grid = _Grid()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         if observer.active():
@@ -294,18 +320,7 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
 
     everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})
     scope = patch_lang(everything)
-    hooks = {
-        "create_masked_load": masked_load,
-        "create_masked_store": masked_store,
-        "create_atomic_cas": atomic_cas,
-        "create_atomic_rmw": atomic_rmw,
-        "create_barrier": create_barrier,
-    }
-    builder_poll: Any = getattr(builder, "create_atomic_poll", None)
-    if builder_poll is not None:
-        hooks["create_atomic_load"] = atomic_load
-        hooks["create_atomic_store"] = atomic_store
-        hooks["create_atomic_poll"] = atomic_poll
+    hooks = _Hooks(observer, builder).by_name()
     try:
         for name, hook in hooks.items():
             setattr(builder, name, hook)
