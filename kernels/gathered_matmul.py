@@ -43,6 +43,7 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
+from weft.kernels.autocast import autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
     WeightGrad,
@@ -75,6 +76,7 @@ from weft.kernels.host import (
 from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 
+@autocast
 def all_gather_matmul(
     x: torch.Tensor,
     w: torch.Tensor | Sequence[torch.Tensor],

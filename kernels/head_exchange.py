@@ -33,12 +33,14 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels.autocast import autocast
 from weft.kernels.sequence_attention import Plan, as_op_arguments, plan, ring_attention
 from weft.kernels.sharded_sequence import SequenceLayout
 
 OP = "ulysses_attention"
 
 
+@autocast
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -21,6 +21,7 @@ from torch import nn
 from weft.collectives import all_gather, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.collectives.movement import chunk_sizes
+from weft.kernels.autocast import autocast
 from weft.kernels.dense import WeightGrad, as_rows, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.reduced_matmul import matmul_all_reduce
@@ -138,8 +139,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole sequence's output, this rank's features."""
         if self.sequence_dim is None:
-            y: torch.Tensor = _WholeInput.apply(x, self.weight, self.group)
-            return y if self.bias is None else y + self.bias
+            return _of_whole_input(x, self.weight, self.bias, self.group)
         gathered: torch.Tensor = all_gather_matmul(
             x, self.weight.t(), self.group, bias=self.bias, gather_dim=self.sequence_dim
         )
@@ -163,6 +163,14 @@ class RowParallelLinear(_ParallelLinear):
         return matmul_reduce_scatter(
             x, self.weight.t(), self.group, bias=self.bias, scatter_dim=self.sequence_dim
         )
+
+
+@autocast
+def _of_whole_input(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
+) -> torch.Tensor:
+    y: torch.Tensor = _WholeInput.apply(x, weight, group)
+    return y if bias is None else y + bias
 
 
 class _WholeInput(torch.autograd.Function):

@@ -26,6 +26,7 @@ from weft.collectives import Group, all_reduce, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels.autocast import autocast
 from weft.kernels.dense import (
     SumOp,
     WeightGrad,
@@ -45,6 +46,7 @@ from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 _ONE_SHOT_BYTES = 64 << 10
 
 
+@autocast
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,

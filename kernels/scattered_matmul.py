@@ -28,6 +28,7 @@ from weft.collectives import Group, all_gather, all_reduce, exchange, reduce_sca
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels.autocast import autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
     SumOp,
@@ -56,6 +57,7 @@ from weft.kernels.host import (
 from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 
+@autocast
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,

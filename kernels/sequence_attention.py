@@ -31,6 +31,7 @@ import torch
 from weft.collectives import Exchange, Group, exchange, resolve
 from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
+from weft.kernels.autocast import autocast
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.gathered_attention import gathered_attention, gathered_gradients
@@ -54,6 +55,7 @@ def too_wide(D: int, on_gpu: bool) -> str:
     )
 
 
+@autocast
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -1,0 +1,98 @@
+"""torch.autocast around the fused ops: dtypes and values as of operands that are cast by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from weft.collectives import signals
+
+HALF = torch.bfloat16
+
+
+def layers_body(engine: weft.settings.Engine, sequence_dim: int | None) -> None:
+    """Parallel layers in autocast: what they make of operands that are cast by hand."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(24, 16), nn.Linear(16, 24)]
+    kinds = (weft.ColumnParallelLinear, weft.RowParallelLinear)
+    up, down = (
+        kind.from_linear(linear, sequence_dim=sequence_dim)
+        for kind, linear in zip(kinds, linears, strict=True)
+    )
+    by_hand = [
+        kind.from_linear(linear.to(HALF), sequence_dim=sequence_dim)
+        for kind, linear in zip(kinds, linears, strict=True)
+    ]
+    xs = [torch.randn(8, 24, requires_grad=True) for _ in range(2)]
+    xs[1].data.copy_(xs[0])
+    with weft.engine(engine):
+        with torch.autocast("cpu", HALF):
+            hidden = up(xs[0])
+            y = down(torch.relu(hidden))
+        expected = by_hand[1](torch.relu(by_hand[0](xs[1].to(HALF))))
+        assert hidden.dtype == y.dtype == HALF
+        assert torch.equal(y, expected)
+        for out in (y, expected):
+            out.float().square().sum().backward()
+    pairs = [(xs[0].grad, xs[1].grad)]
+    for ours, theirs in ((up, by_hand[0]), (down, by_hand[1])):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.grad is not None and mine.grad.dtype == torch.float32
+            pairs.append((mine.grad, other.grad))
+    for got, want in pairs:
+        assert got is not None and want is not None
+        assert torch.equal(got, want.to(got.dtype))
+
+
+ENGINES = ["host", "generic", "triton"]
+
+
+@pytest.mark.parametrize("sequence_dim", [0, None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers(ranks: Any, engine: str, sequence_dim: int | None) -> None:
+    if engine == "triton" and not signals.interpreter_ready()[0]:
+        pytest.skip(signals.interpreter_ready()[1])
+    ranks(2, layers_body, engine, sequence_dim)
+
+
+def attention_body() -> None:
+    rank = dist.get_rank()
+    q, k, v = (torch.randn(1, 2, 6, 8) + rank for _ in range(3))
+    ops: tuple[Callable[..., torch.Tensor], ...] = (weft.ring_attention, weft.ulysses_attention)
+    for op in ops:
+        with torch.autocast("cpu", HALF):
+            out = op(q, k.to(HALF), v, causal=True)
+        assert out.dtype == HALF
+        assert torch.equal(out, op(*(x.to(HALF) for x in (q, k, v)), causal=True))
+        with torch.autocast("cpu", enabled=False):
+            assert op(q, k, v).dtype == torch.float32
+
+
+def test_attention(ranks: Any) -> None:
+    ranks(2, attention_body)
+
+
+def compiled_body() -> None:
+    """Autocast is traced into one graph."""
+    up = weft.ColumnParallelLinear.from_linear(nn.Linear(24, 16))
+    x = torch.randn(8, 24)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", HALF):
+            y: torch.Tensor = up(x)
+        return y
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        y = compiled(x)
+        assert y.dtype == HALF and torch.equal(y, call(x))
+
+
+def test_compiled(ranks: Any) -> None:
+    ranks(2, compiled_body)
