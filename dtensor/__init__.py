@@ -19,6 +19,7 @@ from weft.dtensor import rules_random as rules_random
 from weft.dtensor import rules_reduce as rules_reduce
 from weft.dtensor import rules_view as rules_view
 from weft.dtensor import rules_window as rules_window
+from weft.dtensor import state_dicts as state_dicts
 from weft.dtensor.api import (
     distribute_module,
     distribute_tensor,

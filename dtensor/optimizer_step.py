@@ -1,10 +1,11 @@
 """Steps of torch's elementwise optimizers: one plain step on this rank's parts of the DTensors.
 
 Where every gradient and every state lies as its parameter does, what a rank does to its part
-depends on nothing that another rank has. So a hook of torch's hands `step()` a stand-in for the
-optimizer: its groups and its state hold the local tensors, in the same memory, in place of the
-DTensors. Nothing is swapped in the optimizer itself, so an error within the step leaves it as it
-was. A step that creates state, and any other that the stand-in could not do alike, goes by
+depends on nothing that another rank has. So a hook of torch's brings the gradients into the layouts
+of their parameters, once and not by each operation of the step, and then hands `step()` a stand-in
+for the optimizer: its groups and its state hold the local tensors, in the same memory, in place of
+the DTensors. Nothing is swapped in the optimizer itself, so an error within the step leaves it as
+it was. A step that creates state, and any other that the stand-in could not do alike, goes by
 operations on DTensors.
 """
 
@@ -39,9 +40,12 @@ def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Arguments | None:
     """Put a stand-in in the place of `self`, where the step is the same on local tensors."""
-    if type(optimizer) not in _ELEMENTWISE or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
-    if not any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+    ours = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
+    for p in ours:
+        _reduce_gradient(p)
+    if not ours or type(optimizer) not in _ELEMENTWISE:
         return None
     closure_given = any(value is not None for value in (*args[1:], *kwargs.values()))
     # A hook that comes after this one may put other gradients in the place of those found here.
@@ -59,6 +63,15 @@ def _before_step(
         hook()
     torch._C._increment_version(stand_in.written)  # autograd does not see them written
     return (stand_in, *args[1:]), kwargs
+
+
+def _reduce_gradient(p: DTensor) -> None:
+    """Place the gradient as its parameter: state that is made of it is then never Partial."""
+    grad, layout = p.grad, p._layout
+    if type(grad) is not DTensor or grad._layout.placements == layout.placements:
+        return
+    if grad._layout.mesh == layout.mesh and not layout.has_partial:
+        p.grad = grad.redistribute(placements=layout.placements)
 
 
 def _stand_in(optimizer: Any) -> Any:

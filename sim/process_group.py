@@ -74,6 +74,10 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         """As torch.distributed has registered it."""
         return distributed_c10d._world.pg_names[self]
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "virtual"
 
