@@ -1,4 +1,7 @@
-"""What DTensor adds to torch.ops.weft: the redistribution of a local tensor, as one op.
+"""What DTensor adds to torch.ops.weft, each as one op of a traced graph.
+
+    redistribute    the local tensor of one layout into that of another
+    check_even      what a traced `from_local` takes for granted, checked each time the graph runs
 
 Layouts go into a traced graph as a shape, which may be open, and the name of how that is placed.
 Names are known from the time when the graph was traced.
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weft.collectives import agree, spanning_group
 from weft.collectives.library import define
 from weft.dtensor.layout import Layout, contiguous_stride, layout_of, show
 
@@ -57,4 +61,26 @@ define(
     "redistribute(Tensor local, SymInt[] shape, str source, str target) -> Tensor",
     _redistribute,
     _redistribute_fake,
+)
+
+
+def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor:
+    known = _named[name]
+    group = spanning_group(known.mesh if isinstance(known, Layout) else known[0])
+    if not group.why:
+        told = [agree(group, f"from_local({name})", local.shape[dim]) for dim in dims]
+        if any(len(set(lengths)) > 1 for lengths in told):
+            raise ValueError(
+                f"a traced from_local takes shards for equally long unless it is told otherwise: "
+                f"{name}, they have lengths {told} along dims {dims}. Pass shape= and stride= of "
+                f"the whole tensor"
+            )
+    return local.new_empty(0)
+
+
+# It returns something, as Inductor cannot keep a call that returns nothing in its place.
+define(
+    "check_even(Tensor local, int[] dims, str name) -> Tensor",
+    _check_even,
+    lambda local, dims, name: local.new_empty(0),
 )

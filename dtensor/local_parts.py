@@ -3,6 +3,9 @@
 lengths 3, 3      shards of 6 rows, found without communication where no shard may differ
 lengths 3, 2      shards of 5 rows: those of torch.chunk
 lengths 2, 3      of nothing: an error on every rank
+
+Nobody can ask the peers while a graph is traced: there shards are taken for even, and the graph
+checks that when it runs.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from weft.dtensor.layout import (
     shard_dim,
     show,
 )
+from weft.dtensor.library import name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +44,11 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
     traced = is_traced(local)  # sizes may be symbols, which no cache takes
     evenly = _even_layout.__wrapped__ if traced else _even_layout
     even = evenly(local.shape, local.stride(), local.dtype, mesh, placements)
-    if traced or local.is_meta:
+    if local.is_meta:
+        return even
+    if traced:
+        if even.cut_dims and even.index is not None:
+            torch.ops.weft.check_even(local.detach(), list(even.cut_dims), name_of(even))
         return even
     group, call = _who_agrees(even)
     if group is None:

@@ -83,6 +83,35 @@ def test_functions(ranks, backend: str) -> None:
     ranks(2, functions, backend, timeout_s=300)
 
 
+def uneven_parts() -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(10.0).view(5, 2)
+    local = whole.chunk(mesh.size())[rank].clone().requires_grad_()
+
+    def told(t: torch.Tensor) -> torch.Tensor:
+        part = DTensor.from_local(t, mesh, [Shard(0)], shape=(5, 2), stride=(2, 1))
+        return (part * part).sum().full_tensor()
+
+    compiled = torch.compile(told, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert compiled(local).item() == whole.square().sum()
+    compiled(local).backward()
+    torch.testing.assert_close(local.grad, 2 * local.detach())
+
+    def untold(t: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(t, mesh, [Shard(0)]).sum().full_tensor()
+
+    compiled = torch.compile(untold, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"lengths \[\[3, 2\]\] along dims \[0\]. Pass"):
+            compiled(local)
+        assert compiled(torch.ones(3, 2)).item() == 12
+
+
+def test_from_local_of_uneven_parts(ranks) -> None:
+    ranks(2, uneven_parts)
+
+
 def column_then_row(backend: str) -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
