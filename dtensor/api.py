@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.dtensor.layout import (
     Layout,
@@ -170,11 +171,43 @@ def distribute_module(
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, param in module._parameters.items():
         if param is not None and not isinstance(param, DTensor):
-            spread = distribute_tensor(param.detach(), mesh)
-            module.register_parameter(name, nn.Parameter(spread, param.requires_grad))
+            distribute_parameter(module, name, mesh)
     for name, buffer in module._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
             module._buffers[name] = distribute_tensor(buffer, mesh)
+
+
+# What plain parameters have become, while a module still has the plain one.
+became = WeakTensorKeyDictionary()
+
+
+def distribute_parameter(
+    module: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    src_data_rank: int | None = 0,
+) -> None:
+    """Make a parameter of a module a DTensor. Modules that share one go on sharing it.
+
+    Raises:
+        ValueError: one that shares it has it placed otherwise.
+    """
+    param = module._parameters[name]
+    assert param is not None
+    shared = became.get(param)
+    _, wanted = _mesh_and_placements(mesh, placements, param.ndim)
+    if shared is None or shared.device_mesh != mesh:
+        spread = distribute_tensor(param.detach(), mesh, wanted, src_data_rank=src_data_rank)
+        shared = became[param] = nn.Parameter(spread, param.requires_grad)
+    elif shared.placements != wanted:
+        raise ValueError(
+            f"{type(module).__name__}.{name} of shape {tuple(param.shape)} would be placed "
+            f"{show(wanted)}, but a module that shares this parameter has it as "
+            f"{show(shared.placements)}: choose styles that place it alike, or untie it first "
+            f"(module.{name} = nn.Parameter(module.{name}.detach().clone()))"
+        )
+    module.register_parameter(name, shared)
 
 
 def _with_module(name: str, function: Callable[..., Any], count: int) -> Callable[..., Any]:

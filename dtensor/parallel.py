@@ -33,7 +33,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from weft.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from weft.dtensor import DTensor, Replicate, Shard, distribute_module
+from weft.dtensor.api import became, distribute_parameter
 from weft.dtensor.experimental import Replicating
 from weft.dtensor.layout import mesh_or_current
 
@@ -123,6 +124,14 @@ def parallelize_module(
             )
         for submodule in submodules:
             parallelize_module(submodule, mesh, style, src_data_rank=src_data_rank)
+    for name, param in module.named_parameters():
+        if param in became:
+            warnings.warn(
+                f"parallelize_module: {name} of {type(module).__name__} is still plain, and no "
+                f"longer tied to the parameter of another module that the plan has sharded: they "
+                f"will drift apart, unless {name} is parallelized as well",
+                stacklevel=2,
+            )
     return module
 
 
@@ -207,12 +216,9 @@ class _WeightSharding(ParallelStyle):
         name_of_style = type(self).__name__
 
         def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            for key, param in submodule.named_parameters(recurse=False) if not name else ():
+            for key, _ in list(submodule.named_parameters(recurse=False)) if not name else ():
                 placement = params.get(key, self._other_params) or Replicate()
-                sharded = distribute_tensor(param, mesh, [placement], src_data_rank=src_data_rank)
-                submodule.register_parameter(
-                    key, nn.Parameter(sharded, requires_grad=param.requires_grad)
-                )
+                distribute_parameter(submodule, key, mesh, [placement], src_data_rank)
 
         def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             if not inputs:
@@ -333,11 +339,8 @@ class SequenceParallel(ParallelStyle):
         sharding = self.sequence_sharding
 
         def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            for key, param in submodule.named_parameters(recurse=False):
-                replica = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
-                submodule.register_parameter(
-                    key, nn.Parameter(replica, requires_grad=param.requires_grad)
-                )
+            for key, _ in list(submodule.named_parameters(recurse=False)):
+                distribute_parameter(submodule, key, mesh, src_data_rank=None)
 
         def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             what = f"the input of a SequenceParallel {type(mod).__name__}"

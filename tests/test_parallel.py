@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.collectives import chunk_sizes
-from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from weft.dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -361,6 +369,45 @@ def optimizer_steps() -> None:
 
 def test_optimizer_steps_are_the_plain_ones(ranks: Any) -> None:
     ranks(2, optimizer_steps)
+
+
+class Tied(nn.Module):
+    """Tokens in and out by one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 12, dtype=torch.float64)
+        self.out = nn.Linear(12, 7, bias=False, dtype=torch.float64)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.out(self.embed(tokens).sin())
+        return out
+
+
+def tied() -> None:
+    mesh, plain = mesh_of_world(), Tied()
+    tokens = torch.tensor([0, 3, 6, 3])
+    plain(tokens).square().sum().backward()
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "out": ColwiseParallel()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    assert model.out.weight is model.embed.weight
+    model.zero_grad()
+    model(tokens).square().sum().backward()
+    close(whole(model.embed.weight.grad), plain.embed.weight.grad)
+    assert distribute_module(copy.deepcopy(plain), mesh).out.weight.placements == (Replicate(),)
+    with pytest.raises(ValueError, match=r"shares this parameter has it as \[S\(1\)\]"):
+        parallelize_module(
+            copy.deepcopy(plain), mesh, {"embed": ColwiseParallel(), "out": ColwiseParallel()}
+        )
+    with pytest.warns(UserWarning, match=r"out.weight of Tied is still plain, and no longer tied"):
+        parallelize_module(copy.deepcopy(plain), mesh, {"embed": RowwiseParallel()})
+
+
+def test_tied_parameters_stay_tied(ranks: Any) -> None:
+    ranks(2, tied)
 
 
 def misuse() -> None:
