@@ -184,8 +184,9 @@ def virtual_rank(world: Group) -> Iterator[None]:
         yield
     finally:
         here.world = None
-        for key in [key for key in _spanning if key[0] is world]:
-            del _spanning[key]
+        for kept in (_spanning, _made):
+            for key in [key for key in kept if key[0] is world]:
+                del kept[key]
 
 
 def resolve(group: GroupLike = None) -> Group:
@@ -322,6 +323,7 @@ def backends_of(pg: Any) -> set[str]:
 
 
 _spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks
+_made: dict[tuple[Group | None, tuple[int, ...]], int] = {}  # how many of them, ever
 # Everything that is kept by group. A process group that outlives destroy_process_group() until the
 # interpreter ends may abort the process, so `close` empties them all.
 kept_by_group: list[dict[Any, Any]] = [_groups, _spanning]
@@ -357,17 +359,16 @@ def ranks_group(ranks: tuple[int, ...]) -> Group:
     return resolve(pg)
 
 
-_made: Counter[tuple[int, ...]] = Counter()
-
-
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group that only its members make.
 
     torch names such a group by the number of groups that a process knows, so that members which
     know different numbers wait for each other forever. It gets a name that they agree on.
     """
-    _made[ranks] += 1
-    name = f"weft {ranks} {_made[ranks]}"
+    number = _made[here.world, ranks] = _made.get((here.world, ranks), 0) + 1
+    name = f"weft {ranks} {number}"
+    if here.world is not None:  # virtual ranks share a process, and agree on what is before the @
+        name += f"@{id(here.world)}"
     with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
         pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return pg

@@ -219,6 +219,17 @@ def test_groups_without_init_process_group() -> None:
         assert whole[:, 0].tolist() == rows
 
 
+def test_tensors_on_a_mesh_of_some_ranks() -> None:
+    def body(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        x = torch.arange(12.0).view(4, 3) + rank // 4
+        spread = distribute_tensor(x, mesh["b", "c"], [Shard(0), Shard(1)])
+        return (spread @ spread.t()).full_tensor() - x @ x.t()
+
+    for schedule in range(2):
+        assert not torch.stack(sim.run(8, body, seed=schedule)).any()
+
+
 def test_calls_that_differ_or_are_left_out() -> None:
     def other_op(rank: int) -> None:
         dist.init_process_group("gloo")
