@@ -222,6 +222,7 @@ class SymmetricBuffer:
         self._barriers: dict[int, int] = {}
         _open.add(self)
 
+    @torch.inference_mode(False)  # where another dtype's view of normal memory is none itself
     def get_buffer(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:

@@ -90,13 +90,18 @@ def _check_mixed(func: Op) -> None:
     for given in leaves(outermost.call[0]):
         plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
         if plain and given.numel() != 1:
-            raise RuntimeError(
-                f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
-                f"{tuple(given.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, "
-                f"placements) if every rank holds all of it, DTensor.from_local(t, mesh, "
-                f"placements) if each holds its part; or run under "
-                f"experimental.implicit_replication(). (One-element tensors count as replicated.)"
-            )
+            raise mixed(func, given)
+
+
+def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
+    """The error of a call that is given DTensors and a plain tensor."""
+    return RuntimeError(
+        f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
+        f"{tuple(plain.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, placements) if "
+        f"every rank holds all of it, DTensor.from_local(t, mesh, placements) if each holds its "
+        f"part; or run under experimental.implicit_replication(). (One-element tensors count as "
+        f"replicated.)"
+    )
 
 
 def _read(

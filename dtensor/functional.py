@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
+from weft.dtensor import backward
 from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention
 from weft.dtensor.fused_linear import addmm, as_global, is_dtensor, linear, local_part, matmul
@@ -181,6 +182,9 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.to: to,
     torch.Tensor.numpy: numpy,
     torch.is_complex: is_complex,
+    torch.Tensor.backward: backward.of_tensor,
+    torch.autograd.backward: backward.backward,
+    torch.autograd.grad: backward.grad,
     torch.is_same_size: is_same_size,
     torch.Tensor.is_same_size: is_same_size,
 }

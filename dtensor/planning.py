@@ -8,6 +8,7 @@ from the call alone, and is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,6 +127,10 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
             find = rules["pointwise"]
         elif call.name.startswith(("_foreach_", "_fused_")):
             find = rules["foreach"]
+        elif _is_composite(func):
+            plan = Plan(func, None, None)
+            plan.decomposed = partial(func._op_dk, _COMPOSITE)
+            return plan
     _learn_outputs(call)
     if outside and (find is None or call.output_tree is _DYNAMIC):
         return _outside(call, writes, [])
@@ -190,6 +195,16 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
     plan.simple = plan.only_computes()
     return plan
+
+
+def _is_composite(func: Op) -> bool:
+    """Whether torch takes `func` apart above __torch_dispatch__, unless in inference mode."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from weft import collectives
 from weft.dtensor import (
     DTensor,
     Replicate,
@@ -232,3 +234,73 @@ def over_two_meshes(name: str) -> None:
 @pytest.mark.parametrize("name", ["foreach", "loop", "fused"])
 def test_optimizer_and_clipping_over_two_meshes(ranks: Any, name: str) -> None:
     ranks(4, over_two_meshes, name)
+
+
+def recomputed(reentrant: bool) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    model = distribute_module(copy.deepcopy(plain), mesh)
+    whole = torch.randn(5, 3, 6, dtype=torch.float64)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    whole.requires_grad_()
+    plain(plain(whole)).sin().sum().backward()
+    hidden = x
+    for _ in range(2):
+        hidden = checkpoint(model, hidden, use_reentrant=reentrant)
+    hidden.sin().sum().backward()
+    assert same(x.grad, whole.grad)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_are_computed_again(ranks: Any, reentrant: bool) -> None:
+    ranks(2, recomputed, reentrant)
+
+
+def gradient_functions() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.randn(5, 3)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    unused = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
+    seen = []
+    x.register_hook(lambda grad: seen.append((grad * 2).placements))
+    given = distribute_tensor(torch.ones(5, 3), mesh, [Replicate()])
+    first, none = torch.autograd.grad(x**3, [x, unused], given, allow_unused=True)
+    assert none is None and same(first, 3 * whole**2)
+    grads = torch.autograd.grad((x**3).sum(), [x, unused], materialize_grads=True)
+    assert isinstance(grads[1], DTensor) and not grads[1].full_tensor().any()
+    (once,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    torch.autograd.backward([once.sum(), x.sum()], inputs=[x])
+    assert same(x.grad, 6 * whole + 1)
+    assert seen == [(Shard(0),)] * 4
+    for function in (lambda y: y.backward(torch.ones(5, 3)), torch.autograd.grad):
+        args = () if function is not torch.autograd.grad else (x, torch.ones(5, 3))
+        with pytest.raises(RuntimeError, match=r"torch.autograd.* got mixed torch.Tensor and DT"):
+            function(x * 2, *args)
+
+
+def test_functions_that_run_backward(ranks: Any) -> None:
+    ranks(2, gradient_functions)
+
+
+def inference_then_training() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    collectives.close()  # so that all memory is made in inference mode
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6))
+    model = distribute_module(copy.deepcopy(plain), mesh)
+    whole = torch.randn(5, 6)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            torch.manual_seed(1)
+            expected = plain(whole)
+            torch.manual_seed(1)
+            y = model(x)
+            assert y.placements == (Shard(0),)
+            torch.testing.assert_close(y.full_tensor(), expected)
+    y.sum().backward()
+
+
+def test_inference_mode_comes_first(ranks: Any) -> None:
+    ranks(2, inference_then_training)

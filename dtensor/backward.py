@@ -1,0 +1,101 @@
+"""`backward` and `torch.autograd.grad` from DTensors.
+
+torch runs what it has handed to `__torch_function__` without looking at that again. Of these two
+functions that would be all of the backward pass: a checkpointed module would be computed by other
+operations than the first time, hooks would meet other rules than the rest of a script. So they are
+begun here, as torch begins them behind its question for `__torch_function__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import autograd
+from torch.autograd.graph import _engine_run_backward
+
+from weft.dtensor.dispatch import mixed, outermost
+from weft.dtensor.tensor import DTensor
+
+_torch_autograd: Any = autograd
+
+
+def of_tensor(
+    tensor: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`."""
+    autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def backward(
+    tensors: Sequence[Any],
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Any] | None = None,
+) -> None:
+    """`torch.autograd.backward`, which has brought its arguments into this form."""
+    _run(
+        autograd.backward, tensors, grad_tensors, retain_graph, create_graph, inputs or (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
+def grad(
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """`torch.autograd.grad`, which has brought its arguments into this form."""
+    if is_grads_batched:
+        return NotImplemented
+    found = _run(
+        autograd.grad, outputs, grad_outputs, retain_graph, create_graph, inputs,
+        allow_unreachable=materialize_grads if allow_unused is None else allow_unused,
+        accumulate_grad=False,
+    )  # fmt: skip
+    if not materialize_grads:
+        return found
+    pairs = zip(found, inputs, strict=True)
+    zeros_like = torch.zeros_like
+    return tuple(zeros_like(i, requires_grad=create_graph) if g is None else g for g, i in pairs)
+
+
+def _run(
+    function: Any,
+    tensors: Sequence[Any],
+    given: Any,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    **options: bool,
+) -> tuple[Any, ...]:
+    gradients = _torch_autograd._tensor_or_tensors_to_tuple(given, len(tensors))
+    for tensor, gradient in zip(tensors, gradients, strict=False):
+        plain = isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor)
+        if plain and isinstance(tensor, DTensor) and gradient.numel() != 1:
+            raise mixed(f"torch.autograd.{function.__name__}", gradient)
+    before = outermost.call
+    outermost.call = None, None  # what a backward meets below, its caller has not mixed
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = _torch_autograd._make_grads(tensors, gradients, is_grads_batched=False)
+        if retain_graph is None:
+            retain_graph = create_graph
+        found = _engine_run_backward(
+            tensors, gradients, retain_graph, create_graph, tuple(inputs), **options
+        )
+        return cast(tuple[Any, ...], found)
+    finally:
+        outermost.call = before
