@@ -151,6 +151,11 @@ def numpy(x: Any, **kwargs: Any) -> Any:
     )
 
 
+def formatted(x: Any, spec: str) -> str:
+    """`f"{x:.3f}"` of one number. Collective where `item()` is."""
+    return format(x.item(), spec) if spec and x.ndim == 0 else object.__format__(x, spec)
+
+
 def is_complex(input: Any) -> bool:
     """`torch.is_complex`, which optimizers ask of every parameter."""
     return bool(input.dtype.is_complex)
@@ -181,6 +186,7 @@ _handlers: dict[Any, _Handler] = {
     torch.rms_norm: rms_norm,
     torch.Tensor.to: to,
     torch.Tensor.numpy: numpy,
+    torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,
     torch.Tensor.backward: backward.of_tensor,
     torch.autograd.backward: backward.backward,

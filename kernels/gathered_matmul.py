@@ -51,6 +51,7 @@ from weft.kernels.dense import (
     check_operands,
     matmul,
     mm,
+    partial_matmul,
     partial_mm,
     sum_dtype,
 )
@@ -179,8 +180,9 @@ def all_gather_matmul(
                 for (w, b), scale in zip(pairs, scaling.columns, strict=True)
             ]
         else:
-            gathered = all_gather(x, where, dim=gather_dim, sizes=lengths)
-            zs = [matmul(gathered, *pair) for pair in pairs]
+            gathered, *zs = _GatheredProducts.apply(
+                x, where, gather_dim, lengths, len(weights), *weights, *biases
+            )
         ys = activate(zs, activation)
     else:
         rows = [length * batch.numel() for length in lengths]
@@ -228,6 +230,51 @@ def gather_problem(
         received * x.element_size(),
         refusal="the gathered dim is the contraction" if gather_dim == x.ndim - 1 else "",
     )
+
+
+class _GatheredProducts(torch.autograd.Function):
+    """x -> the gathered x, and each gathered @ w + bias. The gradient of x is rounded once, after
+    all of it is added, which autograd would do product by product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        dim: int,
+        sizes: list[int],
+        count: int,
+        *operands: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        weights = [each for each in operands[:count] if each is not None]
+        gathered = all_gather(x, group, dim=dim, sizes=sizes)
+        ctx.save_for_backward(gathered, *weights)
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        pairs = zip(weights, operands[count:], strict=True)
+        return gathered, *(matmul(gathered, *pair) for pair in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: torch.Tensor | None) -> Any:
+        gathered, *weights = ctx.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        grads: list[torch.Tensor | None] = [None] * len(needs)
+        total = dgathered
+        for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
+            if dy is None:
+                continue
+            if needs_x:
+                part = partial_matmul(dy, w.t())
+                total = part if total is None else total + part
+            a, b = as_rows(gathered), as_rows(dy)
+            if needs[i]:
+                grads[i] = matmul(b.t(), a).t() if w.stride(0) == 1 else matmul(a.t(), b)
+            if needs[len(weights) + i]:
+                grads[len(weights) + i] = b.sum(0)
+        dx = None
+        if needs_x and total is not None:
+            dx = reduce_scatter(total, ctx.group, dim=ctx.dim, sizes=ctx.sizes).to(gathered.dtype)
+        return dx, None, None, None, None, *grads
 
 
 @dataclass(frozen=True)

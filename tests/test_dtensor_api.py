@@ -211,7 +211,7 @@ def reductions_of_partial() -> None:
             x = DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[placement])
             assert torch.equal(x.full_tensor(), want.to(local.dtype)), op
     total = DTensor.from_local(torch.ones(8), mesh, [Shard(0)]).sum()
-    assert total.item() == 8 * n and float(total) == 8 * n
+    assert total.item() == 8 * n and float(total) == 8 * n and f"{total:.1f}" == f"{8 * n:.1f}"
     # Sums of half types are taken in fp32: 1 + many small terms.
     small = torch.full((4,), 1.0 if rank == 0 else 2**-9).bfloat16()
     got = DTensor.from_local(small, mesh, [Partial()]).full_tensor()

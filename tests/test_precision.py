@@ -39,18 +39,25 @@ def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
     exact, plain = x.double() @ w.double(), x @ w
     rows, columns = x.chunk(W)[rank], x.chunk(W, 1)[rank].contiguous()
     part = w.chunk(W)[rank]
+    mine, pair = slice(rank * M // W, (rank + 1) * M // W), slice(2 * rank, 2 * rank + 2)
+    # The weights of all ranks, two each, and the gradients of what they give.
+    ws, dys = matrix(N, K, dtype, 3), matrix(M, K, dtype, 4)
+    own = rows[:, :N].clone().requires_grad_()
     with weft.engine(engine):
         got = {
-            "all_gather_matmul": (weft.all_gather_matmul(rows, w), slice(None)),
+            "all_gather_matmul": (weft.all_gather_matmul(rows, w), plain, exact),
             "matmul_reduce_scatter": (
-                weft.matmul_reduce_scatter(columns, part),
-                slice(rank * M // W, (rank + 1) * M // W),
+                weft.matmul_reduce_scatter(columns, part), plain[mine], exact[mine]
             ),
-            "matmul_all_reduce": (weft.matmul_all_reduce(columns, part), slice(None)),
-        }
+            "matmul_all_reduce": (weft.matmul_all_reduce(columns, part), plain, exact),
+        }  # fmt: skip
+        ys = weft.all_gather_matmul(own, list(ws.chunk(2 * W, 1)[pair]))
+        torch.autograd.backward(ys, dys.chunk(2 * W, 1)[pair])
+    assert own.grad is not None
+    exact_dx = (dys.double() @ ws.double().t())[mine]
+    got["gradient of x"] = own.grad, (dys @ ws.t())[mine], exact_dx
     return {
-        op: error(y, exact[where]) / error(plain[where], exact[where])
-        for op, (y, where) in got.items()
+        op: error(y, exactly) / error(plainly, exactly) for op, (y, plainly, exactly) in got.items()
     }
 
 
