@@ -13,9 +13,12 @@ from rank_pool import GpuRanks
 from test_flash_decode import cases as decode_cases
 from test_head_exchange import cases as head_cases
 from test_head_exchange import one as head_case
+from test_head_exchange import repeated as heads_again
 from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
+from test_matmul_ops import repeated_body as matmuls_again
 from test_ring_attention import random_cases as random_attention
+from test_ring_attention import repeated_body as ring_again
 from test_ring_attention import run_cases as run_attention
 
 import weft
@@ -46,7 +49,7 @@ def test_symmetric_buffer(gpu_ranks: GpuRanks) -> None:
 
 def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     with torch.device("cuda"):
-        return run_cases(kind, cases)
+        return [out.cpu() for out in run_cases(kind, cases)]
 
 
 def number_of_cases(engine: str) -> int:
@@ -58,7 +61,10 @@ def number_of_cases(engine: str) -> int:
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_random_shapes(gpu_ranks: GpuRanks, kind: str, engine: str) -> None:
     cases = random_cases(kind, gpu_ranks.world_size, engine, number_of_cases(engine))
-    gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
+    outs = gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
+    if kind == "reduce":
+        for others in outs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(outs[0], others, strict=True))
 
 
 def large_cases(kind: str, W: int, engine: str) -> list[dict[str, Any]]:
@@ -301,6 +307,47 @@ def attention_graph_body() -> None:
 
 def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(attention_graph_body, timeout_s=300)
+
+
+@pytest.mark.parametrize("engine", ["host", "triton"])
+def test_results_are_bitwise_the_same_again(gpu_ranks: GpuRanks, engine: str) -> None:
+    gpu_ranks.run(with_gpu, matmuls_again, engine, timeout_s=200)
+    if engine == "triton":
+        gpu_ranks.run(with_gpu, ring_again, engine, gpu_ranks.world_size, timeout_s=200)
+        if gpu_ranks.world_size == 2:
+            gpu_ranks.run(with_gpu, heads_again, timeout_s=200)
+
+
+def late_body(engine: weft.settings.Engine) -> None:
+    """Calls in a row with one rank's stream late for each, by turns: what they give in step."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [32] * world_size
+    xs = [torch.randn(32, 64, generator=generator).cuda().bfloat16() for _ in range(8)]
+
+    def results(late: bool) -> list[torch.Tensor]:
+        found = []
+        for call, x in enumerate(xs):
+            if late and rank == call % world_size:
+                torch.cuda._sleep(20_000_000)  # 10 ms
+            gathered = weft.all_gather_matmul(x, x.t(), sizes=sizes)
+            found += [gathered, weft.matmul_reduce_scatter(gathered, x), collectives.all_reduce(x)]
+            if engine == "triton":
+                heads = x.view(1, 1, 32, 64)
+                found.append(weft.ring_attention(heads, heads, heads, causal=True, sizes=sizes))
+            if not late:
+                torch.cuda.synchronize()
+                dist.barrier()
+        return found
+
+    with weft.engine(engine):
+        in_step = results(late=False)
+        assert all(torch.equal(a, b) for a, b in zip(in_step, results(late=True), strict=True))
+
+
+@pytest.mark.parametrize("engine", ["host", "triton"])
+def test_a_late_rank(gpu_ranks: GpuRanks, engine: str) -> None:
+    gpu_ranks.run(late_body, engine, timeout_s=200)
 
 
 def absent_body() -> None:

@@ -17,7 +17,7 @@ from weft.dtensor import Partial, Replicate, Shard, checkpoint, init_device_mesh
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m gpu"),
 ]
 
 
