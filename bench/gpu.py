@@ -14,7 +14,7 @@ Figures go to bench/results/<chip>.json, and as tables to docs/gpu.md, case by c
 measured is kept if the run is cut short, and a line tells of each. They are taken though a test may
 fail, as each is of a result that was compared with the oracle's; the page says so, and so does the
 exit status. `make gpu ARGS="--quick"` hands arguments on; where a command may take ten minutes,
-"--no-figures", "--no-tests --ranks 2" and "--no-tests --ranks 4" make three of it.
+"--no-figures --ranks 2", "--no-tests --ranks 2", and the same with 4, make four of it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def run_tests() -> int:
-    """The exit status of pytest on the tests that are marked gpu."""
+def run_tests(counts: Sequence[int]) -> int:
+    """The exit status of pytest on the tests that are marked gpu, with so many ranks."""
     # Each test is named as it begins.
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu"]
     command += ["tests/test_gpu.py", "tests/test_gpu_dtensor.py"]
@@ -77,6 +77,7 @@ def run_tests() -> int:
     # Kernels must be compiled, whatever the caller's shell says.
     variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     variables.setdefault("WEFT_TIMEOUT_S", "30")
+    variables["GPU_RANKS"] = " ".join(map(str, counts[:2]))
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if min(counts) < 2:
         parser.error(f"--ranks must be at least 2, got {min(counts)}: one rank has no peers")
     tested = on_gpu and not args.no_tests
-    status = run_tests() if tested else 0
+    status = run_tests(counts) if tested else 0
     if args.no_figures:
         return status
     if status:

@@ -46,7 +46,10 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+_GPU_RANKS = [int(count) for count in os.environ.get("GPU_RANKS", "2 4").split()]
+
+
+@pytest.fixture(scope="module", params=_GPU_RANKS)
 def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
     ranks = GpuRanks(request.param)
     yield ranks

@@ -66,7 +66,7 @@ def test_what_is_wrong_fails_the_run_and_is_written(tmp_path, monkeypatch, statu
         return result
 
     monkeypatch.setattr(gpu, "measure", measured)
-    monkeypatch.setattr(gpu, "run_tests", lambda: status)
+    monkeypatch.setattr(gpu, "run_tests", lambda counts: status)
     page = tmp_path / "docs" / "gpu.md"
     arguments = ["--ranks", "2", "--results", str(tmp_path), "--page", str(page)]
     assert gpu.main(arguments) == (status or 1)

@@ -52,15 +52,17 @@ def on_gpu(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
         return [out.cpu() for out in run_cases(kind, cases)]
 
 
-def number_of_cases(engine: str) -> int:
+def number_of_cases(engine: str, W: int) -> int:
     """Every launch of another shape of 1 to 24 rows is compiled anew: 2 s, and gradients again."""
-    return 9 if engine == "triton" else 24
+    return (6 if W == 2 else 4) if engine == "triton" else 24
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_random_shapes(gpu_ranks: GpuRanks, kind: str, engine: str) -> None:
-    cases = random_cases(kind, gpu_ranks.world_size, engine, number_of_cases(engine))
+    cases = random_cases(
+        kind, gpu_ranks.world_size, engine, number_of_cases(engine, gpu_ranks.world_size)
+    )
     outs = gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
     if kind == "reduce":
         for others in outs[1:]:
@@ -92,6 +94,8 @@ def large_cases(kind: str, W: int, engine: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_large_shapes(gpu_ranks: GpuRanks, kind: str, engine: str) -> None:
     cases = large_cases(kind, gpu_ranks.world_size, engine)
+    if gpu_ranks.world_size > 2:
+        cases = cases[1::3]  # of the rest other numbers of ranks change little
     gpu_ranks.run(on_gpu, kind, cases, timeout_s=300)
 
 
@@ -112,7 +116,9 @@ LONG = (
 # The host engine's pieces are torch's CPU kernel.
 @pytest.mark.parametrize("engine", ["generic", "triton"])
 def test_ring_attention(gpu_ranks: GpuRanks, engine: str) -> None:
-    cases = random_attention(gpu_ranks.world_size, engine, number_of_cases(engine))
+    cases = random_attention(
+        gpu_ranks.world_size, engine, number_of_cases(engine, gpu_ranks.world_size)
+    )
     gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=600)
 
 
@@ -123,7 +129,7 @@ def test_ring_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> N
         "cu_seqlens": None, "layout": "zigzag", "strided": False, "with_lse": True, "known": True,
     }  # fmt: skip
     cases = []
-    for D, rows, dtype in LONG:
+    for D, rows, dtype in LONG[: None if gpu_ranks.world_size == 2 else 1]:
         sizes = zigzag_sizes(rows * gpu_ranks.world_size, gpu_ranks.world_size)
         cases.append(case | {"D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes})
     gpu_ranks.run(with_gpu, run_attention, cases, timeout_s=300)
@@ -131,12 +137,12 @@ def test_ring_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> N
 
 @pytest.mark.parametrize("engine", ["generic", "triton"])
 def test_ulysses_attention(gpu_ranks: GpuRanks, engine: str) -> None:
-    count = number_of_cases(engine)
+    count = number_of_cases(engine, gpu_ranks.world_size)
     gpu_ranks.run(with_gpu, head_cases, 639, count, engine, timeout_s=600)
 
 
 def long_heads_body(engine: str) -> None:
-    for D, rows, dtype in LONG:
+    for D, rows, dtype in LONG[: None if dist.get_world_size() == 2 else 1]:
         sizes = [rows + r for r in range(dist.get_world_size())]
         head_case({
             "B": 1, "H": 8, "H_kv": 2, "D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes,
