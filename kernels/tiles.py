@@ -49,10 +49,14 @@ def wrapped(start, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32."""
+    """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32.
+
+    Of fp8 the matrix units of sm_90 keep 14 bits of a sum: it is added to acc block by block.
+    """
+    COARSE_K: tl.constexpr = a.shape[1] if a.dtype == tl.float8e4nv else 0
     if _INTERPRETED:
         a, b = _widened(a), _widened(b)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=COARSE_K)
 
 
 @triton.jit
