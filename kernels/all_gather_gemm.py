@@ -158,6 +158,9 @@ def by_copy_engines(
     chunk_bytes = 1 << 10 if chip is INTERPRETER else _CHUNK_BYTES
     return replace(
         config,
+        # For the small kernels between the copies, where others have taken the core left free:
+        # a collective of the process group, which waits for ranks that wait for these.
+        tiling=replace(config.tiling, beside_others=chip.name.startswith("sm_")),
         copy_engines=True,
         direct=False,
         split=1,

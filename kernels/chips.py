@@ -100,11 +100,13 @@ class Tiling:
     num_warps: int = 8
     num_stages: int = 3
     all_registers: bool = False
+    beside_others: bool = False  # on NVIDIA's chips: a core has room for one more warp
 
     @property
     def options(self) -> dict[str, int]:
         """What kernels of such tiles are launched with."""
-        return launch_options(self.num_warps, self.num_stages, self.all_registers)
+        options = launch_options(self.num_warps, self.num_stages, self.all_registers)
+        return options | {"maxnreg": 240} if self.beside_others else options
 
 
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
@@ -132,6 +134,8 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
         return Tiling(block_m, 64, 64, num_warps=4, num_stages=4, all_registers=True)
     if chip.name.startswith("gfx"):
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
+    if dtype.itemsize == 1 and chip.name == "sm_90":
+        return Tiling(128, 128, 128, num_warps=8, num_stages=4)  # two sums: see `tiles.dot`
     wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
     stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
     if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
