@@ -306,11 +306,32 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     if unknown := backends_of(pg) - {"gloo", "nccl", "mpi", "undefined"}:
         why = f"{', '.join(sorted(unknown))} ranks share no memory"
         return Group(pg, rank, world_size, ranks, (), why)
-    processes: list[Process] = Group(pg, rank, world_size, ranks, ()).gather_objects(Process.here())
+    unknown_yet = Group(pg, rank, world_size, ranks, ())
+    processes: list[Process] = unknown_yet.gather_objects(Process.here())
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
+    if "nccl" in backends_of(pg) and (why := _why_gpus_do_not_reach(unknown_yet)):
+        return Group(pg, rank, world_size, ranks, (), why)
     return Group(pg, rank, world_size, ranks, tuple(processes))
+
+
+def _why_gpus_do_not_reach(group: Group) -> str:
+    """Why a rank's GPU cannot address another's memory, the same on every rank; empty if all can.
+
+    Of a GPU that this process does not see torch tells later on.
+    """
+    numbers = {_gpu(i): i for i in range(torch.cuda.device_count())}
+    own, why = torch.cuda.current_device(), ""
+    for uuid in group.gather_objects(_gpu(own)):
+        peer = numbers.get(uuid, own)
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            why = f"GPU {own} has no peer access to GPU {peer}"
+    return next(filter(None, group.gather_objects(why)), "")
+
+
+def _gpu(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def backends_of(pg: Any) -> set[str]:
