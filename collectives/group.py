@@ -311,7 +311,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
-    if "nccl" in backends_of(pg) and (why := _why_gpus_do_not_reach(unknown_yet)):
+    if moves_gpu_tensors(pg) and (why := _why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why)
     return Group(pg, rank, world_size, ranks, tuple(processes))
 
@@ -332,6 +332,11 @@ def _why_gpus_do_not_reach(group: Group) -> str:
 
 def _gpu(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def moves_gpu_tensors(pg: Any) -> bool:
+    """Whether a process group is made for what is on GPUs."""
+    return torch.cuda.is_available() and not backends_of(pg) <= {"gloo", "mpi"}
 
 
 def backends_of(pg: Any) -> set[str]:

@@ -23,7 +23,7 @@ import torch
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, backends_of, resolve
+from weft.collectives.group import Group, GroupLike, moves_gpu_tensors, resolve
 from weft.errors import MismatchError, PeerTimeout
 
 
@@ -129,14 +129,11 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     """Where a buffer of `group` is allocated; if the caller does not say, where the process group
     communicates. "cuda" is the current GPU: one device must not have two names."""
     device = asked if isinstance(asked, torch.device) else torch.device(asked or "cpu")
-    if not asked and group.backend == "cuda" and not backends_of(group.pg) <= _HOST_BACKENDS:
+    if not asked and group.backend == "cuda" and moves_gpu_tensors(group.pg):
         device = torch.device("cuda")
     if device.type == "cuda" and device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-_HOST_BACKENDS = {"gloo", "mpi"}
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
