@@ -30,59 +30,7 @@ _MOST_TIMED = 20  # schedules, with and without races
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 1 if something was found."""
-    parser = argparse.ArgumentParser(
-        prog="weft sim",
-        description="Run a script on virtual ranks in this process, under many interleavings, and\n"
-        "check it for races, deadlocks and accesses out of bounds. What follows `--` is\nwhat the "
-        "script finds in sys.argv.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "script",
-        metavar="FILE[:FUNCTION]",
-        help="FUNCTION is called with the rank; without it, every rank runs FILE from its top",
-    )
-    parser.add_argument("--ranks", metavar="W", type=int, default=4, help="how many (default 4)")
-    parser.add_argument(
-        "--schedules",
-        metavar="N",
-        help="interleavings to try, or `exhaustive` (default 100; with --hardware 1)",
-    )
-    parser.add_argument("--schedule", metavar="S", help="only this one, as an error named it")
-    parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of the interleavings (default 0)"
-    )
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="do not run an interleaving that must come to the same as one before: thousands in "
-        "seconds, but what the script prints or keeps is that of a few",
-    )
-    parser.add_argument(
-        "--concurrent", action="store_true", help="programs of a launch run concurrently too"
-    )
-    parser.add_argument("--no-races", action="store_true", help="look for deadlocks only")
-    parser.add_argument(
-        "--cost", action="store_true", help="tell what it takes to look for races, too"
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="S",
-        type=float,
-        help="seconds a schedule may take (default 60; without numerics 3600)",
-    )
-    timing = parser.add_argument_group("virtual time", "what one schedule would take on GPUs")
-    timing.add_argument("--hardware", choices=PRESETS, help="whose time to keep")
-    timing.add_argument(
-        "--no-numerics", action="store_true", help="skip the arithmetic: real sizes in minutes"
-    )
-    timing.add_argument(
-        "--trace", metavar="FILE", type=Path, help="write a Chrome trace, for ui.perfetto.dev"
-    )
-    timing.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw what the cores do, as a PNG"
-    )
+    parser = _parser()
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
@@ -138,6 +86,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft sim",
+        description="Run a script on virtual ranks in this process, under many interleavings, and\n"
+        "check it for races, deadlocks and accesses out of bounds. What follows `--` is\nwhat the "
+        "script finds in sys.argv.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "script",
+        metavar="FILE[:FUNCTION]",
+        help="FUNCTION is called with the rank; without it, every rank runs FILE from its top",
+    )
+    parser.add_argument("--ranks", metavar="W", type=int, default=4, help="how many (default 4)")
+    parser.add_argument(
+        "--schedules",
+        metavar="N",
+        help="interleavings to try, or `exhaustive` (default 100; with --hardware 1)",
+    )
+    parser.add_argument("--schedule", metavar="S", help="only this one, as an error named it")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the interleavings (default 0)"
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="do not run an interleaving that must come to the same as one before: thousands in "
+        "seconds, but what the script prints or keeps is that of a few",
+    )
+    parser.add_argument(
+        "--concurrent", action="store_true", help="programs of a launch run concurrently too"
+    )
+    parser.add_argument("--no-races", action="store_true", help="look for deadlocks only")
+    parser.add_argument(
+        "--cost", action="store_true", help="tell what it takes to look for races, too"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="seconds a schedule may take (default 60; without numerics 3600)",
+    )
+    timing = parser.add_argument_group("virtual time", "what one schedule would take on GPUs")
+    timing.add_argument("--hardware", choices=PRESETS, help="whose time to keep")
+    timing.add_argument(
+        "--no-numerics", action="store_true", help="skip the arithmetic: real sizes in minutes"
+    )
+    timing.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write a Chrome trace, for ui.perfetto.dev"
+    )
+    timing.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw what the cores do, as a PNG"
+    )
+    return parser
 
 
 def cost(
