@@ -24,6 +24,7 @@ from weft.dtensor.call import (
     Decomposed,
     Meta,
     Op,
+    Rule,
     Strategy,
     leaves,
     map_tree,
@@ -97,40 +98,23 @@ class Plan:
 
 
 def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """The plan of one kind of call, the same on every rank."""
     tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     plain = [not isinstance(t, DTensor) for t in tensors]
     if any(layout.mesh != mesh for layout in call.inputs):
-        plan = Plan(func, None, None)
-        plan.decomposed = of_one_mesh(func, call)
-        return plan
+        return _decomposed(func, of_one_mesh(func, call))
     writes = written(call)
     outside = call.inputs[0].index is None
     if outside and writes:
         return _outside(call, writes, [])
     other_way = by_functional(func, call)
     if other_way is not None:
-        plan = Plan(func, None, None)
-        plan.decomposed = other_way
-        return plan
-    if call.name == "masked_fill_":
-        call.name = "masked_fill"
-    find = (
-        rules_of_overloads.get(func)
-        or rules.get(call.name)
-        or rules.get(call.name.removesuffix("_"))
-    )
-    tags = getattr(func, "tags", ())
-    if find is None:
-        if torch.Tag.pointwise in tags:
-            find = rules["pointwise"]
-        elif call.name.startswith(("_foreach_", "_fused_")):
-            find = rules["foreach"]
-        elif _is_composite(func):
-            plan = Plan(func, None, None)
-            plan.decomposed = partial(func._op_dk, _COMPOSITE)
-            return plan
+        return _decomposed(func, other_way)
+    find = _rule_of(func, call.name)
+    if find is None and (parts := _composite(func)):
+        return _decomposed(func, parts)
     _learn_outputs(call)
     if outside and (find is None or call.output_tree is _DYNAMIC):
         return _outside(call, writes, [])
@@ -139,9 +123,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if isinstance(decision, Decomposed):
         if outside:
             return _outside(call, writes, [])
-        plan = Plan(func, None, None)
-        plan.decomposed = decision.function
-        return plan
+        return _decomposed(func, decision.function)
     if isinstance(decision, Choices):
         decision = choose(call, decision, writes, plain)
     targets = [
@@ -155,14 +137,10 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     ]
     if outside:
         return _outside(call, writes, results)
-    local = decision.localize(call, targets, results) if decision.localize else None
-    if local is None:
-        # A parser makes a number of a symbol, of a size or of what follows from one.
-        in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
-        local = _LAZY.get(func) or (quickest(func) if in_numbers else func)
+    local = decision.localize(call, targets, results) if decision.localize else _local_op(call)
     if call.name in _INDEXED and mesh.device_type == "cpu" and _differ(targets):
         local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         local = with_equal_state(local, mesh)
     plan = Plan(local, moves if any(moves) else None, None)
     plan.title = str(call)
@@ -197,11 +175,36 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     return plan
 
 
-def _is_composite(func: Op) -> bool:
-    """Whether torch takes `func` apart above __torch_dispatch__, unless in inference mode."""
+def _decomposed(func: Op, function: Op) -> Plan:
+    """To compute `func` by a function of DTensors."""
+    plan = Plan(func, None, None)
+    plan.decomposed = function
+    return plan
+
+
+def _rule_of(func: Op, name: str) -> Rule | None:
+    """The rule of an op, a variant in place has that of the op; None where there is none."""
+    found = rules_of_overloads.get(func) or rules.get(name) or rules.get(name.removesuffix("_"))
+    if found is None and torch.Tag.pointwise in getattr(func, "tags", ()):
+        return rules["pointwise"]
+    if found is None and name.startswith(("_foreach_", "_fused_")):
+        return rules["foreach"]
+    return found
+
+
+def _local_op(call: Call) -> Op:
+    """What computes the op itself on local tensors."""
+    # A parser makes a number of a symbol, of a size or of what follows from one.
+    in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
+    return _LAZY.get(call.op) or (quickest(call.op) if in_numbers else call.op)
+
+
+def _composite(func: Op) -> Op | None:
+    """`func` taken apart, as torch does above __torch_dispatch__, unless in inference mode."""
     if not isinstance(func, torch._ops.OpOverload):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
+        return None
+    taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
+    return partial(func._op_dk, _COMPOSITE) if taken_apart else None
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

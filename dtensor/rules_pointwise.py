@@ -103,7 +103,7 @@ def shift(call: Call) -> Choices:
     choices = pointwise(call)
     number = len(call.args) - 1
     value = call.args[number]
-    if call.name != "masked_fill" and isinstance(value, Layout) and value.shape:
+    if call.name.removesuffix("_") != "masked_fill" and isinstance(value, Layout) and value.shape:
         return choices
     for partial in distinct(call.inputs[0].placements):
         if isinstance(partial, Partial) and partial.reduce_op in LINEAR_REDUCTIONS:
