@@ -114,13 +114,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        front = grad.movedim(ctx.dim, 0)
-        return (
-            movement.scatter(front, ctx.group, ctx.sizes, "sum").movedim(0, ctx.dim),
-            None,
-            None,
-            None,
-        )
+        args = ctx.group, ctx.dim, "sum", ctx.sizes
+        return _apply(_ReduceScatter, grad, *args), None, None, None
 
 
 def reduce_scatter(
@@ -186,7 +181,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         check_differentiable("reduce_scatter", ctx.op)
-        out = movement.gather(grad.movedim(ctx.dim, 0), ctx.group, ctx.sizes).movedim(0, ctx.dim)
+        out = _apply(_AllGather, grad, ctx.group, ctx.dim, ctx.sizes)
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
@@ -235,7 +230,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         check_differentiable("all_reduce", ctx.op)
-        return movement.all_reduce(grad, ctx.group, ctx.op), None, None
+        return _apply(_AllReduce, grad, ctx.group, ctx.op), None, None
 
 
 def all_to_all(
@@ -309,7 +304,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return movement.all_to_all(grad, *ctx.args), None, None, None, None
+        return _apply(_AllToAll, grad, *ctx.args), None, None, None, None
 
 
 def broadcast(
@@ -350,8 +345,12 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        total = movement.all_reduce(grad, ctx.group, "sum")
-        return total if ctx.group.rank == ctx.src else torch.zeros_like(total), None, None
+        total = _apply(_AllReduce, grad, ctx.group, "sum")
+        if ctx.group.rank != ctx.src:
+            # Zeros that come from the sum: to differentiate them is a call of all ranks, too.
+            everywhere = torch.ones((), dtype=torch.bool, device=total.device)
+            total = total.masked_fill(everywhere, 0)
+        return total, None, None
 
 
 def barrier(group: GroupLike = None) -> None:

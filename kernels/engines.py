@@ -103,6 +103,17 @@ def record_backward(op: str, engine: str, *collectives: str) -> None:
             settings.record(f"{op} backward", engine, "as forward", collective, collective)
 
 
+def refuse_second_order(op: str) -> None:
+    """Raise NotImplementedError in a backward that is to be differentiated itself: torch would
+    follow it step by step, and lose what moves between ranks.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"the gradient of {op} has no gradient: leave out create_graph=True, or write {op} "
+            f"out by weft.collectives and torch's own ops, whose gradients have"
+        )
+
+
 # Reasoning takes longer than a small call: 25 us. Each shape is reasoned about once.
 _choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] = {}
 kept_by_group.append(_choices)

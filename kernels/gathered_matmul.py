@@ -55,7 +55,13 @@ from weft.kernels.dense import (
     partial_mm,
     sum_dtype,
 )
-from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
+from weft.kernels.engines import (
+    Problem,
+    RunnableEngine,
+    choose,
+    record_backward,
+    refuse_second_order,
+)
 from weft.kernels.epilogues import (
     Activation,
     activate,
@@ -324,6 +330,10 @@ class _AllGatherMatmul(torch.autograd.Function):
         dys = gradients(grads[: len(grads) - ctx.keep], kept, ctx.activation)
         dys = [dy.contiguous() for dy in dys]
         run = _host_backward if ctx.engine == "host" else _triton_backward
+        if torch.is_grad_enabled():
+            if ctx.activation is not None:
+                refuse_second_order(f"all_gather_matmul with activation={ctx.activation!r}")
+            run = _differentiable_backward
         dx, dws = run(x, weights, dys, dgathered, ctx.group, ctx.rows, needs[0], needs_w)
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs_b, strict=True)]
         return (dx, *(None,) * (_OPERANDS - 1), *dws, *dbs)
@@ -513,6 +523,28 @@ def _triton_backward(
             ws.launched(op)
         else:
             mm(gathered.t(), dy, out=dw)
+    return dx, dws
+
+
+def _differentiable_backward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    dgathered: torch.Tensor | None,
+    group: Group,
+    rows: list[int],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """The same by ops that have gradients themselves."""
+    dx, dws = None, [None] * len(weights)
+    if needs_x:
+        products = [partial_matmul(dy, w.t()) for w, dy in zip(weights, dys, strict=True)]
+        total = sum(products if dgathered is None else [*products, dgathered])
+        dx = reduce_scatter(total, group, sizes=rows).to(x.dtype)
+    if any(needs_w):
+        whole = all_gather(x, group, sizes=rows).t()
+        dws = [matmul(whole, dy) if need else None for dy, need in zip(dys, needs_w, strict=True)]
     return dx, dws
 
 

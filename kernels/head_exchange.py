@@ -34,6 +34,7 @@ from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast
+from weft.kernels.engines import refuse_second_order
 from weft.kernels.sequence_attention import Plan, as_op_arguments, plan, ring_attention
 from weft.kernels.sharded_sequence import SequenceLayout
 
@@ -153,6 +154,7 @@ class _HeadAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_order(OP)
         return *head_gradients(ctx.call, *ctx.saved_tensors, *grads), None
 
 
@@ -232,6 +234,7 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        refuse_second_order(OP)
         return to_tokens(grad, *ctx.args), None, None, None, None
 
 
@@ -247,6 +250,7 @@ class _SwapBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        refuse_second_order(OP)
         return to_heads(grad, *ctx.args), None, None, None, None
 
 

@@ -190,7 +190,8 @@ class _WholeInput(torch.autograd.Function):
             dx = matmul_all_reduce(dy, weight, ctx.group)
         if ctx.needs_input_grad[1]:
             rows = as_rows(dy), as_rows(x)
-            if is_traced(dy):  # the compiler picks the library
+            # The compiler picks the library; a gradient of the gradient needs torch's own ops.
+            if is_traced(dy) or torch.is_grad_enabled():
                 return dx, rows[0].t() @ rows[1], None
             grad = WeightGrad(weight)
             grad.add(*rows)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from weft.collectives import Group, all_reduce, exchange, resolve
+from weft.collectives import Group, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
@@ -34,6 +34,7 @@ from weft.kernels.dense import (
     check_residual,
     check_sum,
     finished,
+    matmul,
     mm,
     partial_matmul,
     partial_mm,
@@ -41,6 +42,7 @@ from weft.kernels.dense import (
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import reduce_rows
+from weft.kernels.replicated import Spread, Summed
 from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 _ONE_SHOT_BYTES = 64 << 10
@@ -114,7 +116,7 @@ def matmul_all_reduce(
             partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
         else:
             partial = partial_matmul(x, w)
-        return finished(_ToReplicated.apply(partial, where, reduce_op), bias, residual, dtype)
+        return finished(Summed.apply(partial, where, reduce_op), bias, residual, dtype)
     flat, average = x.reshape(M, K), reduce_op == "avg"
     residual = None if residual is None else residual.reshape(M, N)
     if scaling:
@@ -124,19 +126,6 @@ def matmul_all_reduce(
     else:
         made = _MatmulAllReduce.apply(flat, w, bias, residual, where, engine, average)
     return made.view(*batch, N)
-
-
-class _ToReplicated(torch.autograd.Function):
-    """all_reduce whose result is used as one value by all ranks: dy goes through as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, reduce_op: SumOp) -> torch.Tensor:
-        ctx.scale = 1 / group.world_size if reduce_op == "avg" else 1
-        return all_reduce(x, group, reduce_op=reduce_op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad * ctx.scale, None, None
 
 
 class _MatmulAllReduce(torch.autograd.Function):
@@ -154,7 +143,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         average: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.scale = 1 / group.world_size if average else None
+        ctx.group, ctx.scale = group, 1 / group.world_size if average else None
         run = _host_forward if engine == "host" else _triton_forward
         return run(x, w, bias, residual, group, average, None)
 
@@ -164,6 +153,11 @@ class _MatmulAllReduce(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = dw = None
         scaled = dy if ctx.scale is None else dy * ctx.scale
+        if torch.is_grad_enabled():  # by ops that have gradients themselves
+            scaled = Spread.apply(scaled, ctx.group)
+            dx = matmul(scaled, w.t()) if needs_x else None
+            dw = matmul(x.t(), scaled) if needs_w else None
+            needs_x = needs_w = False
         if needs_x:
             dx = mm(scaled, w.t())
         if needs_w:

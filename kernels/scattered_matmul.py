@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from weft.collectives import Group, all_gather, all_reduce, exchange, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, exchange, reduce_scatter, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
@@ -37,6 +37,7 @@ from weft.kernels.dense import (
     check_residual,
     check_sum,
     finished,
+    matmul,
     mm,
     partial_matmul,
     partials_cost,
@@ -54,6 +55,7 @@ from weft.kernels.host import (
     rows_in_place,
     sums_in_place,
 )
+from weft.kernels.replicated import Spread, Summed
 from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
 
 
@@ -136,7 +138,7 @@ def matmul_reduce_scatter(
             partial = partial_matmul(x, w)
         y = _ScatteredSum.apply(partial, where, scatter_dim, reduce_op, dtype)
         if bias is not None:
-            bias = Replicated.apply(bias, where)
+            bias = Spread.apply(bias, where)
             if columns:
                 bias = bias.split(sizes)[where.rank]
         return finished(y, bias, residual, dtype)
@@ -185,19 +187,6 @@ class _ScatteredSum(torch.autograd.Function):
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
-class Replicated(torch.autograd.Function):
-    """A value that is the same on every rank and used by each for its own part: dy is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
 class _MatmulReduceScatter(torch.autograd.Function):
     """x (M, K_r), w (K_r, N), bias (N,), residual like y -> y (rows of this rank, N)."""
 
@@ -223,6 +212,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         x, w = ctx.saved_tensors
         record_backward("matmul_reduce_scatter", ctx.engine, "all_gather")
         run = _host_backward if ctx.engine == "host" else _triton_backward
+        if torch.is_grad_enabled():
+            run = _differentiable_backward
         dx, dw, db = run(
             x, w, dy.contiguous(), ctx.group, ctx.rows, ctx.average, ctx.needs_input_grad[:3]
         )
@@ -286,6 +277,23 @@ def _host_backward(
                 db += chunk.sum(0, dtype=accumulator) * scale
     dw = None if grad is None else grad.result()
     return dx, dw, None if db is None else db.to(w.dtype)
+
+
+def _differentiable_backward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    group: Group,
+    rows: list[int],
+    average: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The same by ops that have gradients themselves."""
+    needs_x, needs_w, needs_b = needs
+    whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
+    dx = matmul(whole, w.t()) if needs_x else None
+    dw = matmul(x.t(), whole) if needs_w else None
+    return dx, dw, Summed.apply(dy.sum(0), group, "sum") if needs_b else None
 
 
 def _triton_forward(

@@ -33,7 +33,7 @@ from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.kernels.autocast import autocast
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
-from weft.kernels.engines import Problem, RunnableEngine, choose
+from weft.kernels.engines import Problem, RunnableEngine, choose, refuse_second_order
 from weft.kernels.gathered_attention import gathered_attention, gathered_gradients
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
@@ -295,6 +295,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_order("ring_attention")
         return *ring_gradients(ctx.call, *ctx.saved_tensors, *grads), None
 
 
