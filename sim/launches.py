@@ -91,6 +91,7 @@ class Launches:
             for number, program in enumerate(programs):
                 host.slot, host.what = slots[number % len(slots)], _program(kernel, program)
                 host.lane = timed[number] if timed else None
+                host.to_come = len(programs) - number - 1
                 if world.tape:
                     world.tape.sync(host, "place", world.tape.place(host.slot))
                     world.tape.note(host, "progress")
@@ -100,7 +101,7 @@ class Launches:
                     world.tape.flush(host)
         finally:
             host.slot, host.what = own
-            host.lane = None
+            host.lane, host.to_come = None, 0
             host.confined = False
 
     def _run_concurrently(

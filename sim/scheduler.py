@@ -51,6 +51,7 @@ class Strand:
         track: what it has done, where the schedule is recorded.
         looks_for: address and value of the last wait that it began.
         timed: whether what it does takes virtual time.
+        to_come: programs of its launch that run in turn after this one.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Strand:
     lane: Lane | None = None
     looks_for: tuple[int, int] = (0, 0)
     timed: bool = True
+    to_come: int = 0
     track: Track = field(default_factory=lambda: Track(None))
     name: tuple[int, str] = (0, "")
     baton: threading.Lock = field(default_factory=_held)
@@ -258,7 +260,15 @@ class Scheduler:
             if strand.waits_for is None and strand.words:
                 told = [self.explain(word, strand.wanted.get(word)) for word in strand.words]
                 strand.waits_for = lambda told=told: ", ".join(told)
-        return DeadlockError(f"no rank can move:\n{self.describe()}")
+        text = f"no rank can move:\n{self.describe()}"
+        if behind := {strand.rank: strand.to_come for strand in self.live if strand.to_come}:
+            counts = ", ".join(f"{count} of rank {rank}" for rank, count in behind.items())
+            text += (
+                f"\nPrograms that have not begun: {counts}. If one of these should signal: those "
+                f"of a launch run in turn, as on a GPU without room for all, and must not wait for "
+                f'a later one, of any rank. programs="concurrent" (--concurrent) runs all at once.'
+            )
+        return DeadlockError(text)
 
     def _switch(self, strand: Strand) -> None:
         self.check()

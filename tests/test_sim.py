@@ -273,6 +273,25 @@ def test_foreign_spin_loops(programs: sim.Programs) -> None:
 
 
 @triton.jit
+def _backwards_kernel(signal_ptrs, rank) -> None:
+    """Program 0 waits for program 1 of the other rank. Grid: 2."""
+    if tl.program_id(0) == 0:
+        signals.wait(signals.slot_ptr(signal_ptrs, rank, 2, 0, 1 - rank, 0), 1, 1 << 30)
+    else:
+        signals.signal(signals.slot_ptr(signal_ptrs, 1 - rank, 2, 0, rank, 0), 1)
+
+
+@needs_interpreter
+def test_a_wait_for_a_later_program_is_told_as_such() -> None:
+    def body(rank: int) -> None:
+        _backwards_kernel[(2,)](collectives.empty((1,)).signal_ptrs, rank)
+
+    with pytest.raises(sim.DeadlockError, match=r"not begun: 1 of rank 0, 1 of rank 1\. If one"):
+        sim.run(2, body)
+    sim.run(2, body, programs="concurrent")
+
+
+@triton.jit
 def _raising_kernel(rank) -> None:
     if rank == 1:
         tl.static_assert(tl.program_id(0) < 2)
