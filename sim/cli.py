@@ -10,9 +10,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from weft.collectives import pad
 from weft.sim.errors import SimError
 from weft.sim.hardware import PRESETS
 from weft.sim.runner import run
+from weft.sim.schedules import parse
 from weft.sim.timeline import Timeline
 from weft.sim.world import Programs
 
@@ -39,6 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.hardware and args.schedules is None and args.schedule is None:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
+    if not 1 <= args.ranks <= pad.MAX_RANKS:
+        parser.error(f"--ranks must be in 1..{pad.MAX_RANKS}, got {args.ranks}")
+    for path in filter(None, (args.trace, args.plot)):
+        if not path.parent.is_dir():
+            parser.error(f"no folder {str(path.parent)!r} to write {path.name!r} to")
+    try:
+        parse(args.schedule or "default")
+    except ValueError as error:
+        parser.error(f"--schedule: {error}")
     if args.schedules != "exhaustive" and not args.schedules.isdecimal():
         parser.error(f"--schedules must be a number or `exhaustive`, got {args.schedules!r}")
     schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)

@@ -72,6 +72,12 @@ def test_a_script_finds_its_arguments_and_its_rank(tmp_path: Path) -> None:
         (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
         (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
         (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
+        (["examples/sim_ring.py", "--ranks", "0"], "--ranks must be in 1..128, got 0"),
+        (["examples/sim_ring.py", "--schedule", "x"], "a schedule is a number or like '17:2,40:0'"),
+        (
+            ["examples/sim_ring.py", "--hardware", "h100", "--trace", "nowhere/x.json"],
+            "no folder 'nowhere' to write 'x.json' to",
+        ),
     ],
 )
 def test_wrong_command_lines(
