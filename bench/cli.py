@@ -6,6 +6,7 @@ import argparse
 import importlib
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,14 @@ def _run(given: list[str]) -> int:
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
+        if args.out:  # now, not when hours of figures are to be written
+            args.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=args.out):
+                pass
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot write there, {error.strerror}")
 
     def show(result: Result) -> None:
         if result.cases:
@@ -130,7 +137,9 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     device: Literal["cpu", "cuda"] = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
         parser.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
-    ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
+    ranks = args.ranks
+    if ranks is None:
+        ranks = max(2, gpus) if device == "cuda" else 2
     if ranks < 2:
         parser.error(f"ranks must be at least 2, got {ranks}: one rank has no peers")
     return Options(ranks=ranks, device=device, dtype=getattr(torch, args.dtype))

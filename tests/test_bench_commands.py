@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from weft.bench import compare, doctor, explain, rows
+from weft.bench import cli, compare, doctor, explain, rows
 from weft.bench.rows import Case, Result, Timing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +112,17 @@ def test_compare_tells_other_conditions_and_refuses_what_has_nothing_in_common(
     with pytest.raises(SystemExit):
         compare.main([str(tmp_path / "a.json"), str(tmp_path / "c.json")])
     assert "not a result of this weft bench" in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_told_before_the_run(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    for arguments, text in (
+        (["--out", str(tmp_path / "file")], "file: cannot write there, File exists"),
+        (["--ranks", "0"], "ranks must be at least 2, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["ops", "--quick", *arguments])
+        assert text in capsys.readouterr().err
 
 
 def test_explain_tells_what_could_not_be_timed() -> None:
