@@ -399,6 +399,33 @@ def test_an_absent_peer(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(absent_body, timeout_s=300)
 
 
+def outgrown_body() -> None:
+    """Replay a graph after its workspace has grown; then calls in two streams that nobody joins."""
+    world_size = dist.get_world_size()
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    w, wide = torch.eye(64, device="cuda", dtype=x.dtype), x.new_ones(64, 1 << 12)
+    with weft.engine("triton"):
+        graph, result = captured(lambda: weft.matmul_all_reduce(x, w))
+        for value in (1.0, 2.0):
+            weft.matmul_all_reduce(x.new_ones(1 << 12, 64), wide)
+            x.fill_(value)
+            graph.replay()
+            assert (result == value * world_size).all()
+        xs = [torch.full_like(x, value) for value in range(8)]
+        torch.cuda.synchronize()
+        streams, ys = [torch.cuda.Stream() for _ in range(2)], []
+        for i, each in enumerate(xs):
+            with torch.cuda.stream(streams[i % 2]):
+                ys.append(weft.matmul_all_reduce(each, w))
+        torch.cuda.synchronize()
+    for value, y in enumerate(ys):
+        assert (y == value * world_size).all()
+
+
+def test_workspaces_that_grow_and_change_streams(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(outgrown_body, timeout_s=200)
+
+
 def compiled_body(mode: str | None) -> None:
     """torch.compile of a forward and backward against eager, with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
