@@ -143,12 +143,18 @@ def is_same_size(input: Any, other: Any) -> bool:
     return bool(input.shape == other.shape)
 
 
-def numpy(x: Any, **kwargs: Any) -> Any:
-    """`Tensor.numpy`, which shares memory: no rank has that of the whole."""
+def numpy(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.numpy`, arrays, DLPack: they share memory, and no rank has that of the whole."""
     raise RuntimeError(
         f"{x._layout!r} is spread over ranks, and is no one array: full_tensor().numpy() is all of "
         f"it (every rank makes the call), to_local().numpy() this rank's part"
     )
+
+
+def share_memory_(x: Any) -> Any:
+    """`Tensor.share_memory_`, of this rank's part."""
+    x._local_tensor.share_memory_()
+    return x
 
 
 def formatted(x: Any, spec: str) -> str:
@@ -186,6 +192,9 @@ _handlers: dict[Any, _Handler] = {
     torch.rms_norm: rms_norm,
     torch.Tensor.to: to,
     torch.Tensor.numpy: numpy,
+    torch.Tensor.__array__: numpy,
+    torch.Tensor.__dlpack__: numpy,
+    torch.Tensor.share_memory_: share_memory_,
     torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,
     torch.Tensor.backward: backward.of_tensor,

@@ -6,6 +6,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,8 +54,10 @@ def making() -> None:
         distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     with pytest.raises(RuntimeError, match="Pass device_mesh="):
         distribute_tensor(whole)
-    with pytest.raises(RuntimeError, match=r"full_tensor\(\)\.numpy\(\)"):
-        spread.numpy()
+    for shared in (spread.numpy, lambda: np.asarray(spread), lambda: torch.from_dlpack(spread)):
+        with pytest.raises(RuntimeError, match=r"full_tensor\(\)\.numpy\(\)"):
+            shared()
+    assert spread.share_memory_().to_local().is_shared()
     with pytest.raises(RuntimeError, match="distribute leaf tensors"):
         distribute_tensor(whole.requires_grad_() * 1, mesh, [Shard(0)])
     meta = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0)])
