@@ -42,22 +42,17 @@ def _before_step(
     """Put a stand-in in the place of `self`, where the step is the same on local tensors."""
     if torch.compiler.is_compiling():
         return None
-    ours = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
-    for p in ours:
-        _reduce_gradient(p)
-    if not ours or type(optimizer) not in _ELEMENTWISE:
-        return None
-    closure_given = any(value is not None for value in (*args[1:], *kwargs.values()))
-    # A hook that comes after this one may put other gradients in the place of those found here.
-    others_follow = (
-        optimizer._optimizer_step_pre_hooks
-        or next(reversed(torch_optimizer._global_optimizer_pre_hooks)) != _hook.id
-    )
-    if closure_given or others_follow or torch._C._len_torch_dispatch_stack() > 0:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(type(p) is DTensor for p in params):
         return None
     try:
-        stand_in = _stand_in(optimizer)
+        stand_in = _stand_in(optimizer) if _can_have_one(optimizer, args, kwargs) else None
     except _NotAlikeError:
+        stand_in = None
+    if stand_in is None:
+        for p in params:
+            if type(p) is DTensor:
+                _gradient(p)
         return None
     for hook in before_write:
         hook()
@@ -65,13 +60,27 @@ def _before_step(
     return (stand_in, *args[1:]), kwargs
 
 
-def _reduce_gradient(p: DTensor) -> None:
-    """Place the gradient as its parameter: state that is made of it is then never Partial."""
+def _can_have_one(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    closure_given = any(value is not None for value in (*args[1:], *kwargs.values()))
+    # A hook that comes after this one may put other gradients in the place of those found here.
+    others_follow = (
+        optimizer._optimizer_step_pre_hooks
+        or next(reversed(torch_optimizer._global_optimizer_pre_hooks)) != _hook.id
+    )
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    return type(optimizer) in _ELEMENTWISE and not (closure_given or others_follow or watched)
+
+
+def _gradient(p: DTensor) -> torch.Tensor | None:
+    """The gradient of `p`, from now on placed as `p`: then what is made of it is never Partial."""
     grad, layout = p.grad, p._layout
-    if type(grad) is not DTensor or grad._layout.placements == layout.placements:
-        return
-    if grad._layout.mesh == layout.mesh and not layout.has_partial:
-        p.grad = grad.redistribute(placements=layout.placements)
+    if type(grad) is not DTensor or grad._layout is layout:
+        return grad
+    own = grad._layout
+    if own.placements == layout.placements or own.mesh != layout.mesh or layout.has_partial:
+        return grad
+    p.grad = grad = grad.redistribute(placements=layout.placements)
+    return grad
 
 
 def _stand_in(optimizer: Any) -> Any:
@@ -95,11 +104,11 @@ def _stand_in(optimizer: Any) -> Any:
 
 def _part(p: torch.Tensor, optimizer: Any, stand_in: Any, stateless: bool) -> torch.Tensor:
     """This rank's part of a parameter, with its gradient; its state goes to the stand-in's."""
-    grad = p.grad
     if type(p) is not DTensor:
-        if grad is not None:
+        if p.grad is not None:
             stand_in.state[p] = optimizer.state[p]
         return p
+    grad = _gradient(p)
     layout = p._layout
     if layout.has_partial or layout.index is None:
         raise _NotAlikeError
