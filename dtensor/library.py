@@ -73,7 +73,7 @@ def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor
             raise ValueError(
                 f"a traced from_local takes shards for equally long unless it is told otherwise: "
                 f"{name}, they have lengths {told} along dims {dims}. Pass shape= and stride= of "
-                f"the whole tensor"
+                f"the whole tensor, or DTensors to a module that makes them of plain inputs"
             )
     return local.new_empty(0)
 

@@ -142,7 +142,8 @@ class DTensor(torch.Tensor):
                 rank's. This communicates.
             shape, stride: of the global tensor, both or none. Without them the ranks of one host
                 tell each other how long their shards are (3 us on top of waiting for the last
-                rank); over several hosts every shard is taken to be as long as this one.
+                rank); over several hosts every shard is taken to be as long as this one. A graph of
+                torch.compile takes them so too, and raises when it meets others.
             grad_placements: of the gradient that arrives here, before its local part is handed on.
                 Default: that of `placements`, `Replicate` for `Partial`.
 
