@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parsed = parser.parse_args(given)
     module, _ = _COMMANDS[parsed.command]
+    if parsed.command == "sim":  # virtual ranks compute on the CPU, where there are GPUs, too
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     try:
         command: Callable[[list[str]], int | None] = importlib.import_module(module).main
         return command(parsed.args) or 0
