@@ -29,7 +29,10 @@ def of_tensor(
     inputs: Any = None,
 ) -> None:
     """`Tensor.backward`."""
-    autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    if inputs is None:
+        backward((tensor,), gradient, retain_graph, create_graph)
+    else:
+        autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def backward(

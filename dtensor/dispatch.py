@@ -99,8 +99,8 @@ def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
         f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
         f"{tuple(plain.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, placements) if "
         f"every rank holds all of it, DTensor.from_local(t, mesh, placements) if each holds its "
-        f"part; or run under experimental.implicit_replication(). (One-element tensors count as "
-        f"replicated.)"
+        f"part; or take full_tensor() of the DTensors; or run under "
+        f"experimental.implicit_replication(). (One-element tensors count as replicated.)"
     )
 
 
