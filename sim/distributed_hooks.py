@@ -5,6 +5,7 @@
     distributed_c10d._new_process_group_helper  makes a `VirtualProcessGroup`, whatever the backend
     distributed_c10d._process_group_name        tells groups of the same name on two ranks apart
     distributed_c10d._store_based_barrier       not needed
+    distributed_c10d._unregister_all_process_groups     forgets those of one rank
     DeviceMesh.__init__                         equal meshes of two ranks are not one key of a cache
     os.environ                                  RANK and the like, as torchrun sets them
 
@@ -57,6 +58,7 @@ class _RankWorld(distributed_c10d._World):
         self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
         self.virtual, self.rank = world, rank
+        self.registered: list[Any] = []  # names of groups
         # Of meshes and names of groups: no other rank has it, nor this one in another schedule.
         self.token = next(_numbers)
         size = world.world_size
@@ -76,9 +78,15 @@ class _RankWorld(distributed_c10d._World):
 
     def forget(self) -> None:
         """Let go of all groups: others may still hold the mesh that one was made for."""
-        for pg, name in self.pg_names.items():
-            c10d._unregister_process_group(name)
+        for pg in self.pg_names:
             del pg.weft_group
+        self.unregister()
+
+    def unregister(self) -> None:
+        """Take the names of all groups back: they are kept for the whole process."""
+        for name in self.registered:
+            c10d._unregister_process_group(name)
+        self.registered.clear()
 
 
 class _Local(threading.local):
@@ -154,12 +162,13 @@ def installed() -> Iterator[None]:
         raise RuntimeError(f"weft.sim does not know this torch: {'; '.join(missing)}")
     helper, name_of = c10d._new_process_group_helper, c10d._process_group_name
     rendezvous, barrier, make_mesh = c10d.rendezvous, c10d._store_based_barrier, DeviceMesh.__init__
-    signature = inspect.signature(helper)
+    signature, unregister_all = inspect.signature(helper), c10d._unregister_all_process_groups
 
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         if _local.world is not None:
             given.arguments["backend"] = dist.Backend(_BACKEND)
+            _local.world.registered.append(given.arguments["group_name"])
         return helper(*given.args, **given.kwargs)
 
     def process_group_name(*args: Any, **kwargs: Any) -> Any:
@@ -184,6 +193,12 @@ def installed() -> Iterator[None]:
         if _local.world is None:
             barrier(*args, **kwargs)
 
+    def unregister_all_process_groups() -> None:
+        if _local.world is None:
+            unregister_all()
+        else:
+            _local.world.unregister()
+
     def init_mesh(self: Any, *args: Any, **kwargs: Any) -> None:
         make_mesh(self, *args, **kwargs)
         if _local.world is not None:
@@ -196,6 +211,7 @@ def installed() -> Iterator[None]:
         "_process_group_name": process_group_name,
         "rendezvous": meet,
         "_store_based_barrier": store_based_barrier,
+        "_unregister_all_process_groups": unregister_all_process_groups,
     }
     # `init_process_group` sets these two as well.
     also = ("_backend", "_default_pg_init_method")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
 from weft import collectives, sim
@@ -217,6 +217,21 @@ def test_groups_without_init_process_group() -> None:
     rows = [0.0, 1.0, 2.0, 3.0]
     for whole in sim.run(4, body, schedules=4):
         assert whole[:, 0].tolist() == rows
+
+
+def test_a_rank_that_is_done_leaves_the_others_their_groups() -> None:
+    def body(rank: int) -> list[float]:
+        values: list[float] = []
+        for _ in range(2):  # the names of groups can be used again
+            dist.init_process_group("gloo")
+            pair = DeviceMesh("cpu", [0, 1])
+            if rank < 2:
+                x = distribute_tensor(torch.arange(2.0), pair, [Shard(0)])
+                values += (x + 1).full_tensor().tolist()
+            dist.destroy_process_group()
+        return values
+
+    assert sim.run(3, body, schedules=3) == [[1.0, 2.0] * 2, [1.0, 2.0] * 2, []]
 
 
 def test_tensors_on_a_mesh_of_some_ranks() -> None:
