@@ -73,7 +73,7 @@ def known_sizes(
     check_call(group, call)
     if sizes is None:
         if group.why:
-            return group.gather_objects(x.shape[dim])
+            return group.gather_objects(x.shape[dim], call)
         return agree(group, call, x.shape[dim])
     if len(sizes) != group.world_size or sizes[group.rank] != x.shape[dim]:
         raise ValueError(

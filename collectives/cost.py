@@ -105,7 +105,9 @@ def calibrate(group: Group, device: torch.device) -> Machine:
 
 def _of_first(group: Group, value: Any) -> Any:
     """The `value` of rank 0."""
-    return group.gather_objects(value)[0] if group.world_size > 1 else value
+    if group.world_size == 1:
+        return value
+    return group.gather_objects(value, "the rates of the machine")[0]
 
 
 def path_for(group: Group, device: torch.device) -> Path:

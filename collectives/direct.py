@@ -67,13 +67,13 @@ def reaches(group: Group) -> bool:
     if known is None:
         # A pid may be another process's where ranks live in containers: the value read decides.
         nonce = torch.tensor([secrets.randbits(62)], device="cpu")
-        told = group.gather_objects((nonce.data_ptr(), nonce.item()))
+        told = group.gather_objects((nonce.data_ptr(), nonce.item()), "direct reads")
         seen = torch.zeros_like(nonce)
         works = settings.direct_reads() and all(
             _read(process.pid, address, seen.data_ptr(), 8) == 0 and seen.item() == value
             for process, (address, value) in zip(group.processes, told, strict=True)
         )
-        known = _reaches[group] = all(group.gather_objects(works))
+        known = _reaches[group] = all(group.gather_objects(works, "direct reads"))
     return known
 
 

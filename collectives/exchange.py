@@ -29,12 +29,19 @@ _END_WORD = pad.LINE - 1  # of virtual ranks' lines
 
 
 class Exchange:
-    """One call on a workspace on the CPU. Made by `exchange`."""
+    """One call on a workspace on the CPU. Made by `exchange`.
 
-    def __init__(self, ws: Workspace, op: str) -> None:
+    Beside each signal stands which call it is of, so that ranks whose calls differ do not add up or
+    hand out what is not meant so.
+    """
+
+    def __init__(self, ws: Workspace, op: str, nbytes: int | None = None) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
         self._ws = ws
         self._pending = set(ws.peers)
+        self._call: int | None = None
+        if nbytes is not None and ws.addresses:
+            self._call = _signature(op) + nbytes
 
     def __enter__(self) -> Exchange:
         ws = self._ws
@@ -94,22 +101,33 @@ class Exchange:
 
     def signal(self, peer: int) -> None:
         """Publish to `peer` all that this rank has written."""
+        if self._call is not None:
+            self._waiter.words[peer][self._call_word(self.rank)] = self._call
         self._waiter.post(peer, self.generation)
+
+    def _call_word(self, source: int) -> int:
+        # Two, in turn as the halves are.
+        return pad.HOST_SLOTS + pad.LINE * source + 1 + self._parity
 
     def signal_all(self) -> None:
         """`signal` to every peer, the next in rank order first."""
         for peer in self.peers():
-            self._waiter.post(peer, self.generation)
+            self.signal(peer)
 
     def wait(self, peer: int) -> None:
         """Until `peer` has signalled: what it wrote before is visible.
 
         Raises:
             PeerTimeout: it did not in time, or died.
+            MismatchError: it makes another call, or one of other sizes.
         """
         if peer in self._pending:
             self._waiter.wait(peer, self.generation, self.op)
             self._pending.discard(peer)
+            if self._call is not None and self._ws.own[self._call_word(peer)] != self._call:
+                self._call = None
+                self.wait_all()  # the next call needs all signals of this one
+                raise MismatchError(_differs(self.rank, self.op, peer))
 
     def wait_all(self) -> None:
         """`wait` for every peer that was not waited for yet."""
@@ -192,14 +210,25 @@ def exchange(
     Every rank must signal every peer exactly once in the block; leaving it waits for the peers that
     were not waited for.
     """
-    return exchange_on(workspace(group, nbytes, channel=channel, device=device), op, device)
+    ws = workspace(group, nbytes, channel=channel, device=device)
+    return exchange_on(ws, op, device, nbytes)
 
 
-def exchange_on(ws: Workspace, op: str, device: torch.device) -> Exchange:
-    """One call on a workspace, of tensors on `device`."""
+def exchange_on(
+    ws: Workspace, op: str, device: torch.device, nbytes: int | None = None
+) -> Exchange:
+    """One call on a workspace, of tensors on `device`; if `nbytes` are given, CPU ranks compare it
+    with `op`."""
     if device.type != "cpu":
         return StreamExchange(ws, op)
-    return (_VirtualStreamExchange if ws.group.on_gpus(device) else Exchange)(ws, op)
+    return (_VirtualStreamExchange if ws.group.on_gpus(device) else Exchange)(ws, op, nbytes)
+
+
+def _differs(rank: int, op: str, peer: int) -> str:
+    return (
+        f"rank {rank} calls {op}, rank {peer} makes another call or passes other shapes or dtypes. "
+        f"WEFT_CHECK=1 tells which."
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -239,10 +268,7 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
     for theirs in range(word, word + pad.LINE * ws.world_size, pad.LINE):
         if own[theirs + 1] != signature:
             rank = (theirs - word) // pad.LINE
-            raise MismatchError(
-                f"rank {ws.rank} calls {op}, rank {rank} makes another call or passes other "
-                f"shapes or dtypes. WEFT_CHECK=1 tells which."
-            )
+            raise MismatchError(_differs(ws.rank, op, rank))
         values.append(own[theirs])
     return values
 
@@ -263,7 +289,8 @@ def check_call(group: Group, call: str) -> None:
         call += f' on the "{asked}" engine'
     text = call.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     shape = (_RECORD_BYTES,)
-    with exchange(group, _RECORD_BYTES, f"check of {call}", channel="check") as ex:
+    ws = workspace(group, _RECORD_BYTES, channel="check", device=_CPU)
+    with exchange_on(ws, f"check of {call}", _CPU) as ex:
         ex.local(shape, torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         ex.signal_all()
         ex.wait_all()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
-from weft.errors import PeerTimeout
+from weft.errors import MismatchError, PeerTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,20 +116,27 @@ class Group:
         """Whether tensors on `device` are a GPU's, or stand for such in a simulation."""
         return device.type == "cuda" or bool(self.virtual is not None and self.virtual.chip)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only: it is slow.
 
         Raises:
             PeerTimeout: a rank did not come.
+            MismatchError: on every rank, if one gathers something other than `what`.
         """
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
         if not self.why:
             _arrive(self)
-        values: list[Any] = [None] * self.world_size
+        told: list[Any] = [None] * self.world_size
         with _disable_current_modes():  # set-up is no communication of the program's
-            dist.all_gather_object(values, value, group=self.pg)
-        return values
+            dist.all_gather_object(told, (what, value), group=self.pg)
+        for rank, (other, _) in enumerate(told):
+            if other != told[0][0]:
+                raise MismatchError(
+                    f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
+                    f"{rank}. WEFT_CHECK=1 tells which calls need that"
+                )
+        return [value for _, value in told]
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
@@ -307,7 +314,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         why = f"{', '.join(sorted(unknown))} ranks share no memory"
         return Group(pg, rank, world_size, ranks, (), why)
     unknown_yet = Group(pg, rank, world_size, ranks, ())
-    processes: list[Process] = unknown_yet.gather_objects(Process.here())
+    processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
@@ -323,11 +330,11 @@ def _why_gpus_do_not_reach(group: Group) -> str:
     """
     numbers = {_gpu(i): i for i in range(torch.cuda.device_count())}
     own, why = torch.cuda.current_device(), ""
-    for uuid in group.gather_objects(_gpu(own)):
+    for uuid in group.gather_objects(_gpu(own), "the GPUs of the ranks"):
         peer = numbers.get(uuid, own)
         if peer != own and not torch.cuda.can_device_access_peer(own, peer):
             why = f"GPU {own} has no peer access to GPU {peer}"
-    return next(filter(None, group.gather_objects(why)), "")
+    return next(filter(None, group.gather_objects(why, "the GPUs of the ranks")), "")
 
 
 def _gpu(number: int) -> str:

@@ -130,14 +130,15 @@ def _scatter_into(
     first = starts[group.rank]
     mine, result = x.view(-1)[first : first + numels[group.rank]], out.view(-1)
     if _read_directly(widest, group, x):
-        inputs = direct.Readable(group, "reduce_scatter", x)
+        inputs = direct.Readable(group, f"reduce_scatter({op}) of {nbytes} bytes", x)
         _reduce_directly(result, mine, inputs, first, group, op)
         inputs.done()
         return
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
     slot_bytes = -(-window * x.element_size() // 64) * 64
     for start in range(0, widest, window):
-        with exchange(group, group.world_size * slot_bytes, "reduce_scatter", x.device) as ex:
+        nbytes = group.world_size * slot_bytes
+        with exchange(group, nbytes, f"reduce_scatter({op})", x.device) as ex:
             for peer in ex.peers():
                 begin, end = _cut(start, window, numels[peer])
                 ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
@@ -205,7 +206,7 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
     if _read_directly(sizes[0], group, x):
         starts = offsets(sizes)
         start, stop = starts[group.rank], starts[group.rank] + sizes[group.rank]
-        inputs = direct.Readable(group, "all_reduce", mine)
+        inputs = direct.Readable(group, f"all_reduce({op}) of {nbytes} bytes", mine)
         _reduce_directly(result[start:stop], mine[start:stop], inputs, start, group, op)
         reduced = direct.Readable(group, "all_reduce", result)
         for peer in group.peers():
@@ -218,7 +219,7 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
         if group.world_size > _ONE_SHOT_RANKS and nbytes > _ONE_SHOT_BYTES:
             _two_shot(own, into, group, op)
             continue
-        with exchange(group, nbytes, "all_reduce", x.device) as ex:
+        with exchange(group, nbytes, f"all_reduce({op})", x.device) as ex:
             ex.put(x, start, stop)
             ex.signal_all()
             # `out` may be `x`: read this rank's part where it is not overwritten.
@@ -231,14 +232,14 @@ def _two_shot(own: torch.Tensor, into: torch.Tensor, group: Group, op: ReduceOp)
     starts = offsets(sizes)
     nbytes = own.numel() * own.element_size()
     start, size = starts[group.rank], sizes[group.rank]
-    with exchange(group, nbytes, "all_reduce", own.device) as ex:
+    with exchange(group, nbytes, f"all_reduce({op})", own.device) as ex:
         ex.local(tuple(own.shape), own.dtype).copy_(own)
         ex.signal_all()
         offset = start * own.element_size()
         part = ex.local((size,), own.dtype, offset)
         terms = _terms(ex, group, part, offset)
         _reduce_into(into[start : start + size], terms, op)
-    with exchange(group, nbytes, "all_reduce", own.device) as ex:
+    with exchange(group, nbytes, f"all_reduce({op})", own.device) as ex:
         ex.local((size,), own.dtype).copy_(into[start : start + size])
         ex.signal_all()
         for peer in ex.peers():

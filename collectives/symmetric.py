@@ -52,7 +52,7 @@ class PosixMemory:
                 os.ftruncate(fd, total)
             except OSError as failure:
                 error = str(failure)
-        owner_fd, error = group.gather_objects((fd, error))[0]
+        owner_fd, error = group.gather_objects((fd, error), "shared memory")[0]
         if not error:
             try:
                 if group.rank != 0:
@@ -63,7 +63,7 @@ class PosixMemory:
             except OSError as failure:
                 error = str(failure)
         # Everybody hears of a failure anywhere; and rank 0 keeps its file open until all have it.
-        errors = group.gather_objects(error)
+        errors = group.gather_objects(error, "shared memory")
         if fd >= 0:
             os.close(fd)
         if any(errors):
@@ -101,14 +101,14 @@ class CudaMemory:
             for r in range(group.world_size)
         ]
         torch.cuda.synchronize(device)
-        group.gather_objects(None)  # no rank signals before all pads are zero
+        group.gather_objects(None, "symmetric memory")  # no rank signals before all pads are zero
 
 
 def _allow_shared_gpus(group: Group, device: torch.device) -> None:
     """Have torch take ranks that share a GPU, where there are too few, and ranks that see one each,
     which it takes for such. It still refuses ranks that have forgotten to set their device."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    gpus = set(group.gather_objects(uuid))
+    gpus = set(group.gather_objects(uuid, "the GPUs of the ranks"))
     if torch.cuda.device_count() >= group.world_size:
         return
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -301,7 +301,7 @@ class SymmetricBuffer:
 
 
 def _agree_on_spec(group: Group, spec: tuple[Any, ...], error: str) -> None:
-    specs = group.gather_objects((spec, error))
+    specs = group.gather_objects((spec, error), "a symmetric buffer")
     for rank, (_, text) in enumerate(specs):
         if text:
             raise ValueError(text if rank == group.rank else f"on rank {rank}: {text}")

@@ -263,7 +263,7 @@ def _sizes(
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
         if group.why:
-            told = group.gather_objects(mine)
+            told = group.gather_objects(mine, call)
         else:
             told = [divmod(n, 1 << 31) for n in agree(group, call, (mine[0] << 31) + mine[1])]
         return tuple(n for n, _ in told), tuple(m for _, m in told)

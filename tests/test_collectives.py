@@ -256,6 +256,17 @@ def misuse_body() -> None:
         collectives.all_to_all(torch.ones(world_size + 1))
     with pytest.raises(weft.MismatchError, match="makes another call"):
         collectives.all_gather(x if rank else x.double())
+    odd, m = rank == 1, torch.ones(4, 4)
+    for call in (
+        lambda: collectives.all_reduce(x.double() if odd else x),
+        lambda: collectives.all_reduce(x, reduce_op="max" if odd else "sum"),
+        lambda: collectives.broadcast(x[: 3 if odd else 4], 0),
+        lambda: collectives.barrier() if odd else collectives.all_reduce(x),
+        lambda: (weft.matmul_all_reduce if odd else weft.matmul_reduce_scatter)(m, m),
+        lambda: weft.matmul_reduce_scatter(m[: 3 if odd else 4], m),
+    ):
+        with pytest.raises(weft.MismatchError, match=f"rank {rank} calls .* makes another call"):
+            call()
     with pytest.raises(weft.MismatchError, match="rows to rank"):
         collectives.all_to_all(torch.ones(world_size), [2] * world_size)
     # The group is in step and usable after every one of these.
