@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,6 +126,7 @@ class Group:
         """
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
+        _refuse_inherited(self.pg)
         if not self.why:
             _arrive(self)
         told: list[Any] = [None] * self.world_size
@@ -230,6 +232,30 @@ def _forget_destroyed() -> None:
         for key, value in list(kept.items()):
             if value in gone if kept is _groups else not gone.isdisjoint(_parts(key)):
                 del kept[key]
+
+
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_of_parent: list[dict[Any, Any]] = []  # what is on a GPU is the parent's to free
+
+
+def _after_fork() -> None:
+    """A child of a rank is none: what it would signal, peers would take for its parent's."""
+    if dist.is_initialized():
+        _inherited.update(dist.distributed_c10d._world.pg_map)
+    for kept in kept_by_group:
+        _of_parent.append(kept.copy())
+        kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _refuse_inherited(pg: dist.ProcessGroup) -> None:
+    if pg in _inherited:
+        raise RuntimeError(
+            "this process was forked from a rank, and is none itself: spawn it instead, or have it "
+            "call torch.distributed.destroy_process_group and init_process_group"
+        )
 
 
 def _parts(key: Any) -> tuple[Any, ...]:

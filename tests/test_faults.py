@@ -140,6 +140,28 @@ def test_a_rank_that_misses_the_first_call_of_a_group(pool: Any) -> None:
         assert 0.5 < seconds < 3 and peer == 1 - rank
 
 
+def forking_body() -> str:
+    collectives.all_reduce(torch.ones(4))
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            collectives.all_reduce(torch.ones(4))
+        except RuntimeError as error:
+            os.write(tell, str(error).encode())
+        os._exit(0)
+    os.close(tell)
+    text = os.read(told, 1000).decode()
+    os.waitpid(pid, 0)
+    assert collectives.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+    return text
+
+
+def test_a_child_of_a_rank_is_no_rank(pool: Any) -> None:
+    for text in pool(2).run(forking_body, timeout_s=60):
+        assert "forked from a rank" in text
+
+
 def busy_body() -> None:
     x = torch.ones(1 << 16)
     while True:
