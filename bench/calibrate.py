@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, keep and print."""
     from weft.bench import cli
     from weft.bench.environment import environment
-    from weft.launch import backend_for, launch
+    from weft.launch import launch
 
     parser = argparse.ArgumentParser(prog="weft bench calibrate", description=__doc__)
     cli.add_machine_options(parser)
@@ -31,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"beside other work are too low; calibrate again when it is quiet."
         )
     path, before, after = launch(
-        options.ranks, _body, options.device,
-        backend=backend_for(options.device, options.ranks), threads=options.threads,
-    )[0]  # fmt: skip
+        options.ranks, _body, options.device, device=options.device, threads=options.threads
+    )[0]
     print(f"{options.ranks} ranks of {options.threads} threads on {options.device}")
     for name, rate in after["flops"].items():
         _show(f"matmul {name.removeprefix('torch.')}", "GFLOP/s", 1e-3, rate,
@@ -56,18 +55,13 @@ def _body(
 ) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
     """On each rank: the file, the rates kept before, and those measured now."""
     import torch
-    import torch.distributed as dist
 
-    from weft.collectives import close, cost, resolve
+    from weft.collectives import cost, resolve
 
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     group, where = resolve(None), torch.device(device)
     path = cost.path_for(group, where)
     before = asdict(cost.machine(group, where)) if _on_all(path.exists()) else None
     after = asdict(cost.calibrate(group, where))
-    close()
-    dist.destroy_process_group()
     return str(path), before, after
 
 

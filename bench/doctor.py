@@ -188,14 +188,14 @@ def _trial(ranks: int) -> list[Finding]:
     import torch
 
     from weft.bench.problem import Options
-    from weft.launch import RankError, backend_for, launch
+    from weft.launch import RankError, launch
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(ranks=ranks, device=device)
     try:
         rows: list[tuple[Mark, str, str, str]] = launch(
-            ranks, _try, device, backend=backend_for(device, ranks), threads=options.threads,
-        )[0]  # fmt: skip
+            ranks, _try, device, device=device, threads=options.threads
+        )[0]
     except RankError as error:
         text = str(error).strip().splitlines()
         return [Finding("!!", f"{ranks} ranks", text[-1], "the whole of it:\n" + "\n".join(text))]
@@ -208,13 +208,12 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
     import torch.distributed as dist
 
     import weft
-    from weft.collectives import close, cost, resolve
+    from weft.collectives import cost, resolve
     from weft.kernels import engines
 
     device = torch.device(kind)
     if kind == "cuda":
-        device = torch.device(kind, rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        device = torch.device(kind, torch.cuda.current_device())
     group = resolve(None)
     rows: list[tuple[Mark, str, str, str]] = []
     if group.why:
@@ -252,8 +251,6 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
         interpreted = engine == "triton" and kind == "cpu"
         value = "interpreted, for tests" if fits and interpreted else "runs" if fits else why
         rows.append(("ok" if fits else "--", f"engine {engine}", value, ""))
-    close()
-    dist.destroy_process_group()
     return rows
 
 

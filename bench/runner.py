@@ -25,12 +25,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from weft import collectives, settings
+from weft import settings
 from weft.bench.environment import environment
 from weft.bench.measure import Ranks, run_case, short
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
-from weft.launch import RankError, backend_for, launch
+from weft.launch import RankError, launch
 
 
 def run(
@@ -116,7 +116,7 @@ class _Run:
                     _rank_main,
                     [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
                     self.options,
-                    backend=backend_for(self.options.device, self.options.ranks),
+                    device=self.options.device,
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
                     # One process waits for nobody; it may have long work.
@@ -176,14 +176,8 @@ def _rank_main(
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)
-    if options.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     ranks = Ranks(options, progress)
     for module, spec in todo:
         suite: Any = importlib.import_module(module)
         progress(("case", spec.name))
         progress(("done", run_case(suite, spec, options, ranks).as_dict()))
-    if ranks.several:
-        collectives.barrier()
-        collectives.close()
-        torch.distributed.destroy_process_group()

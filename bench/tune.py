@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft import collectives, settings
+from weft import settings
 from weft.bench import ops_suite, shapes
 from weft.bench.cli import add_machine_options, machine_options
 from weft.bench.measure import Ranks
@@ -26,7 +26,7 @@ from weft.bench.problem import Options, Spec
 from weft.collectives import chunk_sizes
 from weft.kernels import all_gather_gemm, tuning
 from weft.kernels.chips import chip_of, tiling_for
-from weft.launch import backend_for, launch
+from weft.launch import launch
 
 _ROUNDS = 7
 
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     found = launch(
         options.ranks, _rank_main, specs, options,
-        backend=backend_for(options.device, options.ranks), threads=options.threads,
-        on_progress=_show, stall_s=settings.timeout_s() + 300,
+        device=options.device, threads=options.threads, on_progress=_show,
+        stall_s=settings.timeout_s() + 300,
     )  # fmt: skip
     chip, entries = found[0]
     if any(other != found[0] for other in found):
@@ -91,8 +91,6 @@ def _rank_main(
     rank: int, progress: Callable[[Any], None], specs: Sequence[Spec], options: Options
 ) -> tuple[str, list[dict[str, Any]]]:
     """This rank's part of the search; the chip and the entries, the same on every rank."""
-    if options.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
     ranks = Ranks(options, progress)
     chip, entries = chip_of(torch.device(options.device)), []
@@ -128,7 +126,4 @@ def _rank_main(
             f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "
             f"launches ({failed} failed): {best.choice}"
         )))  # fmt: skip
-    collectives.barrier()
-    collectives.close()
-    torch.distributed.destroy_process_group()
     return chip.name, entries

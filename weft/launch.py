@@ -36,7 +36,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def backend_for(device: str, world_size: int) -> str:
+def _backend_for(device: str, world_size: int) -> str:
     """The process group's backend; sets what the ranks read from the environment."""
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -52,7 +52,7 @@ def launch(
     world_size: int,
     body: Callable[..., Any],
     *args: Any,
-    backend: str = "gloo",
+    device: str = "cpu",
     threads: int = 1,
     on_progress: Callable[[Any], None] = lambda _: None,
     stall_s: float = 120,
@@ -61,7 +61,8 @@ def launch(
 
     Args:
         body: a module-level function. What rank 0 gives to its `progress` goes to `on_progress`.
-        backend: of the process group; one rank gets none.
+        device: "cpu", or "cuda": a GPU a rank, or shared ones where there are fewer. The process
+            group is begun before `body` and ended after it; one rank gets none.
         threads: that torch may use in each rank.
         stall_s: seconds without progress after which the ranks count as hung.
 
@@ -71,6 +72,7 @@ def launch(
     Raises:
         RankError: a rank raised, died, or made no progress for `stall_s`.
     """
+    backend = _backend_for(device, world_size)
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="weft-launch-") as folder:
         pipes: list[Connection] = []
@@ -79,7 +81,7 @@ def launch(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world_size, body, args, backend, threads, theirs, folder),
+                args=(rank, world_size, body, args, device, backend, threads, theirs, folder),
                 name=f"weft-rank-{rank}",
                 daemon=True,
             )
@@ -180,6 +182,7 @@ def _rank_main(
     world_size: int,
     body: Callable[..., Any],
     args: tuple[Any, ...],
+    device: str,
     backend: str,
     threads: int,
     pipe: Connection,
@@ -198,6 +201,8 @@ def _rank_main(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends the ranks
         torch.set_num_threads(threads)
         try:
+            if device == "cuda":
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             if world_size > 1:
                 dist.init_process_group(
                     backend,
@@ -206,9 +211,20 @@ def _rank_main(
                     world_size=world_size,
                 )
             result = body(rank, progress, *args)
+            if world_size > 1:
+                _end_group()
         except Exception:
             send("failed", traceback.format_exc())
             os._exit(1)  # no destructors: they would wait for peers that may be gone
         send("done", result)
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
+
+
+def _end_group() -> None:
+    """Once no rank needs another's memory any more."""
+    from weft import collectives
+
+    collectives.barrier()
+    collectives.close()
+    dist.destroy_process_group()

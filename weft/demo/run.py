@@ -18,7 +18,7 @@ from weft import settings
 from weft.demo import report
 from weft.demo.model import Llama
 from weft.demo.train import Result, Run, train
-from weft.launch import backend_for, cores, launch
+from weft.launch import cores, launch
 
 
 def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
@@ -29,7 +29,6 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     """
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    backend = backend_for(run.device, ranks)
     parameters = sum(p.numel() for p in Llama(run.shape).parameters())
     console.print(
         f"a Llama of {parameters / 1e6:.2g} M parameters, {run.steps} steps of "
@@ -54,7 +53,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
                 world_size,
                 train,
                 run,
-                backend=backend,
+                device=run.device,
                 threads=max(1, cores() // world_size),
                 on_progress=advance,
                 stall_s=settings.timeout_s() + 60,  # a rank that waits in vain says so before

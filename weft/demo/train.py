@@ -68,7 +68,7 @@ def train(rank: int, progress: Callable[[Any], None], run: Run) -> Result:
     `progress` is given (steps done, loss) after every step.
     """
     os.environ["WEFT_ENGINE"] = run.engine
-    trainer = _Trainer(rank, run)
+    trainer = _Trainer(run)
     result = Result()
     for step in range(run.steps):
         started, waited = time.perf_counter(), collectives.wait_seconds()
@@ -88,21 +88,18 @@ def train(rank: int, progress: Callable[[Any], None], run: Run) -> Result:
     if trainer.sharded:
         # Each byte is a sign of life: an interpreted kernel takes its time.
         result.text = trainer.generate(lambda: progress((run.steps, result.losses[-1])))
-        collectives.close()
-        dist.destroy_process_group()
     return result
 
 
 class _Trainer:
     """A model, its optimizer and its text, on this process's device."""
 
-    def __init__(self, rank: int, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.sharded = dist.is_initialized()
         self.device = torch.device(run.device)
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.corpus: Corpus = standard_library()
         torch.manual_seed(run.seed)
         self.model = Llama(run.shape)  # on the CPU: the same numbers for every device
