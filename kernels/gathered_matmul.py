@@ -537,11 +537,12 @@ def _differentiable_backward(
     needs_w: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """The same by ops that have gradients themselves."""
-    dx, dws = None, [None] * len(weights)
+    dx: torch.Tensor | None = None
+    dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
-        products = [partial_matmul(dy, w.t()) for w, dy in zip(weights, dys, strict=True)]
-        total = sum(products if dgathered is None else [*products, dgathered])
-        dx = reduce_scatter(total, group, sizes=rows).to(x.dtype)
+        terms = [partial_matmul(dy, w.t()) for w, dy in zip(weights, dys, strict=True)]
+        terms += [] if dgathered is None else [dgathered]
+        dx = reduce_scatter(sum(terms[1:], terms[0]), group, sizes=rows).to(x.dtype)
     if any(needs_w):
         whole = all_gather(x, group, sizes=rows).t()
         dws = [matmul(whole, dy) if need else None for dy, need in zip(dys, needs_w, strict=True)]
