@@ -32,6 +32,7 @@ from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.kernels.engines import Problem, choose
 
+# Elements of a tile of queries: the largest that fits a core's registers.
 _MOST_QUERIES = 64 * 256
 
 
