@@ -99,6 +99,13 @@ def one_hot(tensor: Any, num_classes: int = -1) -> Any:
     return dispatch(_one_hot_op, (tensor, num_classes))
 
 
+def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    """`F.linear_cross_entropy`: in one piece, as the buffers of its chunks are plain tensors."""
+    if options is None:
+        return NotImplemented
+    return functional.linear_cross_entropy(*args, **kwargs)
+
+
 def tensor_split(x: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
     """`torch.tensor_split`, which reads the indices that it is given as a tensor."""
     where = named.get("tensor_indices_or_sections", where)
@@ -203,6 +210,8 @@ _handlers: dict[Any, _Handler] = {
     torch.is_same_size: is_same_size,
     torch.Tensor.is_same_size: is_same_size,
 }
+if hasattr(functional, "linear_cross_entropy"):  # of torch 2.13
+    _handlers[functional.linear_cross_entropy] = linear_cross_entropy
 _UNHANDLED: Any = NotImplemented
 # Runs a function without `__torch_function__`, quicker than a `with` block does.
 _below_functions = torch._C._disabled_torch_function_impl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from opinfo import check_op, count, op_variants
 
 # Of each family one, quick: the whole database is a sweep.
@@ -19,6 +20,10 @@ SOME = [
     "unfold",
     "view",
 ]
+
+
+if hasattr(torch.nn.functional, "linear_cross_entropy"):  # of torch 2.13
+    SOME.append("nn_functional_linear_cross_entropy_chunked_none")
 
 
 @pytest.mark.parametrize("name", SOME)
