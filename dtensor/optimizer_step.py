@@ -11,17 +11,19 @@ operations on DTensors.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from operator import is_
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from weft.dtensor.layout import Layout
-from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.tensor import DTensor, _no_function, before_write, wrap
 
 _ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
@@ -56,7 +58,7 @@ def _before_step(
         return None
     for hook in before_write:
         hook()
-    torch._C._increment_version(stand_in.written)  # autograd does not see them written
+    torch._C._increment_version(stand_in.parts.written)  # autograd does not see them written
     return (stand_in, *args[1:]), kwargs
 
 
@@ -84,54 +86,153 @@ def _gradient(p: DTensor) -> torch.Tensor | None:
 
 
 def _stand_in(optimizer: Any) -> Any:
-    """The optimizer of the local tensors; `written` are the DTensors that its step writes.
-
-    `given` has, for each parameter with state, that of the stand-in and what was in it at first.
-    """
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__ = {
-        **optimizer.__dict__, "param_groups": [], "state": defaultdict(dict),
-        "written": [], "given": [],
-    }  # fmt: skip
+    """The optimizer of the local tensors; `parts` are what it works on."""
     for group in optimizer.param_groups:
         if group.get("differentiable") or group.get("capturable"):
             raise _NotAlikeError
-        stateless = type(optimizer) is torch.optim.SGD and group["momentum"] == 0
-        params = [_part(p, optimizer, stand_in, stateless) for p in group["params"]]
-        stand_in.param_groups.append({**group, "params": params})
+    parts = _parts.get(optimizer)
+    if parts is None or not parts.renew(optimizer):
+        _parts.pop(optimizer, None)
+        parts = _Parts(optimizer)
+        if parts.can_renew:
+            _parts[optimizer] = parts
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__ = {
+        **optimizer.__dict__, "state": parts.state, "parts": parts, "param_groups": [
+            {**group, "params": own}
+            for group, own in zip(optimizer.param_groups, parts.groups, strict=True)
+        ],
+    }  # fmt: skip
     return stand_in
 
 
-def _part(p: torch.Tensor, optimizer: Any, stand_in: Any, stateless: bool) -> torch.Tensor:
-    """This rank's part of a parameter, with its gradient; its state goes to the stand-in's."""
-    if type(p) is not DTensor:
-        if p.grad is not None:
-            stand_in.state[p] = optimizer.state[p]
-        return p
-    grad = _gradient(p)
-    layout = p._layout
-    if layout.has_partial or layout.index is None:
-        raise _NotAlikeError
-    part = _local(p, layout).detach()
-    if grad is None:
-        return part
-    part.grad = _local(grad, layout)
-    stand_in.written.append(p)
-    if stateless:
-        return part
-    if not (state := optimizer.state.get(p)):
-        raise _NotAlikeError
-    local_state = stand_in.state[part]
-    for name, value in state.items():
-        if type(value) is DTensor:
-            local_state[name] = _local(value, layout)
-            stand_in.written.append(value)
-        elif value is None or (isinstance(value, torch.Tensor) and value.dim()):
+class _Parts:
+    """This rank's parts of an optimizer's parameters, with their gradients, and of its state.
+
+    Finding them takes 6 us a parameter, and seeing that they are still the same takes one: they are
+    kept from one step to the next, but for the gradients.
+
+    Attributes:
+        groups: the parts of each group's parameters.
+        state: of the parts.
+        written: the DTensors that a step writes.
+        given: for each parameter with state, that of its part and what was in it at first.
+        can_renew: whether every parameter is a DTensor with a gradient.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self.written: list[DTensor] = []
+        self.given: list[tuple[DTensor, dict[str, Any], tuple[Any, ...]]] = []
+        self.can_renew = True
+        self.groups = []
+        self._stateless = _stateless(optimizer)
+        for group, stateless in zip(optimizer.param_groups, self._stateless, strict=True):
+            own = [self._part(p, optimizer, stateless) for p in group["params"]]
+            self.groups.append(own)
+        if self.can_renew:
+            self._note(optimizer)
+
+    def _part(self, p: torch.Tensor, optimizer: Any, stateless: bool) -> torch.Tensor:
+        """This rank's part of a parameter, with its gradient; its state goes to `state`."""
+        if type(p) is not DTensor:
+            self.can_renew = False
+            if p.grad is not None:
+                self.state[p] = optimizer.state[p]
+            return p
+        grad = _gradient(p)
+        layout = p._layout
+        if layout.has_partial or layout.index is None:
             raise _NotAlikeError
-        else:
-            local_state[name] = value
-    stand_in.given.append((p, local_state, tuple(local_state.values())))
-    return part
+        part = _local(p, layout).detach()
+        if grad is None:
+            self.can_renew = False
+            return part
+        part.grad = _local(grad, layout)
+        self.written.append(p)
+        if stateless:
+            return part
+        if not (state := optimizer.state.get(p)):
+            raise _NotAlikeError
+        local_state = self.state[part]
+        for name, value in state.items():
+            if type(value) is DTensor:
+                local_state[name] = _local(value, layout)
+                self.written.append(value)
+            elif value is None or (isinstance(value, torch.Tensor) and value.dim()):
+                raise _NotAlikeError
+            else:
+                local_state[name] = value
+        self.given.append((p, local_state, tuple(local_state.values())))
+        return part
+
+    def _note(self, optimizer: Any) -> None:
+        """Keep what has to be as it is now for `renew` to say yes."""
+        params = [list(group["params"]) for group in optimizer.param_groups]
+        self._params, self._flat = params, list(_chain(params))
+        self._own = list(_chain(self.groups))
+        self._layouts = [p._layout for p in self._flat]
+        self._stateful = [p for p, _, _ in self.given]
+        self._values = _values_of(optimizer.state[p] for p in self._stateful)
+        self._locals = list(map(_local_of, self.written))
+        self._addresses = list(map(_address_of, self._own))
+        self._own_states = [local_state for _, local_state, _ in self.given]
+        self._own_values = _values_of(self._own_states)
+
+    def renew(self, optimizer: Any) -> bool:
+        """Take the gradients of another step; False if anything else is not as it was."""
+        groups, flat = [group["params"] for group in optimizer.param_groups], self._flat
+        with _no_function():
+            grads = list(map(_grad_of, flat))
+        if not (
+            len(groups) == len(self._params)
+            and all(map(_same, groups, self._params))
+            and _same(list(map(_layout_of, flat)), self._layouts)
+            and set(map(type, grads)) == {DTensor}
+            and _same(list(map(_layout_of, grads)), self._layouts)
+            and _same(list(map(_local_of, self.written)), self._locals)
+            and list(map(_address_of, map(_local_of, flat))) == self._addresses
+            and _stateless(optimizer) == self._stateless
+            and _same(_values_of(optimizer.state.get(p, {}) for p in self._stateful), self._values)
+        ):
+            return False
+        for part, grad in zip(self._own, map(_local_of, grads), strict=True):
+            if grad is None:
+                return False
+            part.grad = grad
+        return True
+
+    def unchanged(self) -> bool:
+        """Whether a step has put nothing else into the state of the parts; drops their gradients,
+        which the caller may want to free."""
+        if not self.can_renew:
+            return False
+        for part in self._own:
+            part.grad = None
+        return _same(_values_of(self._own_states), self._own_values)
+
+
+# A state that is replaced lives on here until the next step.
+_parts: weakref.WeakKeyDictionary[Any, _Parts] = weakref.WeakKeyDictionary()
+_chain = chain.from_iterable
+_local_of, _layout_of = attrgetter("_local"), attrgetter("_layout")
+_address_of = torch.Tensor.data_ptr
+_grad_of: Any = cast(Any, torch._C.TensorBase.grad).__get__
+
+
+def _stateless(optimizer: Any) -> list[bool]:
+    """Of each group: whether its parameters have no state."""
+    kind = type(optimizer)
+    return [kind is torch.optim.SGD and g["momentum"] == 0 for g in optimizer.param_groups]
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _values_of(states: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(_chain(map(dict.values, states)))
 
 
 def _local(tensor: Any, layout: Layout) -> torch.Tensor:
@@ -148,9 +249,9 @@ def _local(tensor: Any, layout: Layout) -> torch.Tensor:
 
 def _after_step(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Keep what the step of a stand-in has put in its state in place of what was there."""
-    if (stand_in := args[0]) is optimizer:
+    if (stand_in := args[0]) is optimizer or stand_in.parts.unchanged():
         return
-    for p, local_state, given in stand_in.given:
+    for p, local_state, given in stand_in.parts.given:
         if len(local_state) == len(given) and all(map(is_, local_state.values(), given)):
             continue
         state = optimizer.state[p]

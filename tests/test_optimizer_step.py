@@ -169,6 +169,37 @@ def test_where_more_is_to_be_done_it_goes_by_operations(ranks: Any) -> None:
     ranks(2, fall_back)
 
 
+def change_between_steps() -> None:
+    plain, ours = parameters()
+
+    def optimizer(p: list[Any]) -> Any:
+        groups = [{"params": p[:2]}, {"params": p[2:], "momentum": 0.9}]
+        return optim.SGD(groups, lr=0.1, foreach=True)
+
+    both = theirs, mine = optimizer(plain), optimizer(ours)
+    for number in (0, 1, 3, 4, 5, 6, 7, 8):
+        give_gradients(plain, ours, number)
+        if number == 4:  # other memory
+            for p in (*plain, *ours):
+                p.data = p.data + 1
+        for each in both:
+            if number == 5:
+                for state in each.state.values():
+                    state["momentum_buffer"] = state["momentum_buffer"] * 2
+            if number == 6:  # from now on all have a state
+                each.param_groups[0]["momentum"] = 0.5
+            if number == 8:
+                each.param_groups[0]["params"].append(each.param_groups[1]["params"].pop())
+            each.step()
+        assert_same(plain, ours)
+        for p, q in zip(plain, ours, strict=True):
+            assert theirs.state[p].keys() == mine.state[q].keys(), (number, p.shape)
+
+
+def test_what_changes_between_steps_is_seen(ranks: Any) -> None:
+    ranks(2, change_between_steps)
+
+
 def fail_amid() -> None:
     plain, ours = parameters()
     theirs, mine = (optim.Adam(p, lr=0.1) for p in (plain, ours))
