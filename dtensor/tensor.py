@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _no_function = torch._C.DisableTorchFunctionSubclass
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+_make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
 
@@ -58,8 +58,9 @@ class Pending(Protocol):
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     """The `DTensor` that has `local` as this rank's part. No checks, no autograd."""
+    # By position, as names take 0.2 us of 1.3: storage offset, memory format, dtype, layout.
     tensor: DTensor = _make_wrapper(
-        DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device
+        DTensor, layout.shape, layout.stride, 0, None, layout.dtype, _strided, local.device
     )
     tensor._local = local
     tensor._layout = layout
