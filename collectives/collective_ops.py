@@ -54,7 +54,7 @@ def all_gather(
     lengths = known_sizes(x, where, dim, sizes)
     if out is not None:
         _check_out(x, out, (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
-        movement.gather(x.movedim(dim, 0), where, lengths, out.movedim(dim, 0))
+        movement.gather(_in_front(x, dim), where, lengths, _in_front(out, dim))
         return out
     result: torch.Tensor = _apply(_AllGather, x, where, dim, lengths)
     return result
@@ -68,13 +68,16 @@ def known_sizes(
     Raises:
         ValueError: `sizes` is not one length a rank, or this rank's is another.
     """
-    others = [*x.shape[:dim], "*", *x.shape[dim + 1 :]]
-    call = f"{op} of {others} {x.dtype} along dim {dim}"
+
+    def call() -> str:
+        others = [*x.shape[:dim], "*", *x.shape[dim + 1 :]]
+        return f"{op} of {others} {x.dtype} along dim {dim}"
+
     check_call(group, call)
     if sizes is None:
         if group.why:
-            return group.gather_objects(x.shape[dim], call)
-        return agree(group, call, x.shape[dim])
+            return group.gather_objects(x.shape[dim], call())
+        return agree(group, call(), x.shape[dim])
     if len(sizes) != group.world_size or sizes[group.rank] != x.shape[dim]:
         raise ValueError(
             f"sizes holds the length of every rank's shard along dim {dim}: got {list(sizes)} for "
@@ -110,7 +113,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: Group, dim: int, sizes: list[int]
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return movement.gather(x.movedim(dim, 0), group, sizes).movedim(0, dim)
+        return _put_back(movement.gather(_in_front(x, dim), group, sizes), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -153,7 +156,9 @@ def reduce_scatter(
     where = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    check_call(where, f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}")
+    check_call(
+        where, lambda: f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}"
+    )
     lengths = movement.chunk_sizes(x.shape[dim], where.world_size) if sizes is None else list(sizes)
     if len(lengths) != where.world_size or min(lengths) < 0 or sum(lengths) != x.shape[dim]:
         raise ValueError(
@@ -162,7 +167,8 @@ def reduce_scatter(
         )
     if out is not None:
         _check_out(x, out, (*x.shape[:dim], lengths[where.rank], *x.shape[dim + 1 :]))
-        movement.scatter(x.movedim(dim, 0), where, lengths, reduce_op, out.movedim(dim, 0))
+        front = _in_front(out, dim)
+        movement.scatter(_in_front(x, dim), where, lengths, reduce_op, front)
         return out
     result: torch.Tensor = _apply(_ReduceScatter, x, where, dim, reduce_op, lengths)
     return result
@@ -176,7 +182,7 @@ class _ReduceScatter(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: Group, dim: int, op: ReduceOp, sizes: list[int]
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.op, ctx.sizes = group, dim, op, sizes
-        return movement.scatter(x.movedim(dim, 0), group, sizes, op).movedim(0, dim)
+        return _put_back(movement.scatter(_in_front(x, dim), group, sizes, op), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -211,7 +217,7 @@ def all_reduce(
         return _into(out, torch.ops.weft.all_reduce(x, group_name(group), reduce_op))
     where = resolve(group)
     _check_reduce_op(x, reduce_op)
-    check_call(where, f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
+    check_call(where, lambda: f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
     if out is not None:
         _check_out(x, out, x.shape)
         return movement.all_reduce(x, where, reduce_op, out)
@@ -278,7 +284,7 @@ def all_to_all(
         splits.append(list(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
-    check_call(where, f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
+    check_call(where, lambda: f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
     sends, receives = splits
     if out is not None:
         _check_out(x, out, (sum(receives), *x.shape[1:]))
@@ -327,7 +333,7 @@ def broadcast(
     where = resolve(group)
     if not 0 <= src < where.world_size:
         raise ValueError(f"src must be a rank of the group, 0..{where.world_size - 1}, got {src=}")
-    check_call(where, f"broadcast of {list(x.shape)} {x.dtype} from rank {src}")
+    check_call(where, lambda: f"broadcast of {list(x.shape)} {x.dtype} from rank {src}")
     if out is not None:
         _check_out(x, out, x.shape)
         return movement.broadcast(x, where, src, out)
@@ -384,8 +390,18 @@ def _apply(function: type[torch.autograd.Function], x: torch.Tensor, *args: Any)
     return cast(Any, function).forward(SimpleNamespace(), x, *args)
 
 
-def _check_out(x: torch.Tensor, out: torch.Tensor, shape: Sequence[int]) -> None:
-    if tuple(out.shape) != tuple(shape) or out.dtype != x.dtype or out.device != x.device:
+def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x` with dim 0 in the place of `dim`."""
+    return x.movedim(dim, 0) if dim else x
+
+
+def _put_back(y: torch.Tensor, dim: int) -> torch.Tensor:
+    """The reverse of `_in_front`."""
+    return y.movedim(0, dim) if dim else y
+
+
+def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out must be of shape {tuple(shape)}, {x.dtype}, on {x.device}; got "
             f"{tuple(out.shape)}, {out.dtype}, on {out.device}"
@@ -407,9 +423,12 @@ def _checked_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
+_REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+
+
 def _check_reduce_op(x: torch.Tensor, op: str) -> None:
-    if op not in get_args(ReduceOp):
-        raise ValueError(f"reduce_op must be one of {', '.join(get_args(ReduceOp))}, got {op!r}")
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"reduce_op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"an average needs a floating dtype, got {x.dtype}: sum, then divide")
 

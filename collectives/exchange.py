@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -219,6 +220,8 @@ def exchange_on(
 ) -> Exchange:
     """One call on a workspace, of tensors on `device`; if `nbytes` are given, CPU ranks compare it
     with `op`."""
+    if ws.addresses:
+        return Exchange(ws, op, nbytes)
     if device.type != "cpu":
         return StreamExchange(ws, op)
     return (_VirtualStreamExchange if ws.group.on_gpus(device) else Exchange)(ws, op, nbytes)
@@ -276,15 +279,16 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
 _RECORD_BYTES = 1024
 
 
-def check_call(group: Group, call: str) -> None:
-    """With WEFT_CHECK=1: compare `call` across the ranks before anything else is signalled.
+def check_call(group: Group, describe: Callable[[], str]) -> None:
+    """With WEFT_CHECK=1: compare calls, as `describe` tells of them, across the ranks before
+    anything else is signalled.
 
     Raises:
         MismatchError: on every rank, naming the ranks that differ and what each of them calls.
     """
     if not settings.check_calls() or group.world_size == 1 or group.why:
         return
-    asked = settings.current_engine()
+    call, asked = describe(), settings.current_engine()
     if asked != "auto":
         call += f' on the "{asked}" engine'
     text = call.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")

@@ -5,7 +5,8 @@ cache between the rank that writes them and the ranks that read them:
 
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
-and read what is large straight from each other's memory (see `direct`), where the system lets them.
+Reductions do so at any size, as they read the peers' windows in place. What is only copied, if it
+is large, is read straight from the peers' memory (see `direct`), where the system lets them.
 Where symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from weft.errors import MismatchError
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 _WINDOW_BYTES = 1 << 20  # half of the smallest L2 cache in use; see `weft bench collectives`
-_DIRECT_BYTES = 256 << 10  # a transfer from which one copy less is worth a second meeting
+_DIRECT_BYTES = 256 << 10  # a copy from which one less is worth a second meeting
 _DIST_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -49,7 +50,7 @@ def chunk_sizes(length: int, world_size: int) -> list[int]:
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Where each shard begins."""
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def gather(
@@ -66,7 +67,8 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
         return
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
-    nbytes = max(numels) * x.element_size()
+    widest = max(numels)
+    nbytes = widest * x.element_size()
     way = _way("all_gather", group, x, nbytes)
     if way == "generic":
         _process_group_gather(out.split(sizes), x, group)
@@ -77,14 +79,14 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
         return
     starts = offsets(numels)
     first = starts[group.rank]
-    if _read_directly(max(numels), group, x):
+    if _read_directly(widest, group, x):
         shards = direct.Readable(group, "all_gather", x)
         out.view(-1)[first : first + x.numel()].copy_(x.view(-1))
         for peer in group.peers():
             shards.read(peer, 0, out.view(-1)[starts[peer] : starts[peer] + numels[peer]])
         shards.done()
         return
-    for start, stop in _windows(max(numels), x.dtype):
+    for start, stop in _windows(widest, x.dtype):
         with exchange(group, (stop - start) * x.element_size(), "all_gather", x.device) as ex:
             ex.put(x, *_cut(start, stop - start, x.numel()))
             ex.signal_all()
@@ -126,54 +128,40 @@ def _scatter_into(
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, numels, op, config)
         return
-    starts, widest = offsets(numels), max(numels)
-    first = starts[group.rank]
-    mine, result = x.view(-1)[first : first + numels[group.rank]], out.view(-1)
-    if _read_directly(widest, group, x):
-        inputs = direct.Readable(group, f"reduce_scatter({op}) of {nbytes} bytes", x)
-        _reduce_directly(result, mine, inputs, first, group, op)
-        inputs.done()
-        return
-    window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
-    slot_bytes = -(-window * x.element_size() // 64) * 64
-    for start in range(0, widest, window):
-        nbytes = group.world_size * slot_bytes
-        with exchange(group, nbytes, f"reduce_scatter({op})", x.device) as ex:
-            for peer in ex.peers():
-                begin, end = _cut(start, window, numels[peer])
-                ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
-                ex.signal(peer)
-            into = result[start : start + window]
-            own = mine[start : start + window]
-            terms = _terms(ex, group, own, group.rank * slot_bytes)
-            _reduce_into(into, terms, op)
+    result, name = out.view(-1), f"reduce_scatter({op}) of {x.numel()} elements"
+    for start, stop in _part_windows(numels, group, x.dtype):
+        _reduce_window(name, result[start:stop], x, group, numels, start, stop, op)
 
 
-def _reduce_directly(
-    out: torch.Tensor,
-    own: torch.Tensor,
-    inputs: direct.Readable,
-    start: int,
+def _reduce_window(
+    name: str,
+    into: torch.Tensor,
+    x: torch.Tensor,
     group: Group,
+    numels: list[int],
+    start: int,
+    stop: int,
     op: ReduceOp,
 ) -> None:
-    """out = this rank's `own` reduced with what the others have from element `start` on."""
-    # Each read takes about 10 us however small; the terms of a window should stay in the cache.
-    width = max(_DIRECT_BYTES, _WINDOW_BYTES // group.world_size) // own.element_size()
-    room = [own.new_empty(min(width, own.numel())) for _ in range(group.world_size)]
-    overlapping = out.data_ptr() == own.data_ptr()
-    for first in range(0, own.numel(), width):
-        into = out[first : first + width]
-        terms = [part[: into.numel()] for part in room]
-        for peer in group.peers():
-            inputs.read(peer, start + first, terms[peer])
-        mine = own[first : first + width]
-        terms[group.rank] = terms[group.rank].copy_(mine) if overlapping else mine
-        _reduce_into(into, terms, op)
+    """into = the elements `start` to `stop` of this rank's part of every rank's x, reduced.
+
+    The ranks' parts of x are of `numels` elements, one after the other.
+    """
+    starts, length, rank = offsets(numels), stop - start, group.rank
+    slot_bytes = -(-length * x.element_size() // 64) * 64
+    with exchange(group, group.world_size * slot_bytes, name, x.device) as ex:
+        for peer in ex.peers():
+            begin, end = _cut(start, length, numels[peer])
+            ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
+            ex.signal(peer)
+        own = x.view(-1)[starts[rank] + start :][: len(into)]
+        if rank > 1 and own.data_ptr() == into.data_ptr():  # terms before it are stored there
+            own = own.clone()
+        _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
 
 
-# With more ranks than this, or windows larger than this, each rank reduces its own part of a window
-# and hands it on (two-shot); else each reduces all of it (one-shot).
+# With more ranks than this, what is larger is reduced in parts, one by each rank, who hands it on
+# (two-shot); what is smaller by every rank (one-shot).
 _ONE_SHOT_RANKS = 2
 _ONE_SHOT_BYTES = 32 << 10
 
@@ -201,51 +189,34 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
         with _kernels("all_reduce", group, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, None, op, config)
         return
-    mine, result = x.view(-1), out.view(-1)
-    sizes = chunk_sizes(mine.numel(), group.world_size)
-    if _read_directly(sizes[0], group, x):
-        starts = offsets(sizes)
-        start, stop = starts[group.rank], starts[group.rank] + sizes[group.rank]
-        inputs = direct.Readable(group, f"all_reduce({op}) of {nbytes} bytes", mine)
-        _reduce_directly(result[start:stop], mine[start:stop], inputs, start, group, op)
-        reduced = direct.Readable(group, "all_reduce", result)
-        for peer in group.peers():
-            reduced.read(peer, starts[peer], result[starts[peer] : starts[peer] + sizes[peer]])
-        reduced.done()
-        return
-    for start, stop in _windows(mine.numel(), x.dtype):
-        own, into = mine[start:stop], result[start:stop]
-        nbytes = own.numel() * x.element_size()
-        if group.world_size > _ONE_SHOT_RANKS and nbytes > _ONE_SHOT_BYTES:
-            _two_shot(own, into, group, op)
-            continue
+    if nbytes > (_WINDOW_BYTES if group.world_size <= _ONE_SHOT_RANKS else _ONE_SHOT_BYTES):
+        _two_shot(out.view(-1), x, group, op)
+    elif nbytes:
         with exchange(group, nbytes, f"all_reduce({op})", x.device) as ex:
-            ex.put(x, start, stop)
+            ex.put(x, 0, x.numel())
             ex.signal_all()
             # `out` may be `x`: read this rank's part where it is not overwritten.
-            part = ex.local(tuple(own.shape), own.dtype)
-            _reduce_into(into, _terms(ex, group, part, 0), op)
+            own = ex.local(tuple(x.shape), x.dtype)
+            _reduce_into(out, _terms(ex, group, own, 0), op)
 
 
-def _two_shot(own: torch.Tensor, into: torch.Tensor, group: Group, op: ReduceOp) -> None:
-    sizes = chunk_sizes(own.numel(), group.world_size)
-    starts = offsets(sizes)
-    nbytes = own.numel() * own.element_size()
-    start, size = starts[group.rank], sizes[group.rank]
-    with exchange(group, nbytes, f"all_reduce({op})", own.device) as ex:
-        ex.local(tuple(own.shape), own.dtype).copy_(own)
-        ex.signal_all()
-        offset = start * own.element_size()
-        part = ex.local((size,), own.dtype, offset)
-        terms = _terms(ex, group, part, offset)
-        _reduce_into(into[start : start + size], terms, op)
-    with exchange(group, nbytes, f"all_reduce({op})", own.device) as ex:
-        ex.local((size,), own.dtype).copy_(into[start : start + size])
-        ex.signal_all()
-        for peer in ex.peers():
-            ex.wait(peer)
-            part = into[starts[peer] : starts[peer] + sizes[peer]]
-            part.copy_(ex.peer(peer, (sizes[peer],), own.dtype))
+def _two_shot(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
+    sizes = chunk_sizes(x.numel(), group.world_size)
+    starts, name = offsets(sizes), f"all_reduce({op}) of {x.numel()} elements"
+
+    def window(rank: int) -> tuple[int, int]:
+        begin, end = _cut(start, stop - start, sizes[rank])
+        return starts[rank] + begin, starts[rank] + end
+
+    for start, stop in _part_windows(sizes, group, x.dtype):
+        first, last = window(group.rank)
+        _reduce_window(name, out[first:last], x, group, sizes, start, stop, op)
+        with exchange(group, (stop - start) * x.element_size(), name, x.device) as ex:
+            ex.put(out, first, last)
+            ex.signal_all()
+            for peer in ex.peers():
+                ex.wait(peer)
+                ex.get(peer, out, *window(peer))
 
 
 def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:
@@ -505,13 +476,19 @@ def _window_elements(dtype: torch.dtype) -> int:
     return _WINDOW_BYTES // dtype.itemsize
 
 
-def _windows(numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Equal windows of at most _WINDOW_BYTES: a short last one would cost as much as a full one."""
-    if numel == 0:
-        return []
-    count = -(-numel // _window_elements(dtype))
+def _windows(numel: int, dtype: torch.dtype, share: int = 1) -> list[tuple[int, int]]:
+    """Equal windows of at most _WINDOW_BYTES / `share`: a short last one would cost as much as a
+    full one."""
+    count = -(-numel * share // _window_elements(dtype))
+    if count <= 1:
+        return [(0, numel)] if numel else []
     edges = [numel * i // count for i in range(count + 1)]
     return list(pairwise(edges))
+
+
+def _part_windows(sizes: list[int], group: Group, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Windows of the ranks' parts, of these sizes, of which a rank writes one for each."""
+    return _windows(max(sizes), dtype, group.world_size)
 
 
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:

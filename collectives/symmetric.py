@@ -320,7 +320,7 @@ class Waiter:
     a fence makes it one.
     """
 
-    SPIN_S = 100e-6  # a peer that is about to arrive: waking up would take longer
+    SPIN_S = 20e-6  # then a peer that has no core yet may have this one
     YIELD_S = 2e-3
 
     def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:

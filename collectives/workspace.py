@@ -59,9 +59,10 @@ class Workspace:
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
         # Addresses that the host may copy to and from; virtual ranks' accesses must be seen as ops.
-        plain = device.type == "cpu" and group.virtual is None
+        self._on_host = device.type == "cpu"
+        plain = self._on_host and group.virtual is None
         self.addresses: list[int] = self.buffer_ptrs.tolist() if plain else []
-        if device.type == "cpu":
+        if self._on_host:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         else:
@@ -102,7 +103,7 @@ class Workspace:
         also in another stream.
         """
         self.buffer.check_open()
-        if self.device.type == "cpu":
+        if self._on_host:
             self.waiter.check(op)
             return
         if self._status[0]:
@@ -119,7 +120,7 @@ class Workspace:
 
     def launched(self, op: str) -> None:
         """Call after launching kernels that wait on this workspace: fetches their status."""
-        if self.device.type == "cpu":
+        if self._on_host:
             self.waiter.check(op)
         else:
             self._last_op = op
@@ -166,6 +167,10 @@ def workspace(
         RuntimeError: it would have to grow while a CUDA graph is captured.
         NotImplementedError: symmetric memory does not reach all of the group.
     """
+    if isinstance(group, Group) and device is not None:  # as calls of ours have it
+        found = _workspaces.get((group, device, channel))
+        if found is not None and found.half_bytes >= nbytes:
+            return found
     where = resolve(group)
     on = device_for(where, device)
     key = (where, on, channel)

@@ -133,7 +133,9 @@ def flash_decode(
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     paged = block_table is not None
     block = k_cache.shape[2] if paged or block_size is None else block_size
-    check_call(where, f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {block}, by {shard}")
+    check_call(
+        where, lambda: f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {block}, by {shard}"
+    )
     split = (0, 1) if by_head else (where.rank, where.world_size)
     cache = Cache(k_cache, v_cache, block_table, max(block, 1), *split)
     _check_room(cache, lengths)

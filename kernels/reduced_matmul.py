@@ -99,7 +99,10 @@ def matmul_all_reduce(
     where = resolve(group)
     check_call(
         where,
-        f"matmul_all_reduce({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, N = {w.shape[-1]}",
+        lambda: (
+            f"matmul_all_reduce({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
+            f"N = {w.shape[-1]}"
+        ),
     )
     if x.ndim == 0:
         raise ValueError("x must have at least one dim")

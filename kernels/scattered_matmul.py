@@ -113,8 +113,13 @@ def matmul_reduce_scatter(
         )
         return traced if residual is None else traced + residual
     where = resolve(group)
-    check_call(where, f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
-               f"N = {w.shape[-1]}, along dim {scatter_dim}")  # fmt: skip
+    check_call(
+        where,
+        lambda: (
+            f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
+            f"N = {w.shape[-1]}, along dim {scatter_dim}"
+        ),
+    )
     check_operands(x, x.shape[-1], [w], [bias], dtype)
     check_sum(reduce_op)
     if x.ndim < 2 or not -x.ndim <= scatter_dim < x.ndim:

@@ -259,7 +259,7 @@ def _sizes(
     key_sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of q and of k of every rank: those given, after a check, or exchanged."""
-    check_call(group, call)
+    check_call(group, lambda: call)
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
         if group.why:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 Engine = Literal["auto", "triton", "host", "generic"]
+_ENGINES: tuple[str, ...] = get_args(Engine)
 _Value = TypeVar("_Value")
 
 
@@ -60,13 +61,22 @@ _engine: _Inside[Engine | None] = _Inside("weft_engine", None)
 _listeners: _Inside[tuple[Callable[[Decision], object], ...]] = _Inside("weft_listeners", ())
 
 
+def _variable(name: str, default: str) -> str:
+    # Every call asks for two of them: os.environ.get takes 0.9 us where there is none, this 0.2.
+    value = _environ.get(name.encode())
+    return default if value is None else os.fsdecode(value)
+
+
+_environ: dict[bytes, bytes] = vars(os.environ)["_data"]
+
+
 def timeout_s() -> float:
     """Seconds that a wait lasts at most.
 
     Raises:
         ValueError: WEFT_TIMEOUT_S is no number above 0.
     """
-    text = os.environ.get("WEFT_TIMEOUT_S", "60")
+    text = _variable("WEFT_TIMEOUT_S", "60")
     try:
         seconds = float(text)
     except ValueError:
@@ -78,33 +88,33 @@ def timeout_s() -> float:
 
 def check_calls() -> bool:
     """Whether each call is compared across ranks before it starts."""
-    return os.environ.get("WEFT_CHECK", "0") not in ("", "0")
+    return _variable("WEFT_CHECK", "0") not in ("", "0")
 
 
 def direct_reads() -> bool:
     """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
-    return os.environ.get("WEFT_DIRECT", "1") not in ("", "0")
+    return _variable("WEFT_DIRECT", "1") not in ("", "0")
 
 
 def multimem() -> bool:
     """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
-    return os.environ.get("WEFT_MULTIMEM", "0") not in ("", "0")
+    return _variable("WEFT_MULTIMEM", "0") not in ("", "0")
 
 
 def cache_dir() -> Path:
     """Where measurements of this machine are kept."""
-    return Path(os.environ.get("WEFT_CACHE_DIR", "~/.cache/weft")).expanduser()
+    return Path(_variable("WEFT_CACHE_DIR", "~/.cache/weft")).expanduser()
 
 
 def _valid(name: str) -> Engine:
-    if name not in get_args(Engine):
-        raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {name!r}")
+    if name not in _ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(_ENGINES)}, got {name!r}")
     return cast(Engine, name)
 
 
 def current_engine() -> Engine:
     """The engine asked for: by `weft.engine`, else by WEFT_ENGINE, else "auto"."""
-    return _engine.get() or _valid(os.environ.get("WEFT_ENGINE", "auto"))
+    return _engine.get() or _valid(_variable("WEFT_ENGINE", "auto"))
 
 
 @contextmanager
