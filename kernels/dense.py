@@ -33,19 +33,19 @@ def is_half(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
-def _on_cpu(x: torch.Tensor) -> bool:
+def on_cpu(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and chip_of(x.device) is INTERPRETER
 
 
 def partials_cost(x: torch.Tensor) -> bool:
     """Whether `partial_mm` of x takes longer than `mm`, which rounds."""
-    return is_half(x) and _on_cpu(x)
+    return is_half(x) and on_cpu(x)
 
 
 def _is_slow(x: torch.Tensor) -> bool:
     # CPU libraries without instructions for half precision do it scalar by scalar: 400 times slower
     # than fp32 in fp16 (2048^3 on one AVX-512 core: 60 s against 0.16 s), 5 times in bf16.
-    if not is_half(x) or not _on_cpu(x):
+    if not is_half(x) or not on_cpu(x):
         return False
     return x.dtype == torch.float16 or bfloat16_gain() < 1
 
@@ -58,7 +58,7 @@ def allocates(x: torch.Tensor, w: torch.Tensor) -> bool:
 def _in_onednn(x: torch.Tensor, w: torch.Tensor) -> bool:
     return (
         x.dtype == torch.float32
-        and _on_cpu(x)
+        and on_cpu(x)
         and 2 * x.shape[0] * x.shape[1] * w.shape[1] >= _ONEDNN_FLOPS
         and onednn_is_quicker()
     )
@@ -106,10 +106,9 @@ def partial_mm(
         return mm(x, w, plus=plus, out=out)
     if plus is not None:
         return torch.add(partial_mm(x, w), plus, out=out)
-    on_cpu = _on_cpu(x)
-    if not on_cpu and torch.version.hip is None:
+    if not on_cpu(x) and torch.version.hip is None:
         product = torch.mm(x, w, out_dtype=torch.float32, out=out)
-    elif on_cpu and x.dtype == torch.bfloat16 and bfloat16_gain() > _TWO_HALVES:
+    elif on_cpu(x) and x.dtype == torch.bfloat16 and bfloat16_gain() > _TWO_HALVES:
         # A CPU's bf16 matmul adds in fp32 but rounds what it gives: a second one gives the rest.
         rounded = torch.mm(x, w)
         rest = torch.addmm(rounded, x, w, beta=-1)

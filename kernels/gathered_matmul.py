@@ -416,7 +416,7 @@ def _host_backward(
             plus = dgathered
             for dy, w in zip(dys[1:], weights[1:], strict=True):
                 plus = partial_mm(dy, w.t(), plus=plus)
-            own = publish_product(scatter, dys[0], weights[0].t(), rows, plus)
+            own, overwrite = publish_product(scatter, dys[0], weights[0].t(), rows, plus)
         if any(needs_w):
             in_place = sums_in_place(weights, rows)
             chunks = len(rows) if in_place else 1
@@ -431,7 +431,8 @@ def _host_backward(
             for i, grad, _ in pairs:
                 dws[i] = grad.result()
         if needs_x:
-            dx = reduce_rows(scatter, own, offsets(rows)[group.rank], x.dtype)
+            start = offsets(rows)[group.rank]
+            dx = reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
     return dx, dws
 
 

@@ -19,7 +19,7 @@ import torch
 
 from weft.collectives import Exchange, Group
 from weft.collectives.movement import offsets
-from weft.kernels.dense import allocates, finished, mm, partial_mm, partials_cost, sum_dtype
+from weft.kernels.dense import allocates, finished, mm, on_cpu, partial_mm, partials_cost, sum_dtype
 from weft.kernels.scaled import Scaling, scaled_mm
 
 # Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
@@ -152,12 +152,23 @@ def publish_product(
     w: torch.Tensor,
     rows: list[int],
     plus: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Show all peers their rows of x @ w (+ plus) in `sum_dtype`; return this rank's own of it."""
+) -> tuple[torch.Tensor, bool]:
+    """Show all peers their rows of x @ w (+ plus) in `sum_dtype`; return this rank's own of it, and
+    whether these are in memory of their own.
+    """
     wire = sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
-    start = offsets(rows)[ex.rank]
-    stop = start + rows[ex.rank]
+    starts = offsets(rows)
+    start, stop = starts[ex.rank], starts[ex.rank] + rows[ex.rank]
+    if on_cpu(x) and max(rows) >= _CHUNK_ROWS and x.dtype == wire and not allocates(x, w):
+        # Own rows last: nobody waits for them, and shared memory is slower to write and to add up.
+        for peer in (*ex.peers(), ex.rank):
+            part = slice(starts[peer], starts[peer] + rows[peer])
+            out = None if peer == ex.rank else shown[part]
+            product = mm(x[part], w, plus=None if plus is None else plus[part], out=out)
+            if peer != ex.rank:
+                ex.signal(peer)
+        return product, True
     if allocates(x, w) and x.dtype == wire:
         product = mm(x, w, plus=plus)
         shown[:start].copy_(product[:start])
@@ -165,7 +176,7 @@ def publish_product(
     else:
         product = partial_mm(x, w, plus=plus, out=shown)
     ex.signal_all()
-    return product[start:stop]
+    return product[start:stop], False
 
 
 def publish_scaled(
@@ -188,9 +199,10 @@ def reduce_rows(
     average: bool = False,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    overwrite: bool = False,
 ) -> torch.Tensor:
     """The sum (or average) of every rank's rows start.. (+ bias + residual), as `dtype`; `own` are
-    this rank's.
+    this rank's, which `overwrite` allows to be used for the sum.
 
     `own` is in `sum_dtype`, as the peers' rows are: added in rank order, with one rounding.
     """
@@ -198,7 +210,8 @@ def reduce_rows(
     shape, wire = tuple(own.shape), own.dtype
     offset = start * own.shape[1] * wire.itemsize
     terms = [own if r == ex.rank else ex.peer(r, shape, wire, offset) for r in range(ex.world_size)]
-    total = torch.add(terms[0], terms[1]) if len(terms) > 1 else terms[0].clone()
+    into = own if overwrite and ex.rank < 2 else None  # later terms are still needed
+    total = torch.add(terms[0], terms[1], out=into) if len(terms) > 1 else terms[0].clone()
     for term in terms[2:]:
         total.add_(term)
     if average:

@@ -240,11 +240,13 @@ def _host_forward(
     op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         if scaling:
-            own = publish_scaled(ex, x, w, rows, scaling)
+            own, overwrite = publish_scaled(ex, x, w, rows, scaling), False
         else:
-            own = publish_product(ex, x, w, rows)
-        start = offsets(rows)[group.rank]
-        return reduce_rows(ex, own, start, dtype, average=average, bias=bias, residual=residual)
+            own, overwrite = publish_product(ex, x, w, rows)
+        return reduce_rows(
+            ex, own, offsets(rows)[group.rank], dtype, average=average, bias=bias,
+            residual=residual, overwrite=overwrite,
+        )  # fmt: skip
 
 
 def _host_backward(
