@@ -154,7 +154,8 @@ def _reduce_window(
             begin, end = _cut(start, length, numels[peer])
             ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
             ex.signal(peer)
-        own = x.view(-1)[starts[rank] + start :][: len(into)]
+        first = starts[rank] + start
+        own = x.view(-1)[first : first + len(into)]
         if rank > 1 and own.data_ptr() == into.data_ptr():  # terms before it are stored there
             own = own.clone()
         _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
@@ -299,8 +300,8 @@ def _all_to_all_into(
             )  # fmt: skip
         return
     leave, arrive = offsets([n * row for n in sends]), offsets([n * row for n in receives])
-    own = sends[group.rank] * row
-    out.view(-1)[arrive[group.rank] :][:own].copy_(x.view(-1)[leave[group.rank] :][:own])
+    own, first, into = sends[group.rank] * row, leave[group.rank], arrive[group.rank]
+    out.view(-1)[into : into + own].copy_(x.view(-1)[first : first + own])
     if _read_directly(widest, group, x):
         inputs = direct.Readable(group, "all_to_all", x)
         for peer in group.peers():
