@@ -428,7 +428,7 @@ def moved(rank: int, ours: Modules = OURS) -> None:
     )
 
 
-# Every transfer counts as a large one, read from the peer's own tensor.
+# Every copy counts as a large one, read from the peer's own tensor.
 DIRECT = {"_DIRECT_BYTES": 8}
 DIRECTLY = Modules(movement=mutant(movement, **DIRECT))
 
@@ -438,15 +438,15 @@ def moved_directly(rank: int, ours: Modules = DIRECTLY) -> None:
     moved(rank, ours)
     group, move = resolve(None), ours.movement
     W = group.world_size
-    x = torch.arange(5.0 * W) + rank
+    x = torch.arange(5.0) + 5 * rank
     for call in range(2):
-        total = move.all_reduce(x, group, "sum")
+        whole = move.gather(x, group, [5] * W)
         x.add_(1)
-        parts = move.scatter(total, group, [5] * W, "max")
-        total.zero_()
-        torch.testing.assert_close(
-            parts, (torch.arange(5.0) + 5 * rank) * W + W * (W - 1) / 2 + call * W
-        )
+        copy = move.broadcast(whole, group, 1)
+        whole.zero_()
+        parts = move.all_to_all(copy, group, [5] * W, [5] * W, False)
+        copy.zero_()
+        torch.testing.assert_close(parts, (torch.arange(5.0) + 5 * rank + call).repeat(W))
         parts.zero_()
 
 
