@@ -33,8 +33,7 @@ exchange = importlib.import_module("weft.collectives.exchange")
 
 PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
 SLOT = "starts[peer] + end, peer * slot_bytes)"
-POST_ALL = """        for peer in self.peers():
-            self._waiter.post(peer, self.generation)"""
+POST = "self._waiter.post(peer, self.generation)"
 MOVED = ("movement of bytes",)
 
 IN_EXCHANGES = [
@@ -62,8 +61,8 @@ IN_EXCHANGES = [
     fault(
         "an exchange that announces the last call",
         exchange,
-        POST_ALL,
-        POST_ALL.replace("self.generation", "self.generation - 1"),
+        POST,
+        POST.replace("self.generation", "self.generation - 1"),
         MOVED,
         DEADLOCK,
         message="movement.py",
