@@ -359,8 +359,9 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
             out.copy_(x)
         dist.broadcast(out, group.ranks[src], group=group.pg)
         return
+    name = f"broadcast of {x.numel()} elements from rank {src}"
     if _read_directly(x.numel(), group, x):
-        whole = direct.Readable(group, "broadcast", x)
+        whole = direct.Readable(group, name, x)
         if group.rank == src:
             out.copy_(x)
         else:
@@ -368,7 +369,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
         whole.done()
         return
     for start, stop in _windows(x.numel(), x.dtype):
-        with exchange(group, (stop - start) * x.element_size(), "broadcast", x.device) as ex:
+        with exchange(group, (stop - start) * x.element_size(), name, x.device) as ex:
             if group.rank == src:
                 ex.put(x, start, stop)
                 ex.signal_all()

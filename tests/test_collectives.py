@@ -261,6 +261,7 @@ def misuse_body() -> None:
         lambda: collectives.all_reduce(x.double() if odd else x),
         lambda: collectives.all_reduce(x, reduce_op="max" if odd else "sum"),
         lambda: collectives.broadcast(x[: 3 if odd else 4], 0),
+        lambda: collectives.broadcast(x, rank if odd else 0),
         lambda: collectives.barrier() if odd else collectives.all_reduce(x),
         lambda: (weft.matmul_all_reduce if odd else weft.matmul_reduce_scatter)(m, m),
         lambda: weft.matmul_reduce_scatter(m[: 3 if odd else 4], m),
