@@ -167,7 +167,7 @@ def workspace(
         RuntimeError: it would have to grow while a CUDA graph is captured.
         NotImplementedError: symmetric memory does not reach all of the group.
     """
-    if isinstance(group, Group) and device is not None:  # as calls of ours have it
+    if isinstance(group, Group) and isinstance(device, torch.device):  # as calls of ours have it
         found = _workspaces.get((group, device, channel))
         if found is not None and found.half_bytes >= nbytes:
             return found
