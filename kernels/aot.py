@@ -16,7 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,15 +246,33 @@ def _blocks(config: Mapping[str, Any]) -> str:
     return f"{'x'.join(sizes) or '-'} w{config['num_warps']} s{config.get('num_stages', '-')}"
 
 
+@cache
+def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Launch]]:
+    """Those that differ: a launch that two sizes share belongs to the first."""
+    chip = next(chip for chip in KNOWN if chip.name == arch)
+    found: dict[tuple[str, str], tuple[str, Launch]] = {}
+    if dtype != torch.float8_e4m3fn or chip.fp8:
+        for case, launch in launches(chip, dtype, wide=wide):
+            found.setdefault((source(launch).hash(), str(launch.options)), (case, launch))
+    return list(found.values())
+
+
+def _compile_number(number: int, arch: str, dtype: torch.dtype, wide: bool) -> Report:
+    case, launch = _launches(arch, dtype, wide)[number]
+    chip = next(chip for chip in KNOWN if chip.name == arch)
+    return compile_launch(case, launch, chip, dtype)
+
+
 def compile_all(
     archs: Sequence[str] = tuple(_TARGETS),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     only: Sequence[str] = (),
     *,
     wide: bool = False,
+    jobs: int = 1,
 ) -> Iterator[Report]:
-    """Compile the kernels for `archs` in this process, one by one: all, or the cases in `only`;
-    `wide`: of many more sizes. A launch that two sizes share is compiled once.
+    """Compile the kernels for `archs`, one by one or by `jobs` processes: all, or the cases in
+    `only`; `wide`: of many more sizes. A launch that two sizes share is compiled once.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -259,19 +280,21 @@ def compile_all(
     """
     if signals.INTERPRETED:
         raise RuntimeError("kernels are interpreted here: run `python -m weft.kernels.aot`")
-    chips = {chip.name: chip for chip in KNOWN}
-    if unknown := [arch for arch in archs if arch not in chips]:
-        raise ValueError(f"arch must be among {', '.join(chips)}, got {', '.join(unknown)}")
-    for arch in archs:
-        for dtype in dtypes:
-            if dtype == torch.float8_e4m3fn and not chips[arch].fp8:
-                continue
-            seen = set()
-            for case, launch in launches(chips[arch], dtype, wide=wide):
-                key = source(launch).hash(), str(launch.options)
-                if key not in seen and (not only or case in only):
-                    seen.add(key)
-                    yield compile_launch(case, launch, chips[arch], dtype)
+    if unknown := [arch for arch in archs if arch not in _TARGETS]:
+        raise ValueError(f"arch must be among {', '.join(_TARGETS)}, got {', '.join(unknown)}")
+    work = [
+        (number, arch, dtype, wide)
+        for arch in archs
+        for dtype in dtypes
+        for number, (case, _) in enumerate(_launches(arch, dtype, wide))
+        if not only or case in only
+    ]
+    if jobs == 1 or len(work) < 2:
+        yield from (_compile_number(*each) for each in work)
+        return
+    # Forked, they have the launches; nothing here has used a GPU or started a thread.
+    with ProcessPoolExecutor(min(jobs, len(work)), get_context("fork")) as pool:
+        yield from pool.map(_compile_number, *zip(*work, strict=True))
 
 
 HEAD = (
@@ -292,8 +315,8 @@ def line(r: Report) -> str:
 _EXAMPLES = """
 A row a kernel and configuration that the heuristics choose at the sizes of a 70B Llama on 8 ranks:
 registers a thread, bytes spilled to local memory, shared memory, programs that a core holds (and
-the part of its warps), the matrix instruction of the main loop, the widest load. A second or three
-a row. The exit status is 1 if a kernel spills.
+the part of its warps), the matrix instruction of the main loop, the widest load. Two to twenty
+seconds a row and core. The exit status is 1 if a kernel spills.
 
 examples:
   weft aot --arch sm_90                        all kernels on a Hopper GPU, in bf16
@@ -323,6 +346,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wide", action="store_true", help="many more sizes: the heuristics' whole range"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+        help="processes that compile (as many as there are cores)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     if signals.INTERPRETED:
@@ -336,7 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports = []
     if not options.json:
         print(HEAD)
-    for report in compile_all(archs, dtypes, options.case, wide=options.wide):
+    found = compile_all(archs, dtypes, options.case, wide=options.wide, jobs=max(1, options.jobs))
+    for report in found:
         reports.append(report)
         if not options.json:
             print(line(report), flush=True)  # each takes seconds

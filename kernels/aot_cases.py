@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -34,7 +34,13 @@ from weft.kernels import (
 from weft.kernels.cached_attention import Cache
 from weft.kernels.chips import Chip
 from weft.kernels.epilogues import Activation
-from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Visibility
+from weft.kernels.sharded_sequence import (
+    UNBOUNDED,
+    Geometry,
+    SequenceLayout,
+    Visibility,
+    zigzag_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -101,43 +107,71 @@ def _workspace() -> Any:
 _W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
 
 
+class _Gather(NamedTuple):
+    """`gradient`: of a reduce-scatter: w lies the other way, and all of x is wanted for dw."""
+
+    case: str
+    tokens: int
+    widths: tuple[int, ...] = (_FFN,)
+    activation: Activation | None = None
+    keep_sums: bool = False
+    gradient: bool = False
+
+
 def _all_gather_launches(
     chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     op = all_gather_gemm
     scaled = dtype.itemsize == 1
+    out_dtype = torch.bfloat16 if scaled else dtype
     kinds: list[tuple[str, int, Activation | None, bool]] = [
         ("plain", 1, None, False), ("gelu kept", 1, "gelu", not scaled),
         ("swiglu", 2, "swiglu", False), ("swiglu kept", 2, "swiglu", not scaled),
     ]  # fmt: skip
-    cases: list[tuple[str, int, tuple[int, ...], Activation | None, bool]] = [
-        ("up", 1536, (_FFN,), None, False),
-        ("up, gelu", 1536, (_FFN,), "gelu", False),
-        ("up, gelu, kept", 1536, (_FFN,), "gelu", not scaled),
-        ("gate and up", 1536, (_FFN, _FFN), "swiglu", False),
-        ("qkv", 1536, _QKV, None, False),
-        ("up, 1024 tokens", 1024, (_FFN,), None, False),
-        ("up, by copy engines", 16384, (_FFN,), None, False),
-        ("up, gelu, by copy engines", 16384, (_FFN,), "gelu", not scaled),
-        ("gate and up, by copy engines", 16384, (_FFN, _FFN), "swiglu", False),
-        ("up, 128 tokens", 128, (_FFN,), "silu", False),
-        ("up, 8 tokens", 8, (_FFN,), None, False),
-        ("gate and up, 8 tokens", 8, (512, 512), "swiglu", False),
+    pair = (_FFN, _FFN)
+    cases = [
+        _Gather("up", 1536),
+        _Gather("up, gelu", 1536, activation="gelu"),
+        _Gather("up, gelu, kept", 1536, activation="gelu", keep_sums=not scaled),
+        _Gather("gate and up", 1536, pair, "swiglu"),
+        _Gather("qkv", 1536, _QKV),
+        _Gather("up, 1024 tokens", 1024),
+        _Gather("up, by copy engines", 16384),
+        _Gather("up, gelu, by copy engines", 16384, activation="gelu", keep_sums=not scaled),
+        _Gather("gate and up, by copy engines", 16384, pair, "swiglu"),
+        _Gather("up, 128 tokens", 128, activation="silu"),
+        _Gather("up, 8 tokens", 8),
+        _Gather("gate and up, 8 tokens", 8, (512, 512), "swiglu"),
     ]
+    if not scaled:  # which has no gradients
+        cases.append(_Gather("d(down)", 1536, gradient=True))
     if wide:
+        # Of other sizes no tile differs, or in `group_m` alone.
+        sizes = [(16, 500), (16, _FFN), (32, 500), (64, 500), (64, _FFN), (256, _FFN), (512, _FFN)]
+        sizes += [(2048, 500), (2048, _FFN), (4096, 500)]
         cases += [
-            (f"{width}, {kind}, {tokens} tokens", tokens, (width,) * count, activation, keep)
-            for tokens in (16, 32, 64, 256, 512, 2048, 4096)
-            for width in (500, _FFN)
+            _Gather(f"{width}, {kind}, {tokens} tokens", tokens, (width,) * count, activation, keep)
+            for tokens, width in sizes
             for kind, count, activation, keep in kinds
         ]
-    for case, tokens, widths, activation, keep in cases:
-        # nn.Linear holds (N, K): its transpose is contiguous along K.
-        weights, share = [empty(n, _HIDDEN).T for n in widths], tokens // _W
+        if not scaled:
+            cases += [
+                _Gather(f"d(down), {tokens} tokens", tokens, gradient=True)
+                for tokens in (64, 16384)
+            ]
+    for case, tokens, widths, activation, keep_sums, gradient in cases:
+        share = tokens // _W
+        if gradient:
+            weights = [empty(_HIDDEN, n) for n in widths]
+        else:  # nn.Linear holds (N, K): its transpose is contiguous along K
+            weights = [empty(n, _HIDDEN).T for n in widths]
         config = op.config_for(
             tokens, sum(widths), _HIDDEN, dtype, _W, chip,
-            activation=activation, keep_sums=keep,
+            activation=activation, keep=gradient, keep_sums=keep_sums,
         )  # fmt: skip
+        biases = None
+        if activation == "gelu" or widths == _QKV:  # where models have them
+            biases = [torch.empty(n, dtype=out_dtype, device="meta") for n in widths]
         by_engines = patch.object(copy_engines, "fetching", lambda *_: nullcontext())
         with catching(op, gathers) as caught, by_engines:
             op.launch_all_gather_matmul(
@@ -145,30 +179,39 @@ def _all_gather_launches(
                 weights,
                 _workspace(),
                 [share] * _W,
+                biases=biases,
                 activation=activation,
-                keep_sums=keep,
+                keep_sums=keep_sums,
+                with_own=gradient,
                 scale_a=_factors(share, 1) if scaled else None,
                 scales_b=[_factors(1, n) for n in widths] if scaled else None,
-                out_dtype=torch.bfloat16 if scaled else None,
+                out_dtype=out_dtype,
                 config=config,
             )
         # One publish kernel serves all.
         publishes = case != "up" and not config.copy_engines
         yield from ((case, launch) for launch in caught[int(publishes) :])
     if scaled:
-        return  # weights have no gradients
-    for case, x, transposed in (
-        ("columns", empty(8192, _HIDDEN // _W), False),
-        ("weight gradient", empty(8192 // _W, _HIDDEN), True),
-    ):
+        return
+    x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
+    # Of a gathered x, whose dw lies as w does and whose rows another dw wants; of a scattered y.
+    sums: list[tuple[str, torch.Tensor, bool, torch.Tensor | None]] = [
+        ("columns", empty(8192, _HIDDEN // _W), False, None),
+        ("weight gradient", x, True, empty(_FFN, _HIDDEN).T),
+    ]
+    if wide:
+        sums.append(("weight gradient of down", x, True, None))
+    for case, x, transposed, out in sums:
         contract = all_gather_contract.config_for(8192, _FFN, dtype, _W, chip)
         with catching(all_gather_contract, gathers) as caught:
             all_gather_contract.launch_all_gather_contract(
                 x,
-                empty(8192, _FFN),
+                dy,
                 _workspace(),
                 [1024] * _W,
                 transposed=transposed,
+                out=out,
+                with_own=out is not None,
                 config=contract,
             )
         yield case, caught[-1]
@@ -178,11 +221,11 @@ def _reduce_launches(
     chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     scaled = dtype.itemsize == 1
-    scale_b = _factors(1, _HIDDEN) if scaled else None
     out_dtype = torch.bfloat16 if scaled else dtype
     scatters = [
         ("down", 8192, (_FFN,)),
         ("down, 1024 tokens", 1024, (_FFN,)),
+        ("d(up)", 8192, (_FFN,)),
         ("d(qkv)", 8192, _QKV),
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),
@@ -195,25 +238,29 @@ def _reduce_launches(
             scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (504, _FFN)]
             scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
             sums += [(f"sum of {n}, {tokens} tokens", tokens, n) for n in (1000, 4096, _HIDDEN)]
+
+    def row(columns: int) -> torch.Tensor:
+        return torch.empty(columns, dtype=out_dtype, device="meta")
+
+    def rows(tokens: int, columns: int) -> torch.Tensor:
+        return torch.empty(tokens, columns, dtype=out_dtype, device="meta")
+
     for case, tokens, depths in scatters:
-        if scaled and len(depths) > 1:
+        gradient = case.startswith("d(")  # of a gather: w lies the other way
+        if scaled and gradient:
             continue
         sizes = [tokens // _W] * _W
         config = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
-        xs, weights = [empty(tokens, k) for k in depths], [empty(_HIDDEN, k).T for k in depths]
-        # Several products are summed in gradients alone.
-        residual = None
-        if len(depths) == 1:
-            residual = torch.empty(sizes[0], _HIDDEN, dtype=out_dtype, device="meta")
         with catching(gemm_reduce_scatter, gemm_one_shot) as caught:
             gemm_reduce_scatter.launch_matmul_reduce_scatter(
-                xs,
-                weights,
+                [empty(tokens, k) for k in depths],
+                [empty(k, _HIDDEN) if gradient else empty(_HIDDEN, k).T for k in depths],
                 _workspace(),
                 sizes,
-                residual=residual,
+                bias=None if gradient else row(_HIDDEN),
+                residual=None if gradient else rows(sizes[0], _HIDDEN),
                 scale_a=_factors(tokens, 1) if scaled else None,
-                scale_b=scale_b,
+                scale_b=_factors(1, _HIDDEN) if scaled else None,
                 out_dtype=out_dtype,
                 config=config,
             )
@@ -225,6 +272,8 @@ def _reduce_launches(
                 empty(tokens, _FFN),
                 empty(columns, _FFN).T,
                 _workspace(),
+                bias=row(columns),
+                residual=rows(tokens, columns),
                 scale_a=_factors(tokens, 1) if scaled else None,
                 scale_b=_factors(1, columns) if scaled else None,
                 out_dtype=out_dtype,
@@ -275,11 +324,15 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads, kv_heads = 8, 1
+    # Rows of a rank, width of a head, how far back a query sees, and whether documents are packed,
+    # on shards of odd lengths, with a gradient of the log-sum-exp. Tiles of gradients do not depend
+    # on the rows: few rows are for the forward alone.
     shards = [
-        ("attention", 1024, 128, UNBOUNDED),
-        ("attention, window", 1024, 64, 4096),
-        ("attention, D 256", 1024, 256, UNBOUNDED),
-        ("attention, 16 rows", 16, 128, UNBOUNDED),
+        ("attention", 1024, 128, UNBOUNDED, False),
+        ("attention, window", 1024, 64, 4096, False),
+        ("attention, D 256", 1024, 256, UNBOUNDED, False),
+        ("attention, 16 rows", 16, 128, UNBOUNDED, False),
+        ("attention, packed", 1003, 128, UNBOUNDED, True),
     ]
     # Batch, tokens, width of a head, whether there are pages; 8 query heads on a key head.
     decodes = [
@@ -290,44 +343,55 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
     if wide:
         widths = (16, 64, 80, 192, 256)
         shards += [
-            (f"attention, D {D}, {rows} rows", rows, D, UNBOUNDED)
+            (f"attention, D {D}, {rows} rows", rows, D, UNBOUNDED, False)
             for D in widths
             for rows in (16, 64, 1024)
         ]
+        shards += [(f"attention, D {D}, packed", 1003, D, UNBOUNDED, True) for D in (64, 80, 256)]
         decodes += [
             (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
             for D in (*widths, 128)
             for tokens in (1, 4, 8)
             for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
         ]
-    for case, rows, D, before in shards:
-        sizes = (rows,) * _W
-        geometry = Geometry(sizes, sizes, "zigzag", Visibility(rows * _W, before, 0, None))
-        q, k = empty(1, heads, rows, D), empty(1, kv_heads, rows, D)
-        shape = (heads, kv_heads, rows, D, dtype, _W, chip)
+
+    def geometry_of(rows: int, before: int, packed: bool, layout: SequenceLayout) -> Geometry:
+        total = rows * _W
+        sizes = tuple((zigzag_sizes if layout == "zigzag" else chunk_sizes)(total, _W))
+        documents = (0, total // 3, total) if packed else None
+        return Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
+
+    for case, rows, D, before, packed in shards:
+        plain = before == UNBOUNDED and not packed
+        geometry = geometry_of(rows, before, packed, "zigzag" if plain else "contiguous")
+        n = geometry.q_sizes[0]
+        q, k = empty(1, heads, n, D), empty(1, kv_heads, n, D)
+        shape = (heads, kv_heads, n, D, dtype, _W, chip)
         with catching(ring_flash, ring_flash_backward) as caught:
             out, lse = ring_flash.launch_ring_attention(
                 q, k, k, _workspace(), geometry, 0.1, config=ring_flash.config_for(*shape)
             )
-            ring_flash_backward.launch_ring_attention_backward(
-                q, k, k, out, lse, q, None, _workspace(), geometry, 0.1,
-                config=ring_flash_backward.config_for(*shape),
-            )  # fmt: skip
+            if rows > 64:
+                ring_flash_backward.launch_ring_attention_backward(
+                    q, k, k, out, lse, q, lse if packed else None, _workspace(), geometry, 0.1,
+                    config=ring_flash_backward.config_for(*shape),
+                )  # fmt: skip
         yield from ((case, launch) for launch in caught)
-    for case, rows, D, before in shards:
+    for case, rows, D, before, packed in shards:
         case = case.replace("attention", "attention by heads")
-        sizes = (rows,) * _W
-        geometry = Geometry(sizes, sizes, "contiguous", Visibility(rows * _W, before, 0, None))
-        q, k = empty(1, heads * _W, rows, D), empty(1, _W, rows, D)
-        shape = (heads * _W, _W, rows, D, dtype, _W, chip)
+        geometry = geometry_of(rows, before, packed, "zigzag" if packed else "contiguous")
+        n = geometry.q_sizes[0]
+        q, k = empty(1, heads * _W, n, D), empty(1, _W, n, D)
+        shape = (heads * _W, _W, n, D, dtype, _W, chip)
         with catching(heads_flash, heads_flash_backward) as caught:
             out, lse = heads_flash.launch_head_attention(
                 q, k, k, _workspace(), geometry, 0.1, config=heads_flash.config_for(*shape)
             )
-            heads_flash_backward.launch_head_attention_backward(
-                q, k, k, out, lse, q, None, _workspace(), geometry, 0.1,
-                config=heads_flash_backward.config_for(*shape),
-            )  # fmt: skip
+            if rows > 64:
+                heads_flash_backward.launch_head_attention_backward(
+                    q, k, k, out, lse, q, lse if packed else None, _workspace(), geometry, 0.1,
+                    config=heads_flash_backward.config_for(*shape),
+                )  # fmt: skip
         yield from ((case, launch) for launch in caught)
     for case, batch, tokens, D, paged in decodes:
         page = 64
@@ -335,15 +399,14 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
         q = empty(batch, heads, tokens, D)
         lengths = torch.empty(batch, dtype=torch.int64, device="meta")
-        rows = max(16, triton.next_power_of_2(heads // kv_heads * tokens))
-        block_d = max(16, triton.next_power_of_2(D))
-        config = flash_decoding.config_for(batch * kv_heads, rows, block_d, dtype, chip)
+        rows, block_d, row_tiles = flash_decoding.tile_of(heads // kv_heads * tokens, D)
+        items = batch * kv_heads * row_tiles
+        config = flash_decoding.config_for(items, rows, block_d, dtype, chip)
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")
         cache = Cache(keys, keys, table, page, 0, _W)
         with catching(flash_decoding) as caught:
             flash_decoding.launch(
-                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config,
-                rows, block_d,
+                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
 

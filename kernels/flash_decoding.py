@@ -1,7 +1,8 @@
 """The Triton kernel of flash_decode: partial attention and the merge of all ranks, in one launch.
 
-Legend: W ranks; B sequences, T new tokens, H_kv key heads, G query heads on each; R = G * T rows
-that read the same keys. An *item* is one (sequence, key head). See `cached_attention`.
+Legend: W ranks; B sequences, T new tokens, H_kv key heads, G query heads on each; G * T rows that
+read the same keys, in tiles of R. An *item* is one (sequence, key head, tile). See
+`cached_attention`.
 
     program p   item p // SPLIT, part p % SPLIT of this rank's keys (SPLIT > 1: few items)
                 or items p, p + programs, ..                      (SPLIT = 1)
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
-# Elements that are merged at a time. Two sums of 64 x 256, and where they lie, do not fit in
-# registers.
+# Elements of a tile of rows; of 64 x 256, four warps' lanes hold 128 each. And how many of them are
+# merged at a time: two sums, and where they lie, must fit in registers.
+_TILE = 8192
 _MERGED = 4096
 
 
@@ -77,17 +79,17 @@ class Config:
 
 
 def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip) -> Config:
-    """The launch for `items` pairs of a sequence and a key head, tiles of (rows, block_d)."""
+    """The launch for `items` tiles of (rows, block_d)."""
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
         return Config(programs, split, 16)
-    # At twice as many keys kernels spill on sm_90.
-    block_n = 32 if rows * block_d <= 32 * 256 else 16
+    # At twice as many keys kernels spill on sm_90; 32 rows of 256 in fp32 do at 32 keys, 128 bytes.
+    block_n = 32 if rows * block_d * dtype.itemsize <= 32 * 256 * 2 else 16
     num_warps = 4 if rows * block_d <= 32 * 64 else 8
     if chip.name.startswith("gfx"):
         # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
-        # registers, and 64 rows of 256 spill.
+        # registers.
         return Config(programs, split, block_n, num_warps=4, num_stages=1)
     return Config(programs, split, block_n, num_warps, all_registers=True)
 
@@ -99,6 +101,7 @@ class Cut:
     Attributes:
         group: query heads on a key head. D: width of a head.
         rows, block_d: of a tile of queries; powers of two, 16 at least.
+        row_tiles: tiles of rows that read the same keys.
         block_n, split: as in `Config`.
         merge_d: columns that are merged at a time.
     """
@@ -107,9 +110,21 @@ class Cut:
     D: int
     rows: int
     block_d: int
+    row_tiles: int
     block_n: int
     split: int
     merge_d: int
+
+
+def tile_of(rows: int, D: int) -> tuple[int, int, int]:
+    """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
+
+    Example:
+        8 heads of 8 tokens on a key head, D 192: (32, 256, 2).
+    """
+    block_d = max(16, triton.next_power_of_2(D))
+    tile = max(16, min(64, _TILE // block_d, triton.next_power_of_2(rows)))
+    return tile, block_d, -(-rows // tile)
 
 
 class Held(NamedTuple):
@@ -126,11 +141,12 @@ class Held(NamedTuple):
 
 @triton.jit
 def _seen(limit, held, held_rank):
-    """How many of this rank's keys lie before position `limit`: see `Cache.seen`."""
+    """How many of this rank's keys lie before position `limit`, int32: see `Cache.seen`."""
     cycle = held.block * held.world_size
     limit = tl.maximum(limit, 0)
     rest = limit % cycle - held_rank * held.block
-    return limit // cycle * held.block + tl.minimum(tl.maximum(rest, 0), held.block)
+    count = limit // cycle * held.block + tl.minimum(tl.maximum(rest, 0), held.block)
+    return tl.cast(count, tl.int32)
 
 
 @triton.jit
@@ -148,11 +164,11 @@ def _merge(top, total, acc, other_top, other_total, other_acc):
 def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
     """Keys and values (BLOCK_N, BLOCK_D) of these tokens of one item, 0 where not `inside`."""
     if held.table is None:
-        batch, at = row, tokens
+        batch, at = row, tokens.to(tl.int64)
     else:
         page = held.table + row * held.stride_table + tokens // held.block
         batch = tl.load(page, mask=inside, other=0).to(tl.int64)
-        at = tokens % held.block
+        at = (tokens % held.block).to(tl.int64)
     k_rows = batch * held.k.stride_b + head * held.k.stride_h + at * held.k.stride_m
     v_rows = batch * held.v.stride_b + head * held.v.stride_h + at * held.v.stride_m
     offs_d = tl.arange(0, CUT.block_d)
@@ -163,9 +179,11 @@ def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, held, held_rank, lengths_ptr, row, head, part, qk_scale, T, CUT: tl.constexpr):
+def _attend(q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, CUT: tl.constexpr):
     """(top, total, acc) of one part of an item, of the keys of this rank."""
-    offs_r, offs_d = tl.arange(0, CUT.rows), tl.arange(0, CUT.block_d)
+    row, head = item // CUT.row_tiles // H_kv, item // CUT.row_tiles % H_kv
+    offs_r = item % CUT.row_tiles * CUT.rows + tl.arange(0, CUT.rows)
+    offs_d = tl.arange(0, CUT.block_d)
     group_head, t = offs_r // T, offs_r % T
     row = tl.cast(row, tl.int64)
     q_rows = row * q.stride_b + (head * CUT.group + group_head) * q.stride_h + t * q.stride_m
@@ -233,7 +251,7 @@ def _flash_decode_kernel(
     lengths_ptr,  # (B,)
     scratch_ptr,  # (items * split, rows, block_d + 2) fp32, or None
     link,
-    items,  # B * H_kv
+    items,  # B * H_kv * row_tiles
     H_kv,
     T,
     scale,
@@ -262,7 +280,7 @@ def _flash_decode_kernel(
     for work in range(program, items * SPLIT, programs):
         item, part = work // SPLIT, work % SPLIT
         top, total, acc = _attend(
-            q, held, held_rank, lengths_ptr, item // H_kv, item % H_kv, part, scale * LOG2_E, T, CUT
+            q, held, held_rank, lengths_ptr, item, H_kv, part, scale * LOG2_E, T, CUT
         )
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
@@ -305,13 +323,16 @@ def _flash_decode_kernel(
         for work in range(program, items * SPLIT, programs):
             item = tl.cast(work // SPLIT, tl.int64)
             # Heads of one key head, and their tokens, lie together.
-            inside, first = CUT.group * T, item * (CUT.group * T)
+            inside, start = CUT.group * T, (item % CUT.row_tiles).to(tl.int32) * ROWS
+            first = item // CUT.row_tiles * inside
             for column in range(0, CUT.block_d, CUT.merge_d):
                 value, lse = _merge_slots(
                     slots + item * SHOWN, slot_stride, WORLD_SIZE, column, CUT, False
                 )
-                tiles.store(out_ptr + first * CUT.D, value, 0, column, inside, CUT.D, CUT.D, 1)
-                tl.store(lse_ptr + first + offs_r, lse * LN_2, mask=offs_r < inside)
+                out_rows = out_ptr + first * CUT.D
+                tiles.store(out_rows, value, start, column, inside, CUT.D, CUT.D, 1)
+                rows = start + offs_r
+                tl.store(lse_ptr + first + rows, lse * LN_2, mask=rows < inside)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 
@@ -327,11 +348,11 @@ def launch_flash_decode(
     """out (B, H, T, D) in q's dtype and lse (B, H, T) of the keys of all ranks of `group`."""
     B, H, T, D = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
-    items, H_kv = B * cache.k.shape[1], cache.k.shape[1]
     if not q.numel():
         return out, lse
-    rows = max(16, triton.next_power_of_2(H // H_kv * T))
-    block_d = max(16, triton.next_power_of_2(D))
+    H_kv = cache.k.shape[1]
+    rows, block_d, row_tiles = tile_of(H // H_kv * T, D)
+    items = B * H_kv * row_tiles
     config = config or config_for(items, rows, block_d, q.dtype, chip_of(q.device))
     ws = workspace(
         group,
@@ -340,7 +361,7 @@ def launch_flash_decode(
         device=q.device,
     )
     ws.check("flash_decode")
-    launch(out, lse, q, cache, lengths, scale, ws, config, rows, block_d)
+    launch(out, lse, q, cache, lengths, scale, ws, config)
     ws.launched("flash_decode")
     return out, lse
 
@@ -354,13 +375,14 @@ def launch(
     scale: float,
     ws: Workspace,
     config: Config,
-    rows: int,
-    block_d: int,
 ) -> None:
     """Enqueue the kernel."""
     H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
+    group = q.shape[1] // H_kv
+    rows, block_d, row_tiles = tile_of(group * T, D)
+    items = q.shape[0] * H_kv * row_tiles
     # The kernel counts their elements one after another.
-    items, lengths = q.shape[0] * H_kv, lengths.contiguous()
+    lengths = lengths.contiguous()
     table = None if cache.table is None else cache.table.contiguous()
     scratch = None
     if config.split > 1:
@@ -389,10 +411,11 @@ def launch(
         cache.rank,
         WORLD_SIZE=ws.world_size,
         CUT=Cut(
-            q.shape[1] // H_kv,
+            group,
             D,
             rows,
             block_d,
+            row_tiles,
             config.block_n,
             config.split,
             merge_d=min(block_d, max(16, _MERGED // rows)),

@@ -249,12 +249,23 @@ def times_rows(acc, factor_ptrs, inside_m):
 
 
 @triton.jit
+def _times_columns(acc, scales, start_n, N):
+    offs_n = start_n + tl.arange(0, acc.shape[1])
+    factors = tl.load(scales.ptr + offs_n.to(tl.int64) * scales.stride, mask=offs_n < N, other=0.0)
+    return acc * factors[None, :]
+
+
+@triton.jit
 def times_columns(acc, scales, start_n, N):
     """acc, each column by its fp32 factor; acc if there are none."""
     if scales.ptr is not None:
-        offs_n = start_n + tl.arange(0, acc.shape[1])
-        offs = offs_n.to(tl.int64) * scales.stride
-        acc *= tl.load(scales.ptr + offs, mask=offs_n < N, other=0.0)[None, :]
+        if acc.shape[1] > 128:
+            # As in `halves`: a thread may hold a whole row, and then all factors too.
+            left, right = halves(acc)
+            left = _times_columns(left, scales, start_n, N)
+            acc = beside(left, _times_columns(right, scales, start_n + acc.shape[1] // 2, N))
+        else:
+            acc = _times_columns(acc, scales, start_n, N)
     return acc
 
 

@@ -120,12 +120,12 @@ def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     ranks(world_size, cases, engine, 100 + world_size, count, timeout_s=1800)
 
 
-def decode_twice(rank: int, D: int = 8) -> list[torch.Tensor]:
+def decode_twice(rank: int, D: int = 8, H: int = 2, T: int = 1) -> list[torch.Tensor]:
     """Two calls on the same buffers; few items, so that each is split."""
     found = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        q = torch.randn(1, 2, 1, D, generator=generator)
+        q = torch.randn(1, H, T, D, generator=generator)
         k, v = (torch.randn(1, 1, 40, D, generator=generator) for _ in range(2))
         expected, _ = flash_decode_reference(q.double(), k.double(), v.double(), torch.tensor([37]))
         shards = [cut(x, 4, rank, 3, 16) for x in (k, v)]
@@ -146,6 +146,14 @@ def test_schedules(programs: sim.Programs) -> None:
 def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_decoding, "_MERGED", 16 * 16)  # of 16 rows 40 wide: three times 16
     sim.run(3, lambda rank: decode_twice(rank, 40))
+
+
+@needs_interpreter
+def test_many_rows_on_a_key_head_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flash_decoding.tile_of(64, 192) == (32, 256, 2)
+    monkeypatch.setattr(flash_decoding, "_TILE", 16 * 16)
+    assert flash_decoding.tile_of(39, 12) == (16, 16, 3)  # the last one of 7 rows
+    sim.run(3, lambda rank: decode_twice(rank, 12, H=13, T=3))
 
 
 def errors() -> None:
