@@ -350,6 +350,12 @@ def launch_flash_decode(
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
     if not q.numel():
         return out, lse
+    room = cache.k.shape[2] if cache.table is None else cache.table.shape[1] * cache.block
+    if room >= 1 << 31:
+        raise NotImplementedError(
+            f"flash_decode's kernel counts a rank's keys in 32 bits, got {room=}: shard the cache "
+            f'over more ranks, or use weft.engine("generic")'
+        )
     H_kv = cache.k.shape[1]
     rows, block_d, row_tiles = tile_of(H // H_kv * T, D)
     items = B * H_kv * row_tiles
