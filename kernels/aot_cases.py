@@ -232,10 +232,10 @@ def _reduce_launches(
     ]
     sums = [("two shots", 8192, _HIDDEN), ("one shot", 16, _HIDDEN), ("one shot, narrow", 16, 1024)]
     if wide:
-        # 504 is no whole number of steps. Rows of depths that 8 does not divide are not aligned,
-        # and large tiles of them spill up to 490 bytes.
+        # 496 is no whole number of steps. Rows of depths that are no multiple of 16 bytes are not
+        # aligned, and large tiles of them spill: up to 490 bytes in bf16, 1,360 in fp8.
         for tokens in (32, 64, 256, 512, 2048):
-            scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (504, _FFN)]
+            scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (496, _FFN)]
             scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
             sums += [(f"sum of {n}, {tokens} tokens", tokens, n) for n in (1000, 4096, _HIDDEN)]
 
@@ -399,7 +399,7 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
         q = empty(batch, heads, tokens, D)
         lengths = torch.empty(batch, dtype=torch.int64, device="meta")
-        rows, block_d, row_tiles = flash_decoding.tile_of(heads // kv_heads * tokens, D)
+        rows, block_d, row_tiles = flash_decoding.tile_of(heads // kv_heads * tokens, D, dtype)
         items = batch * kv_heads * row_tiles
         config = flash_decoding.config_for(items, rows, block_d, dtype, chip)
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")

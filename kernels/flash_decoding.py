@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
-# Elements of a tile of rows; of 64 x 256, four warps' lanes hold 128 each. And how many of them are
-# merged at a time: two sums, and where they lie, must fit in registers.
+# Elements of a tile of rows, half as many in fp32; of 64 x 256, four warps' lanes hold 128 each. And
+# how many of them are merged at a time: two sums, and where they lie, must fit in registers.
 _TILE = 8192
 _MERGED = 4096
 
@@ -84,9 +84,11 @@ def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Ch
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
         return Config(programs, split, 16)
-    # At twice as many keys kernels spill on sm_90; 32 rows of 256 in fp32 do at 32 keys, 128 bytes.
-    block_n = 32 if rows * block_d * dtype.itemsize <= 32 * 256 * 2 else 16
-    num_warps = 4 if rows * block_d <= 32 * 64 else 8
+    # At twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 each lane
+    # multiplies by itself, with more numbers in its registers.
+    size = rows * block_d * (4 if dtype == torch.float32 else 1)
+    block_n = 32 if size <= 32 * 256 else 16
+    num_warps = 4 if size <= 32 * 64 else 8
     if chip.name.startswith("gfx"):
         # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
         # registers.
@@ -116,14 +118,15 @@ class Cut:
     merge_d: int
 
 
-def tile_of(rows: int, D: int) -> tuple[int, int, int]:
+def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
 
     Example:
-        8 heads of 8 tokens on a key head, D 192: (32, 256, 2).
+        8 heads of 8 tokens on a key head, D 192, bf16: (32, 256, 2).
     """
     block_d = max(16, triton.next_power_of_2(D))
-    tile = max(16, min(64, _TILE // block_d, triton.next_power_of_2(rows)))
+    largest = _TILE // 2 if dtype == torch.float32 else _TILE
+    tile = max(16, min(64, largest // block_d, triton.next_power_of_2(rows)))
     return tile, block_d, -(-rows // tile)
 
 
@@ -357,7 +360,7 @@ def launch_flash_decode(
             f'over more ranks, or use weft.engine("generic")'
         )
     H_kv = cache.k.shape[1]
-    rows, block_d, row_tiles = tile_of(H // H_kv * T, D)
+    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
     items = B * H_kv * row_tiles
     config = config or config_for(items, rows, block_d, q.dtype, chip_of(q.device))
     ws = workspace(
@@ -385,7 +388,7 @@ def launch(
     """Enqueue the kernel."""
     H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
     group = q.shape[1] // H_kv
-    rows, block_d, row_tiles = tile_of(group * T, D)
+    rows, block_d, row_tiles = tile_of(group * T, D, q.dtype)
     items = q.shape[0] * H_kv * row_tiles
     # The kernel counts their elements one after another.
     lengths = lengths.contiguous()

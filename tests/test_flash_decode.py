@@ -150,9 +150,9 @@ def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.Monkey
 
 @needs_interpreter
 def test_many_rows_on_a_key_head_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash_decoding.tile_of(64, 192) == (32, 256, 2)
-    monkeypatch.setattr(flash_decoding, "_TILE", 16 * 16)
-    assert flash_decoding.tile_of(39, 12) == (16, 16, 3)  # the last one of 7 rows
+    assert flash_decoding.tile_of(64, 192, torch.bfloat16) == (32, 256, 2)
+    monkeypatch.setattr(flash_decoding, "_TILE", 2 * 16 * 16)
+    assert flash_decoding.tile_of(39, 12, torch.float32) == (16, 16, 3)  # the last one of 7 rows
     sim.run(3, lambda rank: decode_twice(rank, 12, H=13, T=3))
 
 

@@ -152,7 +152,7 @@ def test_ranks_may_share_a_gpu_where_there_are_too_few(
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
-    group: Any = SimpleNamespace(world_size=2, gather_objects=lambda mine: gpus)
+    group: Any = SimpleNamespace(world_size=2, gather_objects=lambda mine, what: gpus)
     _allow_shared_gpus(group, GPU)
     assert (os.environ.get(ours) == "1", os.environ.get(off) != "1") == (allowed, multicast)
 
@@ -172,7 +172,7 @@ def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
     def properties(number: int) -> Any:
         return SimpleNamespace(uuid=f"GPU-{number}")
 
-    def gathered(mine: str) -> list[str]:
+    def gathered(mine: str, what: str) -> list[str]:
         return gpus if mine.startswith("GPU-") else [mine, ""]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
