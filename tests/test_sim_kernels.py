@@ -27,7 +27,7 @@ def test_kernels(case: Callable[..., None], world_size: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:
-    sim.run(3, case, schedules=2, programs="concurrent", replay=True)
+    sim.run(2, case, schedules=2, programs="concurrent", replay=True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
