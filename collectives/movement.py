@@ -6,7 +6,8 @@ cache between the rank that writes them and the ranks that read them:
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
 Reductions do so at any size, as they read the peers' windows in place. What is only copied, if it
-is large, is read straight from the peers' memory (see `direct`), where the system lets them.
+is large, is read straight from the peers' memory (see `direct`), where the system lets them: the
+parts that an all-reduce has summed, too.
 Where symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
@@ -204,6 +205,7 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
 def _two_shot(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
     sizes = chunk_sizes(x.numel(), group.world_size)
     starts, name = offsets(sizes), f"all_reduce({op}) of {x.numel()} elements"
+    directly = _read_directly(sizes[0], group, x)
 
     def window(rank: int) -> tuple[int, int]:
         begin, end = _cut(start, stop - start, sizes[rank])
@@ -212,12 +214,19 @@ def _two_shot(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) ->
     for start, stop in _part_windows(sizes, group, x.dtype):
         first, last = window(group.rank)
         _reduce_window(name, out[first:last], x, group, sizes, start, stop, op)
+        if directly:
+            continue
         with exchange(group, (stop - start) * x.element_size(), name, x.device) as ex:
             ex.put(out, first, last)
             ex.signal_all()
             for peer in ex.peers():
                 ex.wait(peer)
                 ex.get(peer, out, *window(peer))
+    if directly:
+        reduced = direct.Readable(group, name, out)
+        for peer in group.peers():
+            reduced.read(peer, starts[peer], out[starts[peer] : starts[peer] + sizes[peer]])
+        reduced.done()
 
 
 def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:

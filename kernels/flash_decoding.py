@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
-# Elements of a tile of rows, half as many in fp32; of 64 x 256, four warps' lanes hold 128 each. And
-# how many of them are merged at a time: two sums, and where they lie, must fit in registers.
+# Elements of a tile of rows, half as many in fp32; of 64 x 256, four warps' lanes hold 128 each.
+# And how many of them are merged at a time: two sums, and where they lie, must fit in registers.
 _TILE = 8192
 _MERGED = 4096
 
