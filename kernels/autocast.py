@@ -27,8 +27,9 @@ def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch._C._is_any_autocast_enabled():
             return op(*args, **kwargs)
-        first = args[0] if args else None
-        device = first.device.type if isinstance(first, torch.Tensor) else "cpu"
+        given = (*args, *kwargs.values())
+        first = next((each for each in given if isinstance(each, torch.Tensor)), None)
+        device = "cpu" if first is None else first.device.type
         if not torch.is_autocast_enabled(device):
             return op(*args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
@@ -37,10 +38,10 @@ def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return x.to(dtype) if x.dtype in _CAST else x
 
         # The factors of fp8 operands stay as they are.
-        given: Any = (args, kwargs)
-        if isinstance(first, torch.Tensor) and first.dtype in _CAST:
-            given = tree_map_only(torch.Tensor, cast, given)
+        operands: Any = (args, kwargs)
+        if first is not None and first.dtype in _CAST:
+            operands = tree_map_only(torch.Tensor, cast, operands)
         with torch.autocast(device, enabled=False):
-            return op(*given[0], **given[1])
+            return op(*operands[0], **operands[1])
 
     return run

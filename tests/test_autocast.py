@@ -67,7 +67,8 @@ def attention_body() -> None:
     ops: tuple[Callable[..., torch.Tensor], ...] = (weft.ring_attention, weft.ulysses_attention)
     for op in ops:
         with torch.autocast("cpu", HALF):
-            out = op(q, k.to(HALF), v, causal=True)
+            out = op(q, v=v, k=k.to(HALF), causal=True)
+            assert torch.equal(out, op(q=q, k=k, v=v, causal=True))
         assert out.dtype == HALF
         assert torch.equal(out, op(*(x.to(HALF) for x in (q, k, v)), causal=True))
         with torch.autocast("cpu", enabled=False):
