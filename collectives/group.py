@@ -306,8 +306,9 @@ def is_traced(x: torch.Tensor | None = None) -> bool:
     """Whether a call is traced rather than run: by torch.compile or export, or with an `x` that
     stands for a tensor. Then it must go through torch.ops.weft.
     """
-    if torch.compiler.is_compiling() or x is None or type(x) in _PLAIN:
-        return torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
+    if compiling or x is None or type(x) in _PLAIN:
+        return compiling
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
     return True
