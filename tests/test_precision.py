@@ -20,6 +20,7 @@ from weft.kernels import dense
 
 M, N, K = 32, 64, 2048
 _SLACK = {torch.float32: 1.25, torch.bfloat16: 1.08, torch.float16: 1.08}
+_ONEDNN_SLACK = 1.8
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -31,8 +32,8 @@ def error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float((y.double() - exact).square().mean().sqrt())
 
 
-def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
-    """How many times as large as that of torch.matmul the error of each op is."""
+def body(engine: Any, dtype: torch.dtype) -> tuple[dict[str, float], float]:
+    """How many times as large as that of torch.matmul the error of each op is, and may be."""
     group = resolve(None)
     rank, W = group.rank, group.world_size
     x, w = matrix(M, K, dtype, 1), matrix(K, N, dtype, 2)
@@ -56,18 +57,20 @@ def body(engine: Any, dtype: torch.dtype) -> dict[str, float]:
     assert own.grad is not None
     exact_dx = (dys.double() @ ws.double().t())[mine]
     got["gradient of x"] = own.grad, (dys @ ws.t())[mine], exact_dx
-    return {
+    ratios = {
         op: error(y, exactly) / error(plainly, exactly) for op, (y, plainly, exactly) in got.items()
     }
+    # Asked of the rank, whose measurement chose.
+    by_onednn = dtype == torch.float32 and engine == "host" and onednn_is_quicker()
+    return ratios, _ONEDNN_SLACK if by_onednn else _SLACK[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
 def test_errors_are_those_of_one_matmul(ranks: Any, engine: str, dtype: torch.dtype) -> None:
-    by_onednn = dtype == torch.float32 and engine == "host" and onednn_is_quicker()
-    for ratios in ranks(2, body, engine, dtype):
+    for ratios, slack in ranks(2, body, engine, dtype):
         for op, ratio in ratios.items():
-            assert ratio <= (1.8 if by_onednn else _SLACK[dtype]), (op, ratios)
+            assert ratio <= slack, (op, ratios)
 
 
 @pytest.mark.parametrize("gain", [0.5, 2.0, 9.0])
