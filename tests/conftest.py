@@ -46,6 +46,20 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`own_ranks(world_size)`: ranks of this test's own, which it may break."""
+    made: list[RankPool] = []
+
+    def make(world_size: int) -> RankPool:
+        made.append(RankPool(world_size, method="forkserver"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
 _GPU_RANKS = [int(count) for count in os.environ.get("GPU_RANKS", "2 4").split()]
 
 

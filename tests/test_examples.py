@@ -1,19 +1,30 @@
-"""The examples of parallel training give the losses of one process."""
+"""The examples give what one process gives."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import os
+import re
+import runpy
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from rank_pool import RankPool
 
 from weft.dtensor import init_device_mesh
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
 
 def example(name: str) -> Any:
-    path = Path(__file__).resolve().parent.parent / "examples" / f"{name}.py"
+    path = EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,3 +68,29 @@ def long_context() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_long_context(ranks: Any, world_size: int) -> None:
     ranks(world_size, long_context)
+
+
+def scripts(ports: dict[str, int]) -> dict[str, str]:
+    """What scripts print where torchrun has set the environment: the port of each is its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    told = {}
+    for name, port in ports.items():
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        told[name] = printed.getvalue()
+    return told
+
+
+def test_scripts_for_torchrun(own_ranks: Callable[[int], RankPool]) -> None:
+    ports = {}
+    for name in ("tensor_parallel_mlp", "drop_in_linear"):
+        with socket.create_server(("localhost", 0)) as free:
+            ports[name] = free.getsockname()[1]
+    first, second = own_ranks(2).run(scripts, ports, timeout_s=60)
+    assert set(second.values()) == {""}
+    for told in first.values():
+        (difference,) = re.findall(r"difference from one process: (\S+)", told)
+        assert float(difference) < 1e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,8 @@ from rank_pool import RankError, RankPool
 
 
 @pytest.fixture
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
+def pool(own_ranks: Callable[[int], RankPool]) -> RankPool:
+    return own_ranks(2)
 
 
 def failing_body(guilty: int) -> None:
@@ -54,7 +52,7 @@ def _all_fail() -> None:
 def test_a_hang_is_reported_with_its_stack(pool: RankPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 hangs at[\s\S]*in hanging_body"):
-        pool.run(hanging_body, timeout_s=2)
+        pool.run(hanging_body, timeout_s=1)
     assert time.monotonic() - start < 10
     assert not pool.alive
 
