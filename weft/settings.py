@@ -13,6 +13,7 @@ Environment variables, read when they are used:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -61,13 +62,14 @@ _engine: _Inside[Engine | None] = _Inside("weft_engine", None)
 _listeners: _Inside[tuple[Callable[[Decision], object], ...]] = _Inside("weft_listeners", ())
 
 
+# Every call asks for two variables: os.environ takes 0.8 us longer to say that there is none.
+_getenv = ctypes.PyDLL(None).getenv
+_getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+
+
 def _variable(name: str, default: str) -> str:
-    # Every call asks for two of them: os.environ.get takes 0.9 us where there is none, this 0.2.
-    value = _environ.get(name.encode())
+    value = _getenv(name.encode())
     return default if value is None else os.fsdecode(value)
-
-
-_environ: dict[bytes, bytes] = vars(os.environ)["_data"]
 
 
 def timeout_s() -> float:
