@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,32 +13,24 @@ import pytest
 
 from weft.bench import cli, compare, doctor, explain, rows
 from weft.bench.rows import Case, Result, Timing
+from weft.cli import main as weft
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "docs" / "bench.md").read_text()
 COMMANDS = re.findall(r"^weft (.*)$", DOCS, re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("docs")
-
-
-def answer(command: str, cwd: Path) -> str:
-    run = subprocess.run(
-        [sys.executable, "-m", "weft", *command.split()],
-        cwd=cwd, capture_output=True, text=True, timeout=240,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WEFT_CACHE_DIR": str(cwd / "cache")},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
-def test_the_commands_of_the_docs_in_their_order(cwd: Path) -> None:
-    answers = {command.split()[-1 if command == "doctor" else 1]: answer(command, cwd)
-               for command in COMMANDS}  # fmt: skip
+def test_the_commands_of_the_docs_in_their_order(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    answers = {}
+    for command in COMMANDS:
+        assert weft(command.split()) == 0, command
+        answers[command.split()[-1 if command == "doctor" else 1]] = capsys.readouterr().out
     assert list(answers) == ["ops", "explain", "calibrate", "compare", "doctor"]
-    assert (cwd / "report" / "index.html").exists()
+    assert (tmp_path / "report" / "index.html").exists()
     text = answers["explain"]
     assert re.search(r"^host: .* us predicted, .* us measured", text, re.MULTILINE)
     assert "64 x 64 x 32 flop" in text or "of operands at" in text

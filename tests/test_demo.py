@@ -1,4 +1,4 @@
-"""The demo end to end in a tiny configuration, its command line, its launcher, the examples."""
+"""The demo end to end in a tiny configuration, its command line and its launcher."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "text.txt").read_text().rstrip("\n") == report["text"].rstrip("\n")
 
 
-def test_three_ranks_with_uneven_sequences_train_alike() -> None:
+def test_three_ranks_with_uneven_sequences_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
     run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, text_bytes=4)
-    (reference,) = launch(1, train, run)
+    monkeypatch.setenv("WEFT_ENGINE", run.engine)  # which `train` sets, for good
+    reference = train(0, lambda _: None, run)
     ranks = launch(3, train, run)
     for result in ranks:
         assert result.losses == pytest.approx(reference.losses, abs=1e-5)
@@ -155,12 +156,12 @@ def works(rank: int, progress: Callable[[Any], None], add: int) -> tuple[int, in
     [
         (fails_on_rank_one, r"(?s)rank 1 failed:.*ZeroDivisionError: of rank one.*rank 0 was at:"),
         (dies_on_rank_one, r"rank 1 was killed by SIGKILL"),
-        (hangs_on_rank_one, r"(?s)no progress for 10 s.*rank 1 was at:.*in hangs_on_rank_one"),
+        (hangs_on_rank_one, r"(?s)no progress for 6 s.*rank 1 was at:.*in hangs_on_rank_one"),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(body: Callable[..., Any], said: str) -> None:
     started = time.monotonic()
-    stall_s = 10 if body is hangs_on_rank_one else 50
+    stall_s = 6 if body is hangs_on_rank_one else 50
     with pytest.raises(RankError, match=said):
         launch(2, body, stall_s=stall_s)
     assert time.monotonic() - started < 40
@@ -205,15 +206,3 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
-
-
-@pytest.mark.parametrize("script", ["tensor_parallel_mlp.py", "drop_in_linear.py"])
-def test_examples_run_on_two_ranks(script: str) -> None:
-    done = shell(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        str(ROOT / "examples" / script),
-    )
-    assert done.returncode == 0, done.stderr
-    differences = re.findall(r"difference from one process: (\S+)", done.stdout)
-    assert differences
-    assert all(float(difference) < 1e-5 for difference in differences)

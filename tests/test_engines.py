@@ -145,7 +145,7 @@ def test_auto_agrees_where_shards_are_uneven() -> None:
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def body(rank: int) -> None:
-        own = (4000, 3, 0)[rank]
+        own = (1000, 3, 0)[rank]
         heard = told[rank]
         with settings.listening(lambda decision: heard.append(decision.engine)):
             for M in (63, 6144):

@@ -66,7 +66,7 @@ def registration_body() -> None:
 
 
 def test_registered_as_torch_demands(ranks: Any) -> None:
-    ranks(3, registration_body)
+    ranks(2, registration_body)
 
 
 def test_every_call_is_an_op() -> None:

@@ -141,14 +141,14 @@ def test_the_slowest_rank_decides_and_ranks_agree(ranks) -> None:
 
 def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
-    asked = ["--device", "cpu", "--ranks", "2", "--shapes", "40,48,32", "--rounds", "1"]
+    asked = ["--device", "cpu", "--ranks", "2", "--shapes", "20,24,16", "--rounds", "1"]
     assert tune.main([*asked, "--out", str(tmp_path)]) == 0
     assert "wrote" in capsys.readouterr().out
     entries = json.loads((tmp_path / "interpreter.json").read_text())["entries"]
     assert [each["op"] for each in entries] == sorted(tuning.OPS)
     sizes = {each["op"]: (each["M"], each["N"], each["K"], each["W"]) for each in entries}
-    assert sizes["all_gather_matmul"] == (64, 24, 32, 2)
-    assert sizes["matmul_reduce_scatter"] == sizes["matmul_all_reduce"] == (64, 48, 0, 2)
+    assert sizes["all_gather_matmul"] == (32, 12, 16, 2)
+    assert sizes["matmul_reduce_scatter"] == sizes["matmul_all_reduce"] == (32, 24, 0, 2)
     for each in entries:
         assert 0 < each["us"] <= each["heuristic_us"]
 
