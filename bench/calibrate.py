@@ -59,10 +59,10 @@ def _body(
     from weft.collectives import cost, resolve
 
     group, where = resolve(None), torch.device(device)
-    path = cost.path_for(group, where)
-    before = asdict(cost.machine(group, where)) if _on_all(path.exists()) else None
+    known = _on_all(cost.file_of(group, where) is not None)
+    before = asdict(cost.machine(group, where)) if known else None
     after = asdict(cost.calibrate(group, where))
-    return str(path), before, after
+    return str(cost.file_of(group, where) or "no file: none can be written"), before, after
 
 
 def _on_all(value: bool) -> bool:

@@ -1,8 +1,9 @@
 """What this machine can do: rates that the choice of engine is made from, measured once and kept.
 
 The first call that has to choose measures them, all ranks of its group at the same time (0.3 s),
-and rank 0 keeps the result in WEFT_CACHE_DIR. Every rank uses rank 0's numbers, so that all ranks
-choose alike. `weft bench calibrate` measures again, as does deleting the file.
+and rank 0 keeps the result in WEFT_CACHE_DIR, or where nothing can be written there in the user's
+own folder for temporary files. Every rank uses rank 0's numbers, so that all ranks choose alike.
+`weft bench calibrate` measures again, as does deleting the file.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -87,8 +89,9 @@ def machine(group: Group, device: torch.device) -> Machine:
         return group.virtual.rates or _NOMINAL
     found = _machines.get((group, device.type))
     if found is None:
-        kept = _of_first(group, _load(path_for(group, device)) if group.rank == 0 else None)
-        if kept is None:
+        fields = Machine.__dataclass_fields__
+        kept = _load(_name_for(group, device), fields) if group.rank == 0 else None
+        if (kept := _of_first(group, kept)) is None:
             return calibrate(group, device)
         found = _machines[group, device.type] = Machine(**kept)
     return found
@@ -98,7 +101,7 @@ def calibrate(group: Group, device: torch.device) -> Machine:
     """Measure the rates for `group` on `device` now, and keep them. Collective."""
     rates = _of_first(group, asdict(_measure(group, device)))
     if group.rank == 0:
-        _save(path_for(group, device), rates)
+        _save(_name_for(group, device), rates)
     measured = _machines[group, device.type] = Machine(**rates)
     return measured
 
@@ -110,8 +113,13 @@ def _of_first(group: Group, value: Any) -> Any:
     return group.gather_objects(value, "the rates of the machine")[0]
 
 
-def path_for(group: Group, device: torch.device) -> Path:
-    """The file that keeps the rates."""
+def file_of(group: Group, device: torch.device) -> Path | None:
+    """The file that keeps the rates, if there is one."""
+    files = [folder / _name_for(group, device) for folder in _folders()]
+    return next(filter(os.path.isfile, files), None)
+
+
+def _name_for(group: Group, device: torch.device) -> str:
     conditions = _digest(
         torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         torch.__version__,
@@ -121,7 +129,7 @@ def path_for(group: Group, device: torch.device) -> Path:
         group.why,
         sorted(Machine.__dataclass_fields__),
     )
-    return settings.cache_dir() / f"machine-{conditions}.json"
+    return f"machine-{conditions}.json"
 
 
 def _cpu_name() -> str:
@@ -138,29 +146,42 @@ def _digest(*conditions: object) -> str:
     return hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]
 
 
-def _load(path: Path) -> dict[str, Any] | None:
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, PermissionError, json.JSONDecodeError):
-        return None
-    return kept
+def _folders() -> list[Path]:
+    """Where measurements are looked for and kept, first choice first."""
+    folders = []
+    with suppress(RuntimeError):  # a user without a home, as in containers
+        folders.append(settings.cache_dir())
+    with suppress(FileNotFoundError):
+        folders.append(Path(tempfile.gettempdir()) / f"weft-{os.getuid()}")
+    return folders
 
 
-def _save(path: Path, rates: dict[str, Any], *, first: bool = False) -> None:
+def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
+    for folder in _folders():
+        with suppress(OSError, ValueError):
+            kept: Any = json.loads((folder / name).read_text())
+            if isinstance(kept, dict) and kept.keys() == set(fields):
+                return kept
+    return None
+
+
+def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
     """Keep `rates`: with `first`, only if nothing is kept there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in _folders():
         # Several groups may write at once; a reader sees one whole file or the other.
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(rates, indent=1))
-        if not first:
-            part.replace(path)
-            return
-        with suppress(FileExistsError):
-            path.hardlink_to(part)
-        part.unlink()
-    except OSError:
-        return  # a read-only home: the next process measures again
+        part = folder / f"{name}.{os.getpid()}"
+        with suppress(OSError):  # a read-only home, or a full one
+            folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(rates, indent=1))
+            try:
+                if first:
+                    with suppress(FileExistsError):
+                        (folder / name).hardlink_to(part)
+                else:
+                    part.replace(folder / name)
+                return
+            finally:
+                part.unlink(missing_ok=True)
 
 
 def onednn_is_quicker() -> bool:
@@ -177,22 +198,25 @@ def bfloat16_gain() -> float:
 @lru_cache(maxsize=1)
 def _compared_matmuls() -> dict[str, Any]:
     """Measured once on a machine and kept: what is chosen by it rounds differently, and results
-    must be the same from run to run."""
-    conditions = _digest(_cpu_name(), torch.__version__, "bfloat16_gain")
-    path = settings.cache_dir() / f"matmul-{conditions}.json"
-    kept = _load(path)
+    must be the same from run to run, and from rank to rank."""
+    name = f"matmul-{_digest(_cpu_name(), torch.__version__, 'bfloat16_gain')}.json"
+    kept = _load(name, _UNMEASURED)
     if kept is None:
         x = torch.ones(384, 384, device="cpu")
         halves, fp32_us = x.bfloat16(), _timed(lambda: x @ x, 9)
         onednn = torch.backends.mkldnn.is_available()
-        kept = {
+        measured = {
             "onednn_is_quicker": onednn and fp32_us > 1.2 * _timed(lambda: _onednn_square(x), 9),
             "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
         }
         # Of ranks that measure at the same time, one is believed by all.
-        _save(path, kept, first=True)
-        kept = _load(path) or kept
+        _save(name, measured, first=True)
+        kept = _load(name, measured) or _UNMEASURED
     return kept
+
+
+# Where nothing can be kept: slower than need be, and alike on all ranks.
+_UNMEASURED = {"onednn_is_quicker": False, "bfloat16_gain": 0.0}
 
 
 def _onednn_square(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,33 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
         del os.environ["WEFT_CACHE_DIR"]
         cost._machines.clear()
         cost._compared_matmuls.cache_clear()
+
+
+def unwritable_body(folder: str) -> list[float]:
+    """The gain of bf16 where the cache cannot be written, and where nothing can."""
+    file = Path(folder, "file")
+    file.touch()
+    os.environ["WEFT_CACHE_DIR"] = str(file / "cache")
+    gains = []
+    try:
+        for temporary in (folder, str(file)):
+            tempfile.tempdir = temporary
+            cost._compared_matmuls.cache_clear()
+            gains.append(cost.bfloat16_gain())
+        return gains
+    finally:
+        del os.environ["WEFT_CACHE_DIR"]
+        tempfile.tempdir = None
+        cost._compared_matmuls.cache_clear()
+
+
+def test_ranks_choose_alike_where_they_cannot_keep_what_they_measured(
+    ranks: Any, tmp_path: Path
+) -> None:
+    results = ranks(2, unwritable_body, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0][0] > 0 and results[0][1] == 0
+    assert [name.split("-")[0] for name in os.listdir(next(tmp_path.glob("weft-*")))] == ["matmul"]
 
 
 def test_auto_chooses_alike_on_every_rank_and_keeps_what_it_measured(
