@@ -23,7 +23,7 @@ from weft.demo.train import Run, train
 from weft.launch import RankError, launch
 
 ROOT = Path(__file__).parent.parent
-TINY = "--steps 4 --d-model 32 --layers 2 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
+TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
 
 
 def shell(*command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -65,7 +65,7 @@ def run(mesh_shape: tuple[int, ...]) -> list[str]:
         both = [(p, q) for p, q in pairs]
         if mesh.ndim == 2:
             every_two = list(itertools.product(both, both))
-            both = every_two[:: len(every_two) // 12]
+            both = every_two[:: len(every_two) // 8]
         for pair in both:
             px, pw = zip(*pair, strict=True) if mesh.ndim == 2 else ([pair[0]], [pair[1]])
             ours = [

@@ -347,7 +347,8 @@ def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int =
     return [wrong for name, case in cases for wrong in run_case(name, case, mesh, limit, seed)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
+# Four ranks in a row show no more than three: the sweep has them.
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh).numel()

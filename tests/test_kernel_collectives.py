@@ -15,7 +15,6 @@ from weft import collectives
 from weft.collectives import kernel_collectives, pull, resolve, workspace
 from weft.collectives.movement import chunk_sizes, offsets
 
-DTYPES = (torch.bfloat16, torch.float64, torch.int64)
 OPS = ("sum", "avg", "max", "min", "product")
 
 
@@ -92,7 +91,11 @@ def reduce_body(dtype: torch.dtype) -> None:
                 assert torch.equal(part, want[start : start + sizes[rank]]), (count, op, sizes)
 
 
-@pytest.mark.parametrize("W, dtype", [(2, torch.float32), *((3, dtype) for dtype in DTYPES)])
+# The order shows from three ranks on, and most where values are rounded.
+@pytest.mark.parametrize(
+    "W, dtype",
+    [(3, torch.bfloat16), (2, torch.float32), (2, torch.float64), (2, torch.int64)],
+)
 def test_reductions_are_exact_in_rank_order(ranks: Any, W: int, dtype: torch.dtype) -> None:
     ranks(W, reduce_body, dtype)
 
@@ -142,13 +145,13 @@ def test_all_to_all(ranks: Any, W: int, dtype: torch.dtype) -> None:
     ranks(W, to_all_body, dtype)
 
 
-def shots_body(two_shot: bool, programs: int) -> None:
+def shots_body(two_shot: bool) -> None:
     """Either way, and more programs than blocks."""
     rank, W = dist.get_rank(), dist.get_world_size()
     for count in (1, 45, 100):
         nbytes = 4 * count
         config = kernel_collectives.config_for("all_reduce", nbytes, W, torch.device("cpu"))
-        config = replace(config, two_shot=two_shot, programs=programs)
+        config = replace(config, two_shot=two_shot, programs=4)
         room = kernel_collectives.workspace_bytes(nbytes, W, config)
         ws = workspace(None, room, channel="shots")
         every = [values(r, count, torch.float32, count) for r in range(W)]
@@ -159,10 +162,9 @@ def shots_body(two_shot: bool, programs: int) -> None:
             assert torch.equal(out, reduced(every, "sum"))
 
 
-@pytest.mark.parametrize("programs", [1, 4])
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_one_and_two_shots(ranks: Any, two_shot: bool, programs: int) -> None:
-    ranks(3, shots_body, two_shot, programs)
+def test_one_and_two_shots(ranks: Any, two_shot: bool) -> None:
+    ranks(3, shots_body, two_shot)
 
 
 def gradient_body() -> None:

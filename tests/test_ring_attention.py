@@ -171,9 +171,9 @@ def plain_case(engine: str, W: int, **changes: Any) -> dict[str, Any]:
 
 def repeated_body(engine: str, W: int) -> None:
     """The same call again, with another between: the same buffers, the same bits."""
-    case = plain_case(engine, W)
+    case = plain_case(engine, W, H=2, H_kv=1)
     first = attention_case(case)
-    attention_case(plain_case(engine, W, causal=False, D=8, dtype=torch.bfloat16))
+    attention_case(plain_case(engine, W, H=1, H_kv=1, causal=False, D=8, dtype=torch.bfloat16))
     again = attention_case(case)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -189,7 +189,7 @@ def delayed_body(engine: str, W: int) -> None:
     for call in range(4):
         if dist.get_rank() == call % W:
             time.sleep(0.05)
-        attention_case(plain_case(engine, W, causal=call % 2 == 0, H=2, D=8 + 4 * call))
+        attention_case(plain_case(engine, W, causal=call % 2 == 0, H=1, H_kv=1, D=8 + 4 * call))
 
 
 @pytest.mark.parametrize("engine", ["host", "triton"])
