@@ -62,6 +62,7 @@ class _Core:
     Attributes:
         registers: of 4 bytes, of all lanes. granule: a lane's are given in multiples of it.
         warps, programs: the most that are resident. reserved_bytes: shared memory a program.
+        tensor_columns: of tensor memory.
     """
 
     registers: int
@@ -71,17 +72,20 @@ class _Core:
     lanes: int = 32
     granule: int = 8
     reserved_bytes: int = 1 << 10
+    tensor_columns: int = 0
 
 
 _CORES = {
     "sm_80": _Core(1 << 16, 64, 32, 164 << 10),
     "sm_90": _Core(1 << 16, 64, 32, 228 << 10),
-    "sm_100": _Core(1 << 16, 64, 32, 228 << 10),
+    "sm_100": _Core(1 << 16, 64, 32, 228 << 10, tensor_columns=512),
     "gfx942": _Core(1 << 17, 32, 16, 64 << 10, lanes=64, reserved_bytes=0),
 }
 
 
-def occupancy(arch: str, registers: int, shared_bytes: int, num_warps: int) -> tuple[int, float]:
+def occupancy(
+    arch: str, registers: int, shared_bytes: int, num_warps: int, tensor_columns: int = 0
+) -> tuple[int, float]:
     """Programs that one core holds, and the part of its warps that they are.
 
     Example:
@@ -94,6 +98,8 @@ def occupancy(arch: str, registers: int, shared_bytes: int, num_warps: int) -> t
     by_registers = core.registers // 4 // held * 4 // num_warps
     by_shared = core.shared_bytes // max(1, shared_bytes + core.reserved_bytes)
     programs = min(by_registers, by_shared, core.warps // num_warps, core.programs)
+    if tensor_columns:
+        programs = min(programs, core.tensor_columns // tensor_columns)
     return programs, programs * num_warps / core.warps
 
 
@@ -112,9 +118,9 @@ def _width(load: str) -> int:
     """Bits that a load moves a lane."""
     if found := re.search(r"dwordx(\d)", load):
         return 32 * int(found[1])
-    if found := re.search(r"\.[US]?(8|16|64|128)\b", load):
+    if found := re.search(r"\.[US]?(8|16|64|128|256)\b", load):
         return int(found[1])
-    if found := re.search(r"_[us](byte|short)", load):
+    if found := re.search(r"_[us]?(byte|short)", load):
         return 8 if found[1] == "byte" else 16
     return 32
 
@@ -197,18 +203,19 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            usage = _tool("cuobjdump", "-res-usage", file.name)
-            text = _tool("cuobjdump", "-sass", file.name)
-        registers = _found(r"REG:(\d+)", usage)
-        spills = _found(r"STACK:(\d+)", usage) + _found(r"LOCAL:(\d+)", usage)
+            text = _tool("cuobjdump", "-res-usage", "-sass", file.name)
+        registers = _found(r"REG:(\d+)", text)
+        spills = _found(r"STACK:(\d+)", text) + _found(r"LOCAL:(\d+)", text)
+        tensor_columns = compiled.metadata.tmem_size or 0
     else:
         text = cast(str, compiled.asm["amdgcn"])
         registers = _found(r"\.vgpr_count:\s+(\d+)", text)
         spills = _found(r"\.vgpr_spill_count:\s+(\d+)", text)
         spills += _found(r"\.private_segment_fixed_size:\s+(\d+)", text)
+        tensor_columns = 0
     kinds = [[n for n in names if re.search(rf"\b{n}", text)] for names in (_MATRIX, _PLAIN)]
-    shared, num_warps = compiled.metadata.shared, launch.options["num_warps"]
-    programs, part = occupancy(chip.name, registers, shared, num_warps)
+    shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
+    programs, part = occupancy(chip.name, registers, shared, num_warps, tensor_columns)
     return Report(
         case=case,
         kernel=launch.kernel.__name__,

@@ -109,6 +109,7 @@ def test_occupancy_is_the_scarcest_resource():
     assert occupancy("sm_90", 32, 8, 8) == (8, 1.0)
     assert occupancy("sm_90", 16, 0, 1) == (32, 0.5)  # programs
     assert occupancy("sm_90", 255, 0, 12) == (0, 0.0)  # 8 warps of 256 registers fit
+    assert occupancy("sm_100", 64, 1 << 10, 8, 128) == (4, 0.5)  # 512 columns of tensor memory
     assert occupancy("gfx942", 128, 40 << 10, 8) == (1, 0.25)
     assert occupancy("gfx942", 256, 0, 4) == (2, 0.25)
 
@@ -118,6 +119,8 @@ def test_the_widest_load_is_found_in_a_disassembly():
         "LDGSTS.E.BYPASS.128"
     )
     assert widest_load("LDG.E.U16 R1; LDG.E.U8 R2") == "LDG.E.U16"
+    assert widest_load("LDG.E.128 R1; LDG.E.ENL2.256 R4") == "LDG.E.ENL2.256"
+    assert widest_load("global_load_short_d16 v1; global_load_dword v2") == "global_load_dword"
     assert widest_load("UTMALDG.2D [UR8]; LDG.E.128 R4") == "UTMALDG"
     assert widest_load("global_load_ushort v1; global_load_dwordx4 v[0:3]; buffer_load_dword") == (
         "global_load_dwordx4"
