@@ -227,6 +227,7 @@ def _reduce_launches(
         ("down, 1024 tokens", 1024, (_FFN,)),
         ("d(up)", 8192, (_FFN,)),
         ("d(qkv)", 8192, _QKV),
+        ("d(gate and up)", 8192, (_FFN, _FFN)),
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),
     ]

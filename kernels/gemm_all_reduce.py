@@ -168,7 +168,7 @@ def _gemm_two_shot_kernel(
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m = tile_m * BLOCK_M
             acc = partial_sums.product(
-                factors, x_desc, w_desc, tiles.wrapped(start_m, M, BLOCK_M), start_m,
+                factors, (x_desc,), (w_desc,), tiles.wrapped(start_m, M, BLOCK_M), start_m,
                 tile_n * BLOCK_N, N, 0, TILES, 1, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
             )  # fmt: skip
             partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
@@ -267,12 +267,11 @@ def launch_matmul_all_reduce(
         gemm_one_shot.launch(out, [x], [w], factors, finish, ws, None, config)
         return out
     tiling = config.tiling
-    operands = described(x, w, tiling, config.descriptors)
+    operands = described([x], [w], tiling, config.descriptors)
     _gemm_two_shot_kernel[(config.programs,)](
         out,
         factors,
-        operands.x,
-        operands.w,
+        *operands.arguments[:2],
         finish,
         link_of(ws),
         M,

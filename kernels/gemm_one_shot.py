@@ -124,8 +124,12 @@ def _send_to_owners(
 def _gemm_one_shot_kernel(
     out_ptr,  # (M, N), or this rank's rows of it
     factors,  # Factors of (M, N)
-    x_desc,  # of the only term, or None
+    x_desc,  # of each term, or None
     w_desc,
+    x_desc_2,
+    w_desc_2,
+    x_desc_3,
+    w_desc_3,
     finish,  # Finish
     scratch_ptr,  # (T * SPLIT, block) fp32, or None
     link,
@@ -164,7 +168,8 @@ def _gemm_one_shot_kernel(
         tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
         start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = partial_sums.product(
-            factors, x_desc, w_desc, tiles.wrapped(start_m, M, BLOCK_M), start_m, start_n, N, part,
+            factors, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
+            tiles.wrapped(start_m, M, BLOCK_M), start_m, start_n, N, part,
             TILES, TERMS, SPLIT, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
         )  # fmt: skip
         if SPLIT > 1:
@@ -237,12 +242,11 @@ def launch(
     """
     tiling, x = config.tiling, xs[0]
     M, N = x.shape[0], weights[0].shape[1]
-    operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1)
+    operands = described(xs, weights, tiling, config.descriptors)
     _gemm_one_shot_kernel[(config.programs,)](
         out,
         factors,
-        operands.x,
-        operands.w,
+        *operands.arguments,
         finish,
         splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling),
         link_of(ws),

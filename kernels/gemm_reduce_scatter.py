@@ -183,8 +183,12 @@ def _add_up(
 def _gemm_rs_kernel(
     out_ptr,  # (rows of the own chunk, N)
     factors,  # Factors of (M, N)
-    x_desc,  # of the only term, or None
+    x_desc,  # of each term, or None
     w_desc,
+    x_desc_2,
+    w_desc_2,
+    x_desc_3,
+    w_desc_3,
     finish,  # Finish
     link,
     offsets,
@@ -242,8 +246,8 @@ def _gemm_rs_kernel(
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             if start_m < rows:
                 acc = partial_sums.product(
-                    factors, x_desc, w_desc, begin + tiles.wrapped(start_m, rows, BLOCK_M),
-                    begin + start_m, start_n, N, 0,
+                    factors, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
+                    begin + tiles.wrapped(start_m, rows, BLOCK_M), begin + start_m, start_n, N, 0,
                     TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
                 )  # fmt: skip
                 if away:
@@ -317,13 +321,15 @@ def launch_matmul_reduce_scatter(
         gemm_one_shot.launch(out, xs, weights, factors, finish, ws, offsets, config)
         return out
     tiling = config.tiling
-    # Triton's launcher takes no descriptors in a tuple, and the number of terms varies.
-    operands = described(x, weights[0], tiling, config.descriptors and len(xs) == 1, offsets)
+    options = tiling.options
+    if len(xs) > 1 and config.descriptors:
+        # Each term has a loop of its own: with four stages the widest tiles spill, 24 bytes.
+        options["num_stages"] = min(options["num_stages"], 3)
+    operands = described(xs, weights, tiling, config.descriptors, offsets)
     _gemm_rs_kernel[(config.programs,)](
         out,
         factors,
-        operands.x,
-        operands.w,
+        *operands.arguments,
         finish,
         link_of(ws),
         offsets,
@@ -339,6 +345,6 @@ def launch_matmul_reduce_scatter(
         ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
         REDUCE_M=config.reduce_m,
         SENDERS=config.senders,
-        **tiling.options,
+        **options,
     )
     return out

@@ -49,12 +49,19 @@ def scales_of(scale: torch.Tensor | None) -> Scales:
     return Scales(flat, 0 if flat.numel() == 1 else flat.stride(0))
 
 
+# Terms of a sum that may come by descriptor: q, k and v. Triton's launcher takes none in a tuple.
+_TERMS = 3
+
+
 @dataclass(frozen=True)
 class Described:
-    """Descriptors of x and w, of the transpose where said; all or none."""
+    """Descriptors of x and w of each term, of the transposes where said; all or none.
 
-    x: Any = None
-    w: Any = None
+    Attributes:
+        arguments: x and w of the first term, of the second, of the third.
+    """
+
+    arguments: tuple[Any, ...] = (None, None) * _TERMS
     x_transposed: bool = False
     w_transposed: bool = False
 
@@ -74,9 +81,13 @@ def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:
 
 
 def described(
-    x: torch.Tensor, w: torch.Tensor, tiling: Tiling, wanted: bool, row_starts: Sequence[int] = ()
+    xs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    tiling: Tiling,
+    wanted: bool,
+    row_starts: Sequence[int] = (),
 ) -> Described:
-    """Descriptors of x (M, K) and w (K, N) if they are `wanted` and both allow it.
+    """Descriptors of every x (M, K) and w (K, N) if they are `wanted` and all allow it.
 
     Only for operands that nobody writes while the kernel runs: copies by descriptor are not
     ordered by the acquire of a signal.
@@ -84,13 +95,21 @@ def described(
     Args:
         row_starts: rows of x from which tiles are counted, if not from row 0 alone.
     """
-    if not wanted or not (_describable(x) and _describable(w)):
+    x, w = xs[0], weights[0]
+    alike = all(len({each.stride(1) == 1 for each in operands}) == 1 for operands in (xs, weights))
+    if not wanted or len(xs) > _TERMS or not alike:
+        return Described()
+    if not all(_describable(each) for each in (*xs, *weights)):
         return Described()
     if x.stride(1) != 1 and any(start * x.element_size() % 16 for start in row_starts):
         return Described()  # along the contiguous dim, blocks start at multiples of 16 bytes
-    x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
-    w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
-    return Described(x_descriptor, w_descriptor, x_transposed, w_transposed)
+    found: list[Any] = []
+    for x, w in zip(xs, weights, strict=True):
+        x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
+        w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
+        found += [x_descriptor, w_descriptor]
+    none = (None, None) * (_TERMS - len(xs))
+    return Described((*found, *none), x_transposed, w_transposed)
 
 
 def described_weights(

@@ -57,8 +57,8 @@ class Finish(NamedTuple):
 @triton.jit
 def product(
     factors,
-    x_desc,  # of the only term, or None
-    w_desc,
+    x_descs,  # of each term, or None
+    w_descs,
     rows,  # (block_m,) of x, all inside
     start_m,  # the first of them, for the descriptor
     start_n,
@@ -77,8 +77,8 @@ def product(
         first_k, last_k = splits.part_of(factors.Ks[i], part, TILES.block_k, SPLIT)
         acc, _ = tiles.accumulate(
             acc, None, tiles.row_ptrs(factors.xs[i], rows), factors.xs[i].stride_n,
-            x_desc, start_m, factors.ws[i], None, w_desc, None, start_n, N, first_k, 0, last_k,
-            TILES, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
+            x_descs[i], start_m, factors.ws[i], None, w_descs[i], None, start_n, N, first_k, 0,
+            last_k, TILES, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
         )  # fmt: skip
     if factors.row_scales.ptr is not None:
         scales = factors.row_scales.ptr + rows.to(tl.int64) * factors.row_scales.stride

@@ -47,12 +47,9 @@ def known_spills(report: dict[str, Any]) -> int:
     if "attention_backward" in kernel and report["dtype"] == "float32" and wide:
         # Some scalars around multiply-adds unrolled 256 times, whatever the warps: 24 of 8 warps.
         return 64
-    if report["arch"] == "sm_90" and report["dtype"] in ("bfloat16", "float16"):
+    if "attention_backward" in kernel and "packed" in report["case"] and report["arch"] == "sm_90":
         # By Triton 3.6. A pipeline of fewer stages spills less, but waits for memory.
-        if "attention_backward" in kernel and "packed" in report["case"]:
-            return 24
-        if report["case"] == "d(qkv)":
-            return 48  # three terms of 128 x 256, by pointers
+        return 24
     return 0
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,11 +270,19 @@ def gpu_like_tiles() -> None:
         close = tolerance(dtype, W * K)
         scatter = gemm_reduce_scatter.Config(tiling, 3, 16, True)
         factors = torch.linspace(0.5, 1.0, N)  # of columns, as fp8 has them
+        chunk = want.split(chunk_sizes(M, W))[rank] * factors.double()
         y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
             [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), scale_b=factors, config=scatter
         )
-        chunk = want.split(chunk_sizes(M, W))[rank]
-        torch.testing.assert_close(y.double(), chunk * factors.double(), **close)
+        torch.testing.assert_close(y.double(), chunk, **close)
+        # The same as a sum of two terms, or of three.
+        terms = [slice(*ends) for ends in pairwise((0, 16, *[32] * (index % 2), K))]
+        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            [xs[rank][:, part] for part in terms], [weights[rank][part] for part in terms],
+            ws, chunk_sizes(M, W),
+            config=scatter if index % 2 else gemm_one_shot.Config(tiling, 12, 2, 16, True),
+        )  # fmt: skip
+        torch.testing.assert_close(y.double() * factors.double(), chunk, **close)
         for reduce in (
             gemm_all_reduce.Config(tiling, 2, 16, True),
             gemm_one_shot.Config(tiling, 12, 2, 16, True),
