@@ -28,6 +28,15 @@ def element(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def divided(x, BY: tl.constexpr):
+    """x / BY, in fp32 rounded to nearest even as torch does."""
+    result = x / BY
+    if x.dtype == tl.float32:
+        result = tl.div_rn(x, tl.full(x.shape, BY, tl.float32))
+    return result
+
+
+@triton.jit
 def rounded(x, dtype: tl.constexpr):
     """`x` (fp32) to `dtype`, to nearest even."""
     if _INTERPRETED and dtype == tl.bfloat16:

@@ -37,14 +37,15 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.device_math import cdiv, element, rounded
+from weft.collectives.device_math import cdiv, divided, element, rounded
 from weft.collectives.workspace import Workspace, link_of
 
 REDUCED = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# By their bytes: what is only copied is copied in the widest that its addresses allow.
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SLOT_ALIGN = 128
 
 
@@ -283,10 +284,7 @@ def _reduce_elements(
         term = _term(own_ptr, slots, slot_size, offs, mask, rank, r, ALIGN).to(wide)
         total = combined(total, term, OP)
     if OP == "avg":
-        if wide == tl.float32:
-            total = tl.div_rn(total, tl.full(total.shape, WORLD_SIZE, tl.float32))
-        else:
-            total = total / WORLD_SIZE
+        total = divided(total, WORLD_SIZE)
     if half:
         total = rounded(total, dtype)
     tl.store(out_ptr + offs, total, mask=mask)
@@ -395,7 +393,7 @@ def launch_exchange(
     counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
     align = _align(size, [x.data_ptr(), out.data_ptr()], counts)
     word = min(align, 8)
-    kind = _WORDS[word]
+    kind = WORDS[word]
 
     def words(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(value * size // word for value in values)

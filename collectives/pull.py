@@ -30,14 +30,13 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.device_math import cdiv, rounded
-from weft.collectives.kernel_collectives import REDUCED, combined
+from weft.collectives.device_math import cdiv, divided, rounded
+from weft.collectives.kernel_collectives import REDUCED, WORDS, combined
 from weft.collectives.symmetric import lasting
-from weft.collectives.workspace import Workspace
+from weft.collectives.workspace import Workspace, link_of
 
 REDUCE_OPS = ("sum", "max", "min", "product")
 _HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _BLOCK, _PROGRAMS, _NUM_WARPS = 1024, 128, 4
 _MOST_ELEMENTS = 2**31 - _BLOCK  # of a box: its elements are numbered in int32, by whole blocks
 _INTERPRETED_BLOCK, _INTERPRETED_PROGRAMS = 64, 2
@@ -177,30 +176,29 @@ def table_of(
 @triton.jit(do_not_specialize=["numel", "rank"])
 def _publish_kernel(
     x_ptr,
-    buffer_ptrs,
-    signal_ptrs,
+    link,
     numel,
-    half_bytes,
     rank,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Show x to all peers. Grid: any."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
-    shown = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, x_ptr.dtype.element_ty)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    shown = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     for block in range(program, cdiv(numel, BLOCK), programs):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(shown + offs, tl.load(x_ptr + offs, mask=offs < numel), mask=offs < numel)
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.signal_peers(signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
 
 
 @triton.jit
-def _held(x_ptr, buffer_ptrs, holder, rank, generation, half_bytes, offs, mask):
+def _held(x_ptr, link, holder, rank, generation, offs, mask):
     """Elements `offs` of the x of `holder`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    shown = signals.half_ptr(buffer_ptrs, holder, generation, half_bytes, dtype)
+    shown = signals.half_ptr(link.buffer_ptrs, holder, generation, link.half_bytes, dtype)
     address = tl.where(holder == rank, x_ptr.to(tl.int64), shown.to(tl.int64))
     return tl.load(address.to(tl.pointer_type(dtype)) + offs, mask=mask)
 
@@ -209,12 +207,11 @@ def _held(x_ptr, buffer_ptrs, holder, rank, generation, half_bytes, offs, mask):
 def _take(
     out_ptr,
     x_ptr,
-    buffer_ptrs,
     rows_ptr,
     holders_ptr,
     box,
+    link,
     generation,
-    half_bytes,
     rank,
     DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -241,20 +238,17 @@ def _take(
             target += index * tl.load(dim + 1)
             source += index * tl.load(dim + 2)
         holder = tl.load(holders_ptr + first)
-        total = _held(x_ptr, buffer_ptrs, holder, rank, generation, half_bytes, source, mask)
+        total = _held(x_ptr, link, holder, rank, generation, source, mask)
         if OP != "copy":
             half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
             wide: tl.constexpr = tl.float32 if half else dtype
             total = total.to(wide)
             for i in range(1, count):
                 holder = tl.load(holders_ptr + first + i)
-                term = _held(x_ptr, buffer_ptrs, holder, rank, generation, half_bytes, source, mask)
+                term = _held(x_ptr, link, holder, rank, generation, source, mask)
                 total = combined(total, term.to(wide), OP)
             if DIVISOR != 1:
-                if wide == tl.float32:
-                    total = tl.div_rn(total, tl.full(total.shape, DIVISOR, tl.float32))
-                else:
-                    total = total / DIVISOR
+                total = divided(total, DIVISOR)
             if half:
                 total = rounded(total, dtype)
         tl.store(out_ptr + target, total, mask=mask)
@@ -263,18 +257,15 @@ def _take(
 _ROW_HEAD = tl.constexpr(_HEAD)
 
 
-@triton.jit(do_not_specialize=["boxes", "local_boxes", "max_polls", "rank"])
+@triton.jit(do_not_specialize=["boxes", "local_boxes", "rank"])
 def _pull_kernel(
     out_ptr,
     x_ptr,
-    buffer_ptrs,
-    signal_ptrs,
     rows_ptr,  # (boxes, _HEAD + 3 DIMS)
     holders_ptr,
     boxes,
     local_boxes,
-    half_bytes,
-    max_polls,
+    link,
     rank,
     WORLD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
@@ -288,31 +279,20 @@ def _pull_kernel(
     columns rank 1 takes the boxes [2 elements of each of 2 rows] x_0[:, 2:] --> out[:2] and
     x_1[:, 2:] --> out[2:], the second one of itself.
     """
-    generation = signals.last_generation(signal_ptrs, rank) + 1
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
     arrived = boxes >= 0
     for box in range(boxes + 1):
         if box == local_boxes:
             arrived = signals.wait_for_peers(
-                signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, max_polls
+                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.max_polls
             )
         if (box < boxes) & arrived:
             _take(
-                out_ptr,
-                x_ptr,
-                buffer_ptrs,
-                rows_ptr,
-                holders_ptr,
-                box,
-                generation,
-                half_bytes,
-                rank,
-                DIMS,
-                BLOCK,
-                OP,
+                out_ptr, x_ptr, rows_ptr, holders_ptr, box, link, generation, rank, DIMS, BLOCK, OP,
                 DIVISOR,
-            )
-    if signals.is_last_program(signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(signal_ptrs, rank, generation)
+            )  # fmt: skip
+    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
@@ -337,19 +317,18 @@ def launch_pull(
     most = _INTERPRETED_PROGRAMS if interpreted else _PROGRAMS
     given, into = x.view(-1), out.view(-1)
     if table.op == "copy":
-        kind = _WORDS[table.word]
+        kind = WORDS[table.word]
         given, into = given.view(torch.uint8).view(kind), into.view(torch.uint8).view(kind)
     if publish and x.numel() * x.element_size() > ws.half_bytes:
         raise ValueError(
             f"the workspace must hold x, {x.numel() * x.element_size()} bytes, got {ws.half_bytes=}"
         )
     shown = given.numel() if publish else 0
+    link = link_of(ws)
     _publish_kernel[(max(1, min(most, -(-shown // block))),)](
         given,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
+        link,
         shown,
-        ws.half_bytes,
         ws.rank,
         WORLD_SIZE=ws.world_size,
         BLOCK=block,
@@ -359,14 +338,11 @@ def launch_pull(
     _pull_kernel[(max(1, min(most, -(-into.numel() // block))),)](
         into,
         given,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
         table.rows,
         table.holders,
         table.rows.numel() // row,
         table.local,
-        ws.half_bytes,
-        ws.timeout_polls,
+        link,
         ws.rank,
         WORLD_SIZE=ws.world_size,
         DIMS=table.dims,
