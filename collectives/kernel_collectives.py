@@ -38,7 +38,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, element, rounded
-from weft.collectives.workspace import Workspace, link_of
+from weft.collectives.workspace import Workspace, check_room, link_of
 
 REDUCED = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
@@ -358,14 +358,6 @@ def _align(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> in
     return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
 
 
-def _check_room(nbytes: int, ws: Workspace, config: Config) -> None:
-    if (needed := workspace_bytes(nbytes, ws.world_size, config)) > ws.half_bytes:
-        raise ValueError(
-            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
-            f"ask for workspace_bytes({nbytes}, world_size, config)"
-        )
-
-
 def launch_exchange(
     x: torch.Tensor,
     out: torch.Tensor,
@@ -386,7 +378,8 @@ def launch_exchange(
         config: the same on all ranks.
     """
     size = x.element_size()
-    _check_room(widest * size, ws, config)
+    needed = workspace_bytes(widest * size, ws.world_size, config)
+    check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
     receive_at = _starts(receives)
     # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
     counts = [*send_at, *sends, *receive_at, *receives]
@@ -449,7 +442,9 @@ def launch_reduce(
         widest = share
     else:
         shares, starts, widest = (count,) * W, (0,) * W, count
-    _check_room(count * itemsize if sizes is None else widest * itemsize, ws, config)
+    nbytes = (count if sizes is None else widest) * itemsize
+    needed = workspace_bytes(nbytes, W, config)
+    check_room(ws, needed, "workspace_bytes(bytes, world_size, config), as config_for counts them")
     _reduce_kernel[(config.programs,)](
         out,
         x,

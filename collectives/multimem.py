@@ -28,7 +28,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv
-from weft.collectives.workspace import Workspace
+from weft.collectives.workspace import Workspace, check_room, link_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 256  # vectors of 16 bytes
@@ -87,17 +87,14 @@ def _copy_share(dst, src, begin, end, count, program, programs, BLOCK: tl.conste
         tl.store(dst + offs, tl.load(src + offs, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "max_polls"])
+@triton.jit(do_not_specialize=["rank"])
 def _multimem_kernel(
     out_ptr,
     x_ptr,
     multicast_ptr,  # int64: address of the data of all ranks
-    buffer_ptrs,
-    signal_ptrs,
+    link,
     count,
     vectors,  # of one share
-    half_bytes,
-    max_polls,
     rank,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # in vectors of 16 bytes
@@ -106,37 +103,34 @@ def _multimem_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     lanes: tl.constexpr = 128 // dtype.primitive_bitwidth
-    generation = signals.last_generation(signal_ptrs, rank) + 1
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
     share = tl.cast(vectors, tl.int64) * lanes
-    half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype)
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     for owner in range(WORLD_SIZE):
-        _copy_share(
-            half, x_ptr, owner * share, (owner + 1) * share, count, program, programs, BLOCK * lanes
-        )
-    arrived = signals.barrier(signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls)
+        begin = owner * share
+        _copy_share(half, x_ptr, begin, begin + share, count, program, programs, BLOCK * lanes)
+    arrived = signals.barrier(
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+    )
     if arrived:
-        everywhere = multicast_ptr + (generation & 1) * half_bytes
+        everywhere = multicast_ptr + (generation & 1) * link.half_bytes
         result_at = WORLD_SIZE * tl.cast(vectors, tl.int64) * 16
         for block in range(program, cdiv(vectors, BLOCK), programs):
             vector = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             source = everywhere + (rank * tl.cast(vectors, tl.int64) + vector) * 16
             _reduce_vectors(source, source + result_at, vector < vectors, dtype)
-        arrived = signals.barrier(signal_ptrs, rank, WORLD_SIZE, 1, program, generation, max_polls)
+        arrived = signals.barrier(
+            link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls
+        )
     if arrived:
         result = half + WORLD_SIZE * share
         for owner in range(WORLD_SIZE):
+            begin = owner * share
             _copy_share(
-                out_ptr,
-                result,
-                owner * share,
-                (owner + 1) * share,
-                count,
-                program,
-                programs,
-                BLOCK * lanes,
+                out_ptr, result, begin, begin + share, count, program, programs, BLOCK * lanes
             )
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def _vectors(nbytes: int, world_size: int) -> int:
@@ -159,19 +153,15 @@ def launch_all_reduce(x: torch.Tensor, out: torch.Tensor, ws: Workspace) -> None
     nbytes = x.numel() * x.element_size()
     if not ws.buffer.multicast_ptr:
         raise NotImplementedError("this memory has no multicast address: its links cannot add")
-    if (needed := workspace_bytes(nbytes, ws.world_size)) > ws.half_bytes:
-        raise ValueError(f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}")
+    check_room(ws, workspace_bytes(nbytes, ws.world_size), "workspace_bytes(bytes, world_size)")
     vectors = _vectors(nbytes, ws.world_size)
     _multimem_kernel[(max(1, min(_PROGRAMS, -(-vectors // _BLOCK))),)](
         out,
         x,
         ws.buffer.multicast_ptr,
-        ws.buffer_ptrs,
-        ws.signal_ptrs,
+        link_of(ws),
         x.numel(),
         vectors,
-        ws.half_bytes,
-        ws.timeout_polls,
         ws.rank,
         WORLD_SIZE=ws.world_size,
         BLOCK=_BLOCK,

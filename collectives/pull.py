@@ -33,7 +33,7 @@ from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, rounded
 from weft.collectives.kernel_collectives import REDUCED, WORDS, combined
 from weft.collectives.symmetric import lasting
-from weft.collectives.workspace import Workspace, link_of
+from weft.collectives.workspace import Workspace, check_room, link_of
 
 REDUCE_OPS = ("sum", "max", "min", "product")
 _HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
@@ -319,10 +319,8 @@ def launch_pull(
     if table.op == "copy":
         kind = WORDS[table.word]
         given, into = given.view(torch.uint8).view(kind), into.view(torch.uint8).view(kind)
-    if publish and x.numel() * x.element_size() > ws.half_bytes:
-        raise ValueError(
-            f"the workspace must hold x, {x.numel() * x.element_size()} bytes, got {ws.half_bytes=}"
-        )
+    if publish:
+        check_room(ws, x.numel() * x.element_size(), "the bytes of the largest x")
     shown = given.numel() if publish else 0
     link = link_of(ws)
     _publish_kernel[(max(1, min(most, -(-shown // block))),)](

@@ -131,6 +131,14 @@ class Workspace:
         return self.buffer._segments[self.rank][:size].view(torch.int64)
 
 
+def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
+    """Raise ValueError unless `ws` has room for a call of `nbytes`; `ask` tells who knows them."""
+    if nbytes > ws.half_bytes:
+        raise ValueError(
+            f"the workspace must hold {nbytes} bytes a call, got {ws.half_bytes=}; ask for {ask}"
+        )
+
+
 class Link(NamedTuple):
     """How a kernel reaches its peers: see `weft.collectives.signals`. Triton passes named tuples on
     to kernels, and to the functions that these are made of, field by field."""

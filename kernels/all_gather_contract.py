@@ -22,20 +22,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described_weights, matrix
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 
 @dataclass(frozen=True)

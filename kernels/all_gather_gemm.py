@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -42,14 +41,11 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import copy_engines, gathers, splits, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.epilogues import Activation
 from weft.kernels.operands import described_weights, matrix, scales_of
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 # What all programs together may read over the link instead of a copy made once: at 450 GB/s about
 # the 3 us that a copy costs in signals.

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -32,13 +31,9 @@ import triton.language as tl
 from weft.collectives import signals, stream_signals
 from weft.collectives.exchange import exchange_on
 from weft.collectives.movement import offsets
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers
 from weft.kernels.host import SideStreams
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
-
 
 _STREAMS = 3
 _DATA_WORD = tl.constexpr(stream_signals.DATA_WORD)
@@ -85,7 +80,7 @@ def fetching(
         chunk_rows: rows that are copied and announced together.
         scales_at: see `weft.kernels.gathers`.
     """
-    gathers.check_room(ws, max(sizes), x.shape[1], x.dtype)
+    gathers.check_shard(ws, max(sizes), x.shape[1], x.dtype)
     K, starts = x.shape[1], offsets(list(sizes))
     own = slice(starts[ws.rank], starts[ws.rank] + sizes[ws.rank])
     beside = SideStreams(ws.group, x.device)

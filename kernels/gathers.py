@@ -20,7 +20,7 @@ Protocol
      word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
      that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
      scope.
-     Or, by copy engines, in a stream beside the consumer's: the same, a chunk the whole shard.
+     Or copy engines do, in streams beside the consumer's: see `copy_engines`.
   3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
 
 Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait
@@ -32,19 +32,14 @@ for every peer, so that no call ends before all peers have published (rule 2 of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import Workspace, check_room, link_of
 from weft.kernels import tiles
 from weft.kernels.operands import NO_SCALES, Scales, matrix
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 _PITCH = 16  # rows of a published shard start at multiples of this many elements
 
@@ -190,13 +185,10 @@ def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     return scales_offset(rows, columns, dtype) + scales
 
 
-def check_room(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> None:
+def check_shard(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Raise ValueError unless `ws` has room for a shard of that size."""
-    if (needed := workspace_bytes(rows, columns, dtype)) > ws.half_bytes:
-        raise ValueError(
-            f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; "
-            f"ask for workspace_bytes(largest rows, largest columns, dtype)"
-        )
+    needed = workspace_bytes(rows, columns, dtype)
+    check_room(ws, needed, "workspace_bytes(largest rows, largest columns, dtype)")
 
 
 def in_place(x: torch.Tensor) -> bool:
@@ -219,7 +211,7 @@ def publish(
     Raises:
         ValueError: `ws` is too small.
     """
-    check_room(ws, x.shape[0], pitch, x.dtype)
+    check_shard(ws, x.shape[0], pitch, x.dtype)
     blocks = -(-max(x.shape[0], 1) // copy_m)
     _publish_kernel[(min(programs, blocks),)](
         matrix(x),

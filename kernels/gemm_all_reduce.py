@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import check_room, link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
@@ -258,10 +258,8 @@ def launch_matmul_all_reduce(
     (M, _), N, W = x.shape, w.shape[1], ws.world_size
     config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
     out = x.new_empty(M, N, dtype=out_dtype or x.dtype)
-    if (needed := workspace_bytes(M, N, out.dtype, W, config)) > ws.half_bytes:
-        raise partial_sums.too_small(
-            needed, ws, "workspace_bytes(M, N, out_dtype, world_size, config)"
-        )
+    needed = workspace_bytes(M, N, out.dtype, W, config)
+    check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config)")
     factors, finish = factors_of([x], [w], scale_a, scale_b), finish_of(scale, bias, residual)
     if isinstance(config, gemm_one_shot.Config):
         gemm_one_shot.launch(out, [x], [w], factors, finish, ws, None, config)

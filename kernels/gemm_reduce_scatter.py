@@ -60,7 +60,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.collectives.workspace import link_of
+from weft.collectives.workspace import check_room, link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.operands import described
@@ -310,10 +310,8 @@ def launch_matmul_reduce_scatter(
     chunk, N = max(sizes), weights[0].shape[1]
     config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
     out = x.new_empty(sizes[ws.rank], N, dtype=out_dtype or x.dtype)
-    if (needed := workspace_bytes(chunk, N, out.dtype, W, config)) > ws.half_bytes:
-        raise partial_sums.too_small(
-            needed, ws, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)"
-        )
+    needed = workspace_bytes(chunk, N, out.dtype, W, config)
+    check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)")
     offsets = (0, *accumulate(sizes))
     factors = factors_of(xs, weights, scale_a, scale_b)
     finish = finish_of(scale, bias, residual)

@@ -47,12 +47,14 @@ class _ParallelLinear(nn.Module):
         group: GroupLike = None,
         sequence_dim: int | None = 0,
     ) -> None:
-        """Args:
-        in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
-            seed on every rank the weights are those that nn.Linear would have drawn.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        sequence_dim: dim along which the activations outside the pair are sharded; None: they
-            are whole on every rank.
+        """Draw the weights of an nn.Linear and keep this rank's part.
+
+        Args:
+            in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
+                seed on every rank the weights are those that it would have drawn.
+            group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+            sequence_dim: dim along which the activations outside the pair are sharded; None: they
+                are whole on every rank.
         """
         super().__init__()
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), group, sequence_dim)

@@ -19,7 +19,7 @@ apart, as they lie in one thread: in tensor cores' layout it has the same column
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,9 +27,6 @@ import triton.language as tl
 
 from weft.kernels import splits, tiles
 from weft.kernels.operands import matrix, scales_of
-
-if TYPE_CHECKING:
-    from weft.collectives.workspace import Workspace
 
 
 class Factors(NamedTuple):
@@ -217,13 +214,6 @@ def finished(
         ptrs = finish.residual + rows.to(tl.int64)[:, None] * N + offs_n[None, :]
         total += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     return total
-
-
-def too_small(needed: int, ws: Workspace, ask: str) -> ValueError:
-    """The error for a workspace with room for less than `needed` bytes; `ask` says how to know."""
-    return ValueError(
-        f"the workspace must hold {needed} bytes a call, got {ws.half_bytes=}; ask for {ask}"
-    )
 
 
 def factors_of(
