@@ -35,7 +35,15 @@ from weft.collectives.group import GroupLike, alone, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast
 from weft.kernels.engines import refuse_second_order
-from weft.kernels.sequence_attention import Plan, as_op_arguments, plan, ring_attention
+from weft.kernels.sequence_attention import (
+    Gradients,
+    Plan,
+    Saved,
+    as_op_arguments,
+    plan,
+    ring_attention,
+    saved_with,
+)
 from weft.kernels.sharded_sequence import SequenceLayout
 
 OP = "ulysses_attention"
@@ -155,32 +163,19 @@ class _HeadAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_second_order(OP)
-        return *head_gradients(ctx.call, *ctx.saved_tensors, *grads), None
+        return *head_gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None
 
 
-def head_gradients(
-    call: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv on the triton engine, where `in_one_launch` is true of `call`."""
+def head_gradients(call: Plan, saved: Saved) -> Gradients:
+    """dq, dk and dv on the triton engine, where `in_one_launch` is true of `call`."""
     from weft.kernels import heads_flash_backward as kernel
 
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
     op = f"{OP} backward"
-    ws = kernel.workspace_for(q, k, call.group, call.geometry)
+    ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
     ws.check(op)
-    dq, dk, dv = kernel.launch_head_attention_backward(
-        q, k, v, out, lse, grad_out, grad_lse, ws, call.geometry, call.scale
-    )
+    grads = kernel.launch_head_attention_backward(*saved, ws, call.geometry, call.scale)
     ws.launched(op)
-    return dq, dk, dv
+    return grads
 
 
 def in_one_launch(call: Plan) -> bool:

@@ -28,7 +28,13 @@ from weft.collectives.group import alone
 from weft.collectives.library import compose, define, differentiate, gathered_sizes, world_of
 from weft.kernels import head_exchange
 from weft.kernels.cached_attention import flash_decode
-from weft.kernels.sequence_attention import Plan, plan, ring_attention, ring_gradients
+from weft.kernels.sequence_attention import (
+    Plan,
+    plan,
+    ring_attention,
+    ring_gradients,
+    saved_with,
+)
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -101,56 +107,38 @@ def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
 
 def _plan(
     op: str,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     group_name: str,
     causal: bool,
     scale: float | None,
     layout: Any,
     window: list[int] | None,
-    cu_seqlens: torch.Tensor | None,
-    sizes: list[int] | None,
-    key_sizes: list[int] | None,
+    *others: Any,
 ) -> Plan:
     """What the forward did."""
-    return plan(
-        *qkv, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
-        key_sizes, op,
-    )  # fmt: skip
+    group = _group(group_name)
+    return plan(q, k, v, group, causal, scale, layout, _window(window), *others, op)
 
 
-def _ring_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
-    call = _plan("ring_attention", (q, k, v), *options)
-    grads = ring_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
+# Their first arguments are _KEPT: q, k, v, out, lse and the gradients of the last two.
+def _ring_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    call = _plan("ring_attention", *args[:3], *args[7:])
+    grads = ring_gradients(call, saved_with(args[:5], args[5:7]))
     return tuple(grad.contiguous() for grad in grads)
 
 
-def _head_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
-    call = _plan(head_exchange.OP, (q, k, v), *options)
+def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    qkv, grads, options = args[:3], args[5:7], args[7:]
+    call = _plan(head_exchange.OP, *qkv, *options)
     if head_exchange.in_one_launch(call):
-        grads = head_exchange.head_gradients(call, q, k, v, out, lse, grad_out, grad_lse)
-        return tuple(grad.contiguous() for grad in grads)
+        made = head_exchange.head_gradients(call, saved_with(args[:5], grads))
+        return tuple(grad.contiguous() for grad in made)
     # The other engines differentiate what they exchanged, which was not kept: once more.
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        pairs = zip(_head_attention(*inputs, *options), (grad_out, grad_lse), strict=True)
+        inputs = [x.detach().requires_grad_() for x in qkv]
+        pairs = zip(_head_attention(*inputs, *options), grads, strict=True)
         used = [(y, dy) for y, dy in pairs if dy is not None]
         torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
     return tuple(torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in inputs)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -287,7 +287,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         run = _host_forward if call.engine == "host" else _triton_forward
-        out, lse = run(q, k, v, call.group, call.geometry, call.scale)
+        out, lse = run(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -296,28 +296,42 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_second_order("ring_attention")
-        return *ring_gradients(ctx.call, *ctx.saved_tensors, *grads), None
+        return *ring_gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None
 
 
-def ring_gradients(
-    call: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, given the results and their gradients: None is 0."""
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
+class Saved(NamedTuple):
+    """What a backward is given: the forward's operands and results, and their gradients."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None  # None is 0
+
+
+def saved_with(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Saved:
+    """q, k, v, out and lse with the gradients of the last two: None is 0."""
+    q, k, v, out, lse = tensors
+    grad_out, grad_lse = grads
+    return Saved(
+        q, k, v, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
+    )
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ring_gradients(call: Plan, saved: Saved) -> Gradients:
+    """dq, dk and dv."""
     if call.engine == "generic":
+        q, k, v, _, _, grad_out, grad_lse = saved
         return gathered_gradients(
             q, k, v, grad_out, grad_lse, call.group, call.geometry, call.scale
         )
     run = _host_backward if call.engine == "host" else _triton_backward
-    return run(q, k, v, out, lse, grad_out, grad_lse, call.group, call.geometry, call.scale)
+    return run(call, saved)
 
 
 def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -351,39 +365,25 @@ def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int
 
 
 def _host_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    partial = PartialAttention(q, geometry.sees, scale)
+    geometry, rank = call.geometry, call.group.rank
+    partial = PartialAttention(q, geometry.sees, call.scale)
     nbytes = _shown_bytes(k, geometry, k.dtype)
-    with exchange(group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
         _publish_keys(ex, k, v)
-        partial.add(k, v, pieces_between(geometry, group.rank, group.rank))
+        partial.add(k, v, pieces_between(geometry, rank, rank))
         for peer in ex.peers():
-            if seen := pieces_between(geometry, group.rank, peer):
+            if seen := pieces_between(geometry, rank, peer):
                 partial.add(*_peers_keys(ex, peer, k, geometry), seen)
     out, lse = partial.result()
     return out.to(q.dtype), lse
 
 
-def _host_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _host_backward(call: Plan, saved: Saved) -> Gradients:
+    group, geometry, (q, k, v, out, lse, grad_out, grad_lse) = call.group, call.geometry, saved
     rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", lse.dtype
-    grad = AttentionGrad(q, out, lse, grad_out, grad_lse, geometry.sees, scale)
+    grad = AttentionGrad(q, out, lse, grad_out, grad_lse, geometry.sees, call.scale)
     own = torch.empty(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
     dk, dv = Total(own[0]), Total(own[1])
     nbytes = _shown_bytes(k, geometry, k.dtype)
@@ -411,42 +411,24 @@ def _host_backward(
 
 
 def _triton_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from weft.kernels import ring_flash as kernel
 
-    ws = kernel.workspace_for(k, group, geometry)
+    ws = kernel.workspace_for(k, call.group, call.geometry)
     ws.check("ring_attention")
-    results = kernel.launch_ring_attention(q, k, v, ws, geometry, scale)
+    results = kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
     ws.launched("ring_attention")
     return results
 
 
-def _triton_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton_backward(call: Plan, saved: Saved) -> Gradients:
     from weft.kernels import ring_flash_backward as kernel
 
     op = "ring_attention backward"
-    ws = kernel.workspace_for(k, group, geometry)
+    ws = kernel.workspace_for(saved.k, call.group, call.geometry)
     ws.check(op)
-    grads = kernel.launch_ring_attention_backward(
-        q, k, v, out, lse, grad_out, grad_lse, ws, geometry, scale
-    )
+    grads = kernel.launch_ring_attention_backward(*saved, ws, call.geometry, call.scale)
     ws.launched(op)
     return grads
 
