@@ -110,20 +110,17 @@ def distribute_tensor(
 
 def _source(layout: Layout, src_data_rank: int | None) -> Layout:
     if src_data_rank is None:
-        return layout.replicated() if not layout.is_replicated else _copied(layout)
+        return layout.replicated() if not layout.is_replicated else layout.twin
     index = layout.place.index_of.get((src_data_rank,) * layout.mesh.ndim)
     if index is None:
         raise ValueError(
             f"src_data_rank must be a coordinate of every mesh dim, got {src_data_rank} for a mesh "
             f"of shape {layout.place.sizes}"
         )
-    one = cast(Any, _OneRank(layout.place.ranks[index]))
-    return Layout(one, (Replicate(),), layout.shape, layout.stride, layout.dtype)
-
-
-def _copied(layout: Layout) -> Layout:
-    """The same layout, as another object: moving to it makes a copy."""
-    return Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
+    rank, kept = layout.place.ranks[index], layout.place.meshes_of_one
+    if (one := kept.get(rank)) is None:
+        one = kept[rank] = _OneRank(rank)
+    return layout_of(one, (Replicate(),), layout.shape, layout.stride, layout.dtype)
 
 
 PartitionFn = Callable[[str, nn.Module, Any], None]

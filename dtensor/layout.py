@@ -201,6 +201,8 @@ class MeshPlace:
         here = dist.get_rank() if dist.is_initialized() else 0
         self.index: int | None = self.ranks.index(here) if here in self.ranks else None
         self.index_of = {coordinate: i for i, coordinate in enumerate(self.coordinates)}
+        # What stands for one of its ranks alone, so that moves from there are planned once.
+        self.meshes_of_one: dict[int, Any] = {}
 
 
 _places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
@@ -357,6 +359,11 @@ class Layout:
     def replicated(self) -> Layout:
         """The whole tensor on every rank."""
         return self.with_placements((Replicate(),) * len(self.placements))
+
+    @cached_property
+    def twin(self) -> Layout:
+        """The same, as another object: moving to it makes a copy."""
+        return Layout(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
     def closed(self) -> Layout:
         """The same in numbers: with the sizes at present, where a graph leaves some open."""
