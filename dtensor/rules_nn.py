@@ -145,15 +145,25 @@ def _own_run(layout: Layout, dim: int) -> tuple[int, int]:
     return runs[0] if runs else (0, 0)
 
 
+def _checked_later(x: torch.Tensor) -> bool:
+    """Whether the host does not know values of x: on a GPU, and in a graph that is traced."""
+    return x.is_cuda or is_traced(x)
+
+
+def _out_of_range(what: str, size: int) -> str:
+    return f"{what} out of range: must be in [0, {size})"
+
+
 def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
     """An index that no rank holds would otherwise read as zero."""
     if not indices.numel():
         return
     inside = (indices >= 0) & (indices < size)
-    if indices.is_cuda or is_traced(indices):
-        torch._assert_async(inside.all())
+    if _checked_later(indices):
+        # With a message: a graph drops the one without.
+        torch._assert_async(inside.all(), _out_of_range(what, size))
     elif not bool(inside.all()):
-        raise IndexError(f"{what} out of range: must be in [0, {size})")
+        raise IndexError(_out_of_range(what, size))
 
 
 def _rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,8 +323,8 @@ class _Loss:
         """(class of each row or 0, its weight or 0, how many classes do not exist)."""
         valid = target != ignore_index
         known = (target >= 0) & (target < self.input.shape[self.class_dim])
-        if target.is_cuda:
-            torch._assert_async((known | ~valid).all())
+        if _checked_later(target):
+            torch._assert_async((known | ~valid).all(), self._unknown)
         classes = torch.where(valid & known, target, 0)
         bad = (valid & ~known).sum()
         return classes, valid.to(like) if weight is None else weight[classes] * valid, bad
@@ -322,8 +332,11 @@ class _Loss:
     def check(self, bad: Any) -> None:
         """Raise where a class does not exist: on all ranks, as `bad` is summed over them."""
         if bad:
-            size = self.input.shape[self.class_dim]
-            raise IndexError(f"target class out of range: must be in [0, {size})")
+            raise IndexError(self._unknown)
+
+    @property
+    def _unknown(self) -> str:
+        return _out_of_range("target class", self.input.shape[self.class_dim])
 
 
 def _local_weight(weight: DTensor | None) -> torch.Tensor | None:
@@ -354,7 +367,7 @@ def nll_loss(call: Call) -> Decomposed:
         mesh, n = x._layout.mesh, x._layout.mesh.ndim
         scalar = layout_of(mesh, (Replicate(),) * n, (), (), x.dtype)
         if reduction == _NONE:
-            if not local.is_cuda:
+            if not _checked_later(local):
                 lay.check(0.0 if all_agree(not bool(bad), lay.input, local.device) else 1.0)
             shape = target._layout.shape
             placements = tuple(
@@ -375,7 +388,7 @@ def nll_loss(call: Call) -> Decomposed:
             wide,
         )
         total, count, bad = move(sums, partial, partial.replicated()).unbind()
-        if not local.is_cuda:
+        if not _checked_later(local):
             lay.check(bad)
         loss_value = total / count if reduction == _MEAN else total
         return wrap(loss_value.to(x.dtype), scalar), wrap(count.to(x.dtype), scalar)

@@ -291,7 +291,7 @@ def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> A
         # A gathered or cut local tensor may lie in memory otherwise than the global one says.
         try:
             return x.view(size)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # the latter from what stands for a tensor in a trace
             raise NoViewError from None
 
     return viewed if call.name in ("view", "_reshape_alias") else copied

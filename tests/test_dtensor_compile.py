@@ -209,21 +209,35 @@ def llama() -> None:
     model = copy.deepcopy(plain)
     parallelize(model, mesh)
     graphs = Graphs()
-    compiled = torch.compile(model, fullgraph=True, backend=graphs.backend)
+
+    def loss_of(each: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = each(inputs).flatten(0, 1)
+        with parallel.loss_parallel():
+            return functional.cross_entropy(logits, labels.flatten())
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend=graphs.backend)
     for batch in (2, 3):
         tokens = torch.randint(256, (batch, 17), generator=torch.Generator().manual_seed(1))
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
-        torch._dynamo.mark_dynamic(inputs, 0)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        labels[0, :3] = -100  # ignored
+        for part in (inputs, labels):
+            torch._dynamo.mark_dynamic(part, 0)
         losses = []
-        for each in (plain, compiled):
-            loss = functional.cross_entropy(_whole(each(inputs)).flatten(0, 1), labels)
+        for call, each in ((loss_of, plain), (compiled, model)):
+            loss = call(each, inputs, labels)
             loss.backward()
-            losses.append(loss.detach())
+            losses.append(_whole(loss.detach()))
         torch.testing.assert_close(losses[1], losses[0])
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
             ours.grad = theirs.grad = None
     assert graphs.forwards == 1
+    labels[0, 3] = 256
+    with pytest.raises(RuntimeError, match=r"target class out of range: must be in \[0, 256\)"):
+        compiled(model, inputs, labels)
+    inputs[0, 0] = -1
+    with pytest.raises(RuntimeError, match="embedding index out of range"):
+        compiled(model, inputs, labels)
 
 
 def test_llama(ranks) -> None:
