@@ -118,9 +118,9 @@ def _source(layout: Layout, src_data_rank: int | None) -> Layout:
             f"of shape {layout.place.sizes}"
         )
     rank, kept = layout.place.ranks[index], layout.place.meshes_of_one
-    if (one := kept.get(rank)) is None:
-        one = kept[rank] = _OneRank(rank)
-    return layout_of(one, (Replicate(),), layout.shape, layout.stride, layout.dtype)
+    if rank not in kept:
+        kept[rank] = _OneRank(rank)
+    return layout_of(kept[rank], (Replicate(),), layout.shape, layout.stride, layout.dtype)
 
 
 PartitionFn = Callable[[str, nn.Module, Any], None]
