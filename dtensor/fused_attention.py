@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from weft.collectives import chunk_sizes
 from weft.dtensor.explicit import check_explicit
-from weft.dtensor.fused_linear import as_global, is_dtensor, local_part
+from weft.dtensor.fused_linear import is_dtensor
 from weft.dtensor.layout import Layout, Placements, is_shard, layout_of, shard_dim
-from weft.dtensor.tensor import DTensor, _redistribute
+from weft.dtensor.tensor import DTensor, as_global, local_part, redistributed
 from weft.kernels import ring_attention
 
 
@@ -105,7 +105,7 @@ def attention(
 def _placed(tensor: DTensor, placements: Placements) -> DTensor:
     target = tensor._layout.with_placements(placements)
     check_explicit(lambda: "scaled_dot_product_attention", tensor._layout, target)
-    return _redistribute(tensor, target)
+    return redistributed(tensor, target)
 
 
 def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:

@@ -37,12 +37,11 @@ from weft.dtensor.rules_matmul import linear as _linear_op
 from weft.dtensor.rules_matmul import linear_input_grad, linear_weight_grad
 from weft.dtensor.tensor import (
     DTensor,
-    _FromLocal,
-    _ToLocal,
+    as_global,
     before_write,
+    local_part,
     needs_grad,
     record,
-    wrap,
     wrap_pending,
 )
 from weft.dtensor.transfers import same_shard
@@ -180,19 +179,6 @@ def _gradients(x: Layout, w: Layout) -> tuple[Placements, Placements, Placements
         of_w.append(Partial("sum") if rows else wp)
         of_bias.append(Partial("sum") if rows else (wp if wp == Shard(0) else Replicate()))
     return tuple(of_x), tuple(of_w), tuple(of_bias)
-
-
-def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    if needs_grad(tensor):
-        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
-    return tensor._local_tensor
-
-
-def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
-    if local.requires_grad:
-        wanted = layout.gradient_placements
-        return cast(DTensor, record(_FromLocal, local, local.detach(), layout, wanted))
-    return wrap(local, layout)
 
 
 def _gather_matmul(

@@ -23,7 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from weft.dtensor.layout import Layout
-from weft.dtensor.tensor import DTensor, _no_function, before_write, wrap
+from weft.dtensor.tensor import DTensor, before_write, no_function, wrap
 
 _ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
@@ -182,7 +182,7 @@ class _Parts:
     def renew(self, optimizer: Any) -> bool:
         """Take the gradients of another step; False if anything else is not as it was."""
         groups, flat = [group["params"] for group in optimizer.param_groups], self._flat
-        with _no_function():
+        with no_function():
             grads = list(map(_grad_of, flat))
         if not (
             len(groups) == len(self._params)

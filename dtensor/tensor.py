@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-_no_function = torch._C.DisableTorchFunctionSubclass
+no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
@@ -82,7 +82,7 @@ def needs_grad(tensor: torch.Tensor) -> bool:
     """Whether autograd records what is done with `tensor`, asked without __torch_function__."""
     if not torch.is_grad_enabled():
         return False
-    with _no_function():
+    with no_function():
         return tensor.requires_grad
 
 
@@ -196,7 +196,7 @@ class DTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective, differentiable."""
         layout = self._layout
-        return _redistribute(self, layout.replicated()).to_local(grad_placements=grad_placements)
+        return redistributed(self, layout.replicated()).to_local(grad_placements=grad_placements)
 
     def tolist(self) -> Any:
         """The numbers of the whole tensor. Collective."""
@@ -247,7 +247,7 @@ class DTensor(torch.Tensor):
         target = layout.with_placements(wanted)
         if mesh is not layout.mesh:
             target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
-        return _redistribute(self, target, forward_dtype, backward_dtype, async_op)
+        return redistributed(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -276,7 +276,7 @@ class DTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         if self._local is not None:
             return self._local.device
-        with _no_function():
+        with no_function():
             return cast(torch.device, _device.__get__(self))
 
     @property
@@ -286,17 +286,17 @@ class DTensor(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient."""
-        with _no_function():
+        with no_function():
             return cast("torch.Tensor | None", _grad.__get__(self))
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        with _no_function():
+        with no_function():
             _grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        with _no_function():
+        with no_function():
             _grad.__delete__(self)
 
     @property
@@ -362,7 +362,7 @@ class DTensor(torch.Tensor):
             return None
         mesh, placements, dtype, _ = metadata
         layout = self._layout
-        return _redistribute(self, layout_of(mesh, placements, layout.shape, layout.stride, dtype))
+        return redistributed(self, layout_of(mesh, placements, layout.shape, layout.stride, dtype))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = isinstance(self, torch.nn.Parameter)
@@ -386,7 +386,7 @@ class DTensor(torch.Tensor):
 
 def become(tensor: DTensor, other: DTensor) -> None:
     """Give `tensor` the shape, layout and memory of `other`, apart from autograd."""
-    with _no_function():
+    with no_function():
         torch._C.TensorBase.data.__set__(tensor, other)  # type: ignore[attr-defined]
     tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending
 
@@ -480,7 +480,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         target = grad._layout.with_placements(ctx.grad_placements)
-        return _redistribute(grad, target).to_local(), None, None, None
+        return redistributed(grad, target).to_local(), None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -499,7 +499,22 @@ class _ToLocal(torch.autograd.Function):
         return wrap(grad, layout), None
 
 
-def _redistribute(
+def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
+    """`tensor.to_local`, of placements that are normal already."""
+    if needs_grad(tensor):
+        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
+    return tensor._local_tensor
+
+
+def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
+    """The DTensor whose local tensor is `local`, of which autograd may know."""
+    if local.requires_grad:
+        wanted = layout.gradient_placements
+        return cast(DTensor, record(_FromLocal, local, local.detach(), layout, wanted))
+    return wrap(local, layout)
+
+
+def redistributed(
     tensor: DTensor,
     target: Layout,
     forward_dtype: torch.dtype | None = None,
@@ -555,10 +570,10 @@ class _Redistribute(torch.autograd.Function):
             # Ranks outside of the target's mesh do not know how the gradient is placed there.
             known = ctx.target.with_dtype(grad.dtype)
             inside = known.index is not None
-            grad = _redistribute(grad, known) if inside else wrap(grad._local_tensor, known)
+            grad = redistributed(grad, known) if inside else wrap(grad._local_tensor, known)
         target = layout_of(
             source.mesh, source.placements, grad._layout.shape, grad._layout.stride, grad.dtype
         )
         # A gradient that is Partial where the target was Partial already is as good as reduced.
-        back = _redistribute(grad, target, forward_dtype=dtype)
+        back = redistributed(grad, target, forward_dtype=dtype)
         return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None, None

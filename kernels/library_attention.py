@@ -115,11 +115,15 @@ def _plan(
     scale: float | None,
     layout: Any,
     window: list[int] | None,
-    *others: Any,
+    cu_seqlens: torch.Tensor | None,
+    sizes: list[int] | None,
+    key_sizes: list[int] | None,
 ) -> Plan:
     """What the forward did."""
-    group = _group(group_name)
-    return plan(q, k, v, group, causal, scale, layout, _window(window), *others, op)
+    return plan(
+        q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
+        key_sizes, op,
+    )  # fmt: skip
 
 
 # Their first arguments are _KEPT: q, k, v, out, lse and the gradients of the last two.
