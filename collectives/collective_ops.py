@@ -56,8 +56,7 @@ def all_gather(
         _check_out(x, out, (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
         movement.gather(_in_front(x, dim), where, lengths, _in_front(out, dim))
         return out
-    result: torch.Tensor = _apply(_AllGather, x, where, dim, lengths)
-    return result
+    return _put_back(_apply(_AllGather, _in_front(x, dim), where, lengths), dim)
 
 
 def known_sizes(
@@ -71,7 +70,8 @@ def known_sizes(
 
     def call() -> str:
         others = [*x.shape[:dim], "*", *x.shape[dim + 1 :]]
-        return f"{op} of {others} {x.dtype} along dim {dim}"
+        told = "" if sizes is None else f", {list(sizes)}"
+        return f"{op} of {others} {x.dtype} along dim {dim}{told}"
 
     check_call(group, call)
     if sizes is None:
@@ -106,19 +106,16 @@ def even_sizes(
 
 
 class _AllGather(torch.autograd.Function):
-    """Backward: reduce_scatter of the gradient, to the same sizes."""
+    """Along dim 0. Backward: reduce_scatter of the gradient, to the same sizes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: Group, dim: int, sizes: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _put_back(movement.gather(_in_front(x, dim), group, sizes), dim)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return movement.gather(x, group, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        args = ctx.group, ctx.dim, "sum", ctx.sizes
-        return _apply(_ReduceScatter, grad, *args), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_ReduceScatter, grad, ctx.group, "sum", ctx.sizes), None, None
 
 
 def reduce_scatter(
@@ -170,25 +167,24 @@ def reduce_scatter(
         front = _in_front(out, dim)
         movement.scatter(_in_front(x, dim), where, lengths, reduce_op, front)
         return out
-    result: torch.Tensor = _apply(_ReduceScatter, x, where, dim, reduce_op, lengths)
-    return result
+    return _put_back(_apply(_ReduceScatter, _in_front(x, dim), where, reduce_op, lengths), dim)
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Backward: all_gather of the gradient."""
+    """Along dim 0. Backward: all_gather of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, dim: int, op: ReduceOp, sizes: list[int]
+        ctx: Any, x: torch.Tensor, group: Group, op: ReduceOp, sizes: list[int]
     ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.op, ctx.sizes = group, dim, op, sizes
-        return _put_back(movement.scatter(_in_front(x, dim), group, sizes, op), dim)
+        ctx.group, ctx.op, ctx.sizes = group, op, sizes
+        return movement.scatter(x, group, sizes, op)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         check_differentiable("reduce_scatter", ctx.op)
-        out = _apply(_AllGather, grad, ctx.group, ctx.dim, ctx.sizes)
-        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
+        out = _apply(_AllGather, grad, ctx.group, ctx.sizes)
+        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None
 
 
 def all_reduce(
@@ -429,6 +425,8 @@ _REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 def _check_reduce_op(x: torch.Tensor, op: str) -> None:
     if op not in _REDUCE_OPS:
         raise ValueError(f"reduce_op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
+    if x.dtype not in movement.REDUCIBLE or (x.is_complex() and op in ("max", "min")):
+        raise ValueError(f"{x.dtype} has no reduction by {op!r}: x must be of another dtype")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"an average needs a floating dtype, got {x.dtype}: sum, then divide")
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
@@ -305,13 +306,32 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
 def is_traced(x: torch.Tensor | None = None) -> bool:
     """Whether a call is traced rather than run: by torch.compile or export, or with an `x` that
     stands for a tensor. Then it must go through torch.ops.weft.
+
+    Raises:
+        ValueError: `x` is no tensor, or not dense.
+        NotImplementedError: torch.func or forward-mode differentiation is at work, which knows
+            nothing of what comes from peers.
     """
     compiling = torch.compiler.is_compiling()
-    if compiling or x is None or type(x) in _PLAIN:
+    if compiling or x is None:
         return compiling
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
-    return True
+    if type(x) not in _PLAIN:
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one"
+            )
+        if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return True
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack():
+        raise NotImplementedError(
+            "calls of weft have gradients by torch.autograd alone, not by torch.func (grad, vmap, "
+            "jvp, ..) or forward-mode differentiation: use torch.autograd.grad"
+        )
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"a dense tensor is wanted, got one of layout {x.layout}: to_dense makes one"
+        )
+    return False
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -45,7 +45,7 @@ REDUCED = (
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 # By their bytes: what is only copied is copied in the widest that its addresses allow.
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SLOT_ALIGN = 128
 
 
@@ -358,6 +358,11 @@ def _align(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> in
     return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
 
 
+def as_words(x: torch.Tensor, word: int) -> torch.Tensor:
+    """The memory of a contiguous x in words of so many bytes; any stride where it is of one."""
+    return x.view(-1).unsqueeze(-1).view(torch.uint8).view(-1).view(_WORDS[word])
+
+
 def launch_exchange(
     x: torch.Tensor,
     out: torch.Tensor,
@@ -386,14 +391,13 @@ def launch_exchange(
     counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
     align = _align(size, [x.data_ptr(), out.data_ptr()], counts)
     word = min(align, 8)
-    kind = WORDS[word]
 
     def words(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(value * size // word for value in values)
 
     _exchange_kernel[(config.programs,)](
-        out.view(-1).view(torch.uint8).view(kind),
-        x.view(-1).view(torch.uint8).view(kind),
+        as_words(out, word),
+        as_words(x, word),
         Pieces(words(send_at), words(sends)),
         Pieces(words(receive_at), words(receives)),
         link_of(ws),

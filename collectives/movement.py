@@ -33,6 +33,12 @@ from weft.errors import MismatchError
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
+# What torch adds up.
+REDUCIBLE = frozenset({
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+})  # fmt: skip
+
 _WINDOW_BYTES = 1 << 20  # half of the smallest L2 cache in use; see `weft bench collectives`
 _DIRECT_BYTES = 256 << 10  # a copy from which one less is worth a second meeting
 _DIST_OPS = {
@@ -58,7 +64,7 @@ def gather(
     x: torch.Tensor, group: Group, sizes: list[int], given: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = _result((sum(sizes), *x.shape[1:]), x, given)
-    _gather_into(out, x.contiguous(), group, sizes)
+    _gather_into(out, _plain(x), group, sizes)
     return _returned(out, given)
 
 
@@ -106,7 +112,7 @@ def scatter(
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = _result((sizes[group.rank], *x.shape[1:]), x, given)
-    _scatter_into(out, x.contiguous(), group, sizes, op)
+    _scatter_into(out, _plain(x), group, sizes, op)
     return _returned(out, given)
 
 
@@ -172,7 +178,7 @@ def all_reduce(
     x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = _result(x.shape, x, given)
-    _all_reduce_into(out, x.contiguous(), group, op)
+    _all_reduce_into(out, _plain(x), group, op)
     return _returned(out, given)
 
 
@@ -273,7 +279,7 @@ def all_to_all(
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = _result((sum(receives), *x.shape[1:]), x, given)
-    _all_to_all_into(out, x.contiguous(), group, sends, receives, told)
+    _all_to_all_into(out, _plain(x), group, sends, receives, told)
     return _returned(out, given)
 
 
@@ -299,7 +305,7 @@ def _all_to_all_into(
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
     way = _way("all_to_all", group, x, nbytes)
     if way == "generic":
-        dist.all_to_all_single(out, x, receives, sends, group=group.pg)
+        dist.all_to_all_single(_sendable(out), _sendable(x), receives, sends, group=group.pg)
         return
     if way == "triton":
         with _kernels("all_to_all", group, x, nbytes) as (kernels, ws, config):
@@ -355,7 +361,7 @@ def broadcast(
     x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = _result(x.shape, x, given)
-    _broadcast_into(out, x.contiguous(), group, src)
+    _broadcast_into(out, _plain(x), group, src)
     return _returned(out, given)
 
 
@@ -366,7 +372,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
     if _way("broadcast", group, x, x.numel() * x.element_size()) == "generic":
         if group.rank == src:
             out.copy_(x)
-        dist.broadcast(out, group.ranks[src], group=group.pg)
+        dist.broadcast(_sendable(out), group.ranks[src], group=group.pg)
         return
     name = f"broadcast of {x.numel()} elements from rank {src}"
     if _read_directly(x.numel(), group, x):
@@ -388,9 +394,16 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
             ex.get(src, out, start, stop)
 
 
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """x as its values lie in contiguous memory: not as a conjugate or negative that is yet to be
+    made."""
+    x = x.contiguous()
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
 def _result(shape: Sequence[int], x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """A contiguous tensor to write: `given`, where it is one."""
-    if given is not None and given.is_contiguous():
+    if given is not None and _plain(given) is given:
         return given
     return x.new_empty(shape)
 
@@ -502,7 +515,15 @@ def _part_windows(sizes: list[int], group: Group, dtype: torch.dtype) -> list[tu
     return _windows(max(sizes), dtype, group.world_size)
 
 
+def _sendable(x: torch.Tensor) -> torch.Tensor:
+    """x as process groups take it: as bytes, where its dtype is none of theirs."""
+    if x.dtype in REDUCIBLE and x.dtype != torch.int16:
+        return x
+    return x.unsqueeze(-1).view(torch.uint8)
+
+
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
+    parts, x = [_sendable(part) for part in parts], _sendable(x)
     # Gloo takes equal sizes only: shorter shards travel padded.
     longest = max(len(part) for part in parts)
     even = all(len(part) == longest for part in parts)
@@ -519,7 +540,7 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
 def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
     # The sum of half-precision values is rounded at every step there; add in fp32 as we do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
-    out = x.float() if half else x.clone()
+    out = x.float() if half else x.int() if x.dtype == torch.int16 else x.clone()
     dist.all_reduce(out, _DIST_OPS["sum" if op == "avg" else op], group=group.pg)
     if op == "avg":
         out.div_(group.world_size)

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, rounded
-from weft.collectives.kernel_collectives import REDUCED, WORDS, combined
+from weft.collectives.kernel_collectives import REDUCED, as_words, combined
 from weft.collectives.symmetric import lasting
 from weft.collectives.workspace import Workspace, check_room, link_of
 
@@ -317,8 +317,7 @@ def launch_pull(
     most = _INTERPRETED_PROGRAMS if interpreted else _PROGRAMS
     given, into = x.view(-1), out.view(-1)
     if table.op == "copy":
-        kind = WORDS[table.word]
-        given, into = given.view(torch.uint8).view(kind), into.view(torch.uint8).view(kind)
+        given, into = as_words(x, table.word), as_words(out, table.word)
     if publish:
         check_room(ws, x.numel() * x.element_size(), "the bytes of the largest x")
     shown = given.numel() if publish else 0

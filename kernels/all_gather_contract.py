@@ -31,7 +31,7 @@ from weft.collectives import signals
 from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import described_weights, matrix
+from weft.kernels.operands import described_weights, in_order, matrix
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def launch_all_gather_contract(
         matrix(x),
         matrix(w),
         w_desc,
-        bias,
+        in_order(bias),
         link_of(ws),
         (0, *accumulate(sizes)),
         M,

@@ -45,7 +45,7 @@ from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import copy_engines, gathers, splits, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.epilogues import Activation
-from weft.kernels.operands import described_weights, matrix, scales_of
+from weft.kernels.operands import described_weights, in_order, matrix, scales_of
 
 # What all programs together may read over the link instead of a copy made once: at 450 GB/s about
 # the 3 us that a copy costs in signals.
@@ -480,7 +480,7 @@ def launch_all_gather_matmul(
             tuple(matrix(w) for w in weights),
             w_desc,
             w2_desc,
-            tuple(biases) if biases else (None,) * len(weights),
+            tuple(map(in_order, biases or [None] * len(weights))),
             tuple(scales_of(scale) for scale in scales_b or (None,) * len(weights)),
             splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
             link_of(ws),

@@ -45,6 +45,7 @@ class Sight(NamedTuple):
 
 def heads_of(x: torch.Tensor) -> Heads:
     """A (B, H, rows, D) tensor as a kernel takes it."""
+    x = x.resolve_neg()
     return Heads(x, *x.stride()[:3])
 
 
@@ -53,6 +54,7 @@ def in_rows(*tensors: torch.Tensor) -> Any:
 
     Elements from row to row must fit 32 bits.
     """
+    tensors = tuple(x.resolve_neg() for x in tensors)
     strides = tensors[0].stride()
     if all(x.stride() == strides for x in tensors) and strides[3] == 1 and strides[2] < 1 << 31:
         return tensors if len(tensors) > 1 else tensors[0]

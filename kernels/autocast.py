@@ -45,3 +45,18 @@ def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*operands[0], **operands[1])
 
     return run
+
+
+def outside_autocast(backward: Callable[..., _R]) -> Callable[..., _R]:
+    """`backward(ctx, *grads)` of an autograd function, that computes in the dtypes of forward also
+    where somebody calls it under autocast."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor | None) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return backward(ctx, *grads)
+        device = next((grad.device.type for grad in grads if grad is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run

@@ -284,9 +284,14 @@ def _attend(
         for t, visible in enumerate(early):
             scores[:, :, t, visible:] = -torch.inf
         lse[rows] = scores.logsumexp(-1)
-        weights = (scores - lse[rows].unsqueeze(-1)).exp().nan_to_num_(0.0)
+        weights = _weights(scores, lse[rows].unsqueeze(-1))
         out[rows] = (weights.view(-1, H_kv, H // H_kv * T, count) @ v).view(-1, H, T, D)
     return out, lse
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(scores - lse): 0 for a query that sees nothing, whose lse is -inf."""
+    return (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
 
 
 def _merged(
@@ -306,7 +311,7 @@ def _merged(
             every = torch.stack(parts)
     lses = every[..., -1]
     lse = lses.logsumexp(0)
-    weights = (lses - lse).exp().nan_to_num_(0.0)
+    weights = _weights(lses, lse)
     total = torch.zeros_like(out)
     for weight, part in zip(weights, every, strict=True):
         total += weight.unsqueeze(-1) * part[..., :-1]

@@ -47,7 +47,7 @@ class PartialAttention:
     """Attention of queries (B, H, S, D) to the keys seen so far: fp32 or better."""
 
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
-        self._q, self._sees, self._scale = q, sees, scale
+        self._q, self._sees, self._scale = _in_rows(q), sees, scale
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.empty(q.shape, dtype=wide, device=q.device)
         self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
@@ -57,6 +57,7 @@ class PartialAttention:
         """Attend to more keys, k and v (B, H_kv, S_k, D), in the `pieces` that are seen."""
         if not _any_work(self._q, k):
             return
+        k, v = _in_rows(k), _in_rows(v)
         for piece in pieces:
             rows, keys = slice(*piece.queries), slice(*piece.keys)
             mask = _mask(piece, self._sees, self._q)
@@ -127,7 +128,7 @@ class AttentionGrad:
             out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
             grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
         self._q = self._widened(q)
-        self._out, self._grad_out = out, grad_out
+        self._out, self._grad_out = out, _in_rows(grad_out)
 
     def add(
         self,
@@ -160,7 +161,12 @@ class AttentionGrad:
                 total.add(part, grad[..., : self._width])
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.pad(x, (0, self._columns)) if self._columns else x
+        return functional.pad(x, (0, self._columns)) if self._columns else _in_rows(x)
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as torch's kernel takes for granted: a row's elements one after another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from weft.collectives.cost import bfloat16_gain, onednn_is_quicker
+from weft.kernels.autocast import outside_autocast
 from weft.kernels.chips import INTERPRETER, chip_of
 
 SumOp = Literal["sum", "avg"]
@@ -132,6 +133,7 @@ class _PartialMatmul(torch.autograd.Function):
         return partial_mm(as_rows(x), w).view(*x.shape[:-1], w.shape[1])
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, w = ctx.saved_tensors
         dy, (needs_x, needs_w) = dy.to(x.dtype), ctx.needs_input_grad
@@ -211,6 +213,8 @@ def check_operands(
     out_dtype: torch.dtype,
 ) -> None:
     """Raise ValueError unless x (.., K) @ each weight (+ its bias of `out_dtype`) is a matmul."""
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"x and w must be of a floating-point dtype, got {x.dtype}")
     if not weights:
         raise ValueError("w must be a weight or a list of at least one")
     if len(biases) != len(weights):

@@ -43,7 +43,7 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import offsets
-from weft.kernels.autocast import autocast
+from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
     WeightGrad,
@@ -261,6 +261,7 @@ class _GatheredProducts(torch.autograd.Function):
         return gathered, *(matmul(gathered, *pair) for pair in pairs)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: torch.Tensor | None) -> Any:
         gathered, *weights = ctx.saved_tensors
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
@@ -319,6 +320,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         return tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         weights, kept = saved[: ctx.count], saved[ctx.count :]

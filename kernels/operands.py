@@ -38,7 +38,13 @@ NO_SCALES = Scales(None, 0)
 
 def matrix(tensor: torch.Tensor) -> Matrix:
     """A 2-D tensor as a kernel takes it."""
+    tensor = tensor.resolve_neg()
     return Matrix(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def in_order(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias or residual as a kernel takes it: its elements one after another."""
+    return None if x is None else x.contiguous().resolve_neg()
 
 
 def scales_of(scale: torch.Tensor | None) -> Scales:
@@ -70,7 +76,7 @@ def _describable(matrix: torch.Tensor) -> bool:
     """Whether hardware can copy blocks of `matrix`, or of its transpose."""
     inner, outer = sorted(matrix.stride())
     aligned = outer * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return inner == 1 and aligned and matrix.numel() > 0
+    return inner == 1 and aligned and matrix.numel() > 0 and not matrix.is_neg()
 
 
 def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:

@@ -21,7 +21,7 @@ from torch import nn
 from weft.collectives import all_gather, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.collectives.movement import chunk_sizes
-from weft.kernels.autocast import autocast
+from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import WeightGrad, as_rows, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.reduced_matmul import matmul_all_reduce
@@ -185,6 +185,7 @@ class _WholeInput(torch.autograd.Function):
         return matmul(x, weight.t())
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = None

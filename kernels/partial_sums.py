@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels import splits, tiles
-from weft.kernels.operands import matrix, scales_of
+from weft.kernels.operands import in_order, matrix, scales_of
 
 
 class Factors(NamedTuple):
@@ -234,4 +234,4 @@ def factors_of(
 
 def finish_of(scale: float, bias: torch.Tensor | None, residual: torch.Tensor | None) -> Finish:
     """The last steps as a kernel takes them."""
-    return Finish(scale, bias, None if residual is None else residual.contiguous())
+    return Finish(scale, in_order(bias), in_order(residual))

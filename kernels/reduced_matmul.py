@@ -26,7 +26,7 @@ from weft.collectives import Group, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.autocast import autocast
+from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import (
     SumOp,
     WeightGrad,
@@ -151,6 +151,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         return run(x, w, bias, residual, group, average, None)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]

@@ -117,7 +117,7 @@ def config_for(
     return Config(
         block_m,
         block_n,
-        max(1, heads // kv_heads),
+        max(1, heads // max(kv_heads, 1)),
         chip.programs,
         copies,
         copy_m=32,

@@ -117,7 +117,7 @@ def config_for(
         dq_m,
         dq_n,
         reduce_n=8,  # 16 rows spill, 8 bytes on sm_90
-        group_heads=max(1, heads // kv_heads),
+        group_heads=max(1, heads // max(kv_heads, 1)),
         programs=chip.programs,
         copy_programs=copies,
         copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,

@@ -120,7 +120,7 @@ def copy_programs(
     """
     if W == 1 or chip is INTERPRETER:
         return 1
-    wanted = -(-6250 * dtype.itemsize * kv_heads // (heads * max(rows, 1)))
+    wanted = -(-6250 * dtype.itemsize * kv_heads // max(heads * rows, 1))
     return max(2, min(chip.cores // 8, wanted))
 
 

@@ -28,7 +28,7 @@ from weft.collectives import Group, all_gather, exchange, reduce_scatter, resolv
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_traced
 from weft.collectives.movement import chunk_sizes, offsets
-from weft.kernels.autocast import autocast
+from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
     SumOp,
@@ -213,6 +213,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return run(x, w, bias, residual, group, rows, average, None)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w = ctx.saved_tensors
         record_backward("matmul_reduce_scatter", ctx.engine, "all_gather")

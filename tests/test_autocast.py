@@ -61,6 +61,29 @@ def test_layers(ranks: Any, engine: str, sequence_dim: int | None) -> None:
     ranks(2, layers_body, engine, sequence_dim)
 
 
+def backward_body() -> None:
+    """What was called outside of autocast has the same gradients inside."""
+    x, w, v = torch.randn(8, 24), torch.randn(24, 16), torch.randn(24, 16)
+    calls: tuple[Callable[..., torch.Tensor], ...] = (
+        lambda x, w, v: torch.cat(weft.all_gather_matmul(x, [w, v], activation="gelu"), 1),
+        lambda x, w, v: weft.matmul_reduce_scatter(x, w + v),
+        lambda x, w, v: weft.matmul_all_reduce(x, w - v),
+    )
+    for call in calls:
+        found = []
+        for inside in (False, True):
+            leaves = [each.clone().requires_grad_() for each in (x, w, v)]
+            with weft.engine("host"):
+                y = call(*leaves)
+            with torch.autocast("cpu", HALF, enabled=inside):
+                found.append(torch.autograd.grad(y.square().sum(), leaves))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_backward_in_autocast(ranks: Any) -> None:
+    ranks(2, backward_body)
+
+
 def attention_body() -> None:
     rank = dist.get_rank()
     q, k, v = (torch.randn(1, 2, 6, 8) + rank for _ in range(3))

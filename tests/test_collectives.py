@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import weft
 import weft.settings
@@ -115,6 +116,64 @@ def strides_body() -> None:
     assert torch.equal(collectives.all_gather(views[rank], dim=1), torch.cat(views, 1))
     check(collectives.all_reduce(views[rank]), reduced(views, "sum"), world_size)
     assert torch.equal(collectives.broadcast(views[rank], 0), views[0])
+    # Conjugates and negatives that are yet to be made, and single elements of any stride.
+    for size in (1, 6):
+        drawn = [values((size, 2), torch.float64, seed) for seed in range(world_size)]
+        lazy = [torch.view_as_complex(each).conj() for each in drawn]
+        for terms in (lazy, [each.imag for each in lazy], [each.real for each in lazy]):
+            x, settled = terms[rank], [each.resolve_conj().resolve_neg() for each in terms]
+            total = sum(settled[1:], settled[0])
+            assert torch.equal(collectives.all_gather(x), torch.cat(settled))
+            assert torch.equal(collectives.broadcast(x, 0), settled[0])
+            torch.testing.assert_close(collectives.all_reduce(x), total)
+            out = torch.zeros_like(settled[0]).conj()
+            torch.testing.assert_close(collectives.all_reduce(x, out=out), total)
+            parts = [each.repeat(world_size) for each in terms]
+            assert torch.equal(collectives.all_to_all(parts[rank]), torch.cat(settled))
+    one = torch.arange(4.0)[rank::4]
+    assert collectives.all_gather(one).tolist() == list(range(world_size))
+
+
+def dtypes_body() -> None:
+    """Bytes of any dtype move; what torch cannot add up raises before anybody is waited for."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool):
+        x = torch.tensor([rank, 1, 0]).float().to(dtype)
+        every = [torch.tensor([r, 1, 0]).float().to(dtype).float() for r in range(world_size)]
+        assert torch.equal(collectives.all_gather(x).float(), torch.cat(every))
+        assert torch.equal(collectives.broadcast(x, 0).float(), every[0])
+        sent = collectives.all_to_all(x.repeat(world_size))
+        assert torch.equal(sent.float(), torch.cat(every))
+        if dtype in (torch.int16, torch.bool):
+            total: Any = sum(every).clamp(max=1) if dtype == torch.bool else sum(every)
+            assert torch.equal(collectives.all_reduce(x).float(), total)
+        else:
+            for call in (collectives.all_reduce, collectives.reduce_scatter):
+                with pytest.raises(ValueError, match=f"{dtype} has no reduction by 'sum'"):
+                    call(x)
+    with pytest.raises(ValueError, match="complex64 has no reduction by 'max'"):
+        collectives.all_reduce(torch.ones(2, dtype=torch.complex64), reduce_op="max")
+
+
+class Tagged(torch.Tensor):
+    """A subclass with no rules of its own."""
+
+
+def kinds_body() -> None:
+    """Results may be changed in place; what stands for a tensor is told apart from one."""
+    world_size = dist.get_world_size()
+    x = torch.ones(2, 2 * world_size, requires_grad=True)
+    for op in (collectives.all_gather, collectives.reduce_scatter):
+        op(x, dim=1).mul_(2).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0 * world_size + 2))
+    tagged = collectives.all_reduce(torch.ones(3).as_subclass(Tagged))
+    assert tagged.tolist() == [world_size] * 3
+    with pytest.raises(ValueError, match="a dense tensor is wanted, got one of layout"):
+        collectives.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(NotImplementedError, match=r"not by torch\.func"):
+        torch.func.vmap(collectives.all_reduce)(x.detach())
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        collectives.all_reduce(forward_ad.make_dual(x.detach(), x.detach()))
 
 
 def out_body() -> None:
@@ -204,8 +263,12 @@ def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("engine", ["auto", "generic"])
 @pytest.mark.parametrize(
-    "body", [gather_body, reduce_body, exchange_body, strides_body, out_body, gradient_body]
-)
+    "body",
+    [
+        gather_body, reduce_body, exchange_body, strides_body, dtypes_body, kinds_body, out_body,
+        gradient_body,
+    ],
+)  # fmt: skip
 def test_collective(ranks: Any, world_size: int, engine: str, body: Callable[[], None]) -> None:
     ranks(world_size, with_engine, engine, body)
 

@@ -98,8 +98,12 @@ def cases(engine: str, seed: int, count: int) -> bytes:
     q = drawn(generator, 2, 4, 1, 8)
     k, v = (drawn(generator, 2, 2, 33, 8) for _ in range(2))
     shards = [cut(x, 4, rank, world_size, 20) for x in (k, v)]
+    lengths = torch.tensor([33, 9])
     with weft.engine(engine):  # type: ignore[arg-type]
-        out = weft.flash_decode(q, *shards, torch.tensor([33, 9]), block_size=4)
+        out = weft.flash_decode(q, *shards, lengths, block_size=4)
+        q[1, 2, 0, 0] = torch.nan
+        spoilt = weft.flash_decode(q, *shards, lengths, block_size=4).isnan().all(-1)
+    assert spoilt.flatten().nonzero().tolist() == [[6]]
     return bytes(out.view(torch.uint8).flatten().tolist())
 
 

@@ -62,6 +62,12 @@ def gather_body(dtype: torch.dtype) -> None:
             collectives.all_gather(x, out=out[1:])  # not aligned to 16 bytes
             assert torch.equal(out[1:], whole)
             assert out[0] == 77
+        one = torch.arange(2 * W).to(dtype)[2 * rank :: 2 * W]  # of stride 2 W
+        assert collectives.all_gather(one).tolist() == list(range(0, 2 * W, 2))
+        every = [torch.complex(torch.zeros(5), -values(r, 5, torch.float32, 8)) for r in range(W)]
+        negatives = [each.conj().imag for each in every]  # yet to be negated
+        whole = torch.cat([each.resolve_neg() for each in negatives])
+        assert torch.equal(collectives.all_gather(negatives[rank][:1]), whole[::5])
 
 
 @pytest.mark.parametrize("W", [2, 3])

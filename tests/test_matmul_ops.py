@@ -30,6 +30,11 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool)
     return value.to(torch.get_default_device())
 
 
+def spread(x: torch.Tensor, strided: bool) -> torch.Tensor:
+    """The same values, if `strided` two elements apart. Differentiable."""
+    return torch.stack([x, x + 1], -1)[..., 0] if strided else x
+
+
 def check(name: str, actual: torch.Tensor | None, expected: torch.Tensor, K: int, W: int) -> None:
     """Whether the error is what rounding does to sums of K products of N(0, 1) values.
 
@@ -70,8 +75,9 @@ def gather_case(case: dict[str, Any]) -> None:
     w = [each[rank].clone(memory_format=torch.preserve_format).requires_grad_() for each in ws]
     b = [each[rank].clone().requires_grad_() for each in bs] if case["bias"] else None
     with weft.engine(case["engine"]):
+        given = None if b is None else [spread(each, case["strided"]) for each in b]
         gathered, ys = weft.all_gather_matmul(
-            x, w, bias=b, gather_dim=dim, return_gathered=True,
+            x, w, bias=given, gather_dim=dim, return_gathered=True,
             sizes=sizes if case["known"] else None,
         )  # fmt: skip
         dys = [tensor(tuple(y.shape), dtype, 900 + i, False) for i, y in enumerate(ys)]
@@ -114,6 +120,7 @@ def sum_case(case: dict[str, Any]) -> torch.Tensor:
     x = xs[rank].clone(memory_format=torch.preserve_format).requires_grad_()
     w = ws[rank].clone(memory_format=torch.preserve_format).requires_grad_()
     bias = b.clone().requires_grad_() if b is not None else None
+    given = None if bias is None else spread(bias, case["strided"])
     xs64 = [each.double().requires_grad_() for each in xs]
     ws64 = [each.double().requires_grad_() for each in ws]
     b64 = b.double().requires_grad_() if b is not None else None
@@ -121,14 +128,14 @@ def sum_case(case: dict[str, Any]) -> torch.Tensor:
     dy_whole = tensor(whole, dtype, 900, False)
     if dim is None:
         with weft.engine(case["engine"]):
-            y = weft.matmul_all_reduce(x, w, bias=bias, reduce_op=op)
+            y = weft.matmul_all_reduce(x, w, bias=given, reduce_op=op)
             y.backward(dy_whole)
         expected = matmul_all_reduce_reference(xs64, ws64, b64, op)
         (expected * dy_whole.double()).sum().backward()
     else:
         parts = chunk_sizes(whole[dim], W)
         with weft.engine(case["engine"]):
-            y = weft.matmul_reduce_scatter(x, w, bias=bias, scatter_dim=dim, reduce_op=op)
+            y = weft.matmul_reduce_scatter(x, w, bias=given, scatter_dim=dim, reduce_op=op)
             y.backward(dy_whole.split(parts, dim)[rank])
         expected = matmul_all_reduce_reference(xs64, ws64, b64, op)
         (expected * dy_whole.double()).sum().backward()

@@ -32,11 +32,14 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 
 def shard(x: torch.Tensor, sizes: list[int], layout: str, rank: int, strided: bool) -> torch.Tensor:
-    """This rank's part of a whole (B, H, S, D), or (B, H, S); as (B, S, H, D) in memory."""
+    """This rank's part of a whole (B, H, S, D), or (B, H, S). If `strided`, as (B, S, H, D) in
+    memory, or where D is odd with a gap behind every element."""
     if layout == "zigzag":
         x = to_zigzag(x, len(sizes), 2)
     part = x.split(sizes, 2)[rank].clone()
-    if strided and x.ndim == 4:
+    if strided and x.ndim == 4 and x.shape[3] % 2:
+        part = torch.stack([part, part + 1], -1)[..., 0]
+    elif strided and x.ndim == 4:
         part = part.transpose(1, 2).contiguous().transpose(1, 2)
     return part
 
@@ -216,6 +219,18 @@ def test_keys_that_no_query_sees_are_not_fetched() -> None:
     assert fetched() == 64 * row_bytes
     assert fetched(causal=True, window=5) == 32 * row_bytes  # a chunk of copies
     assert fetched(cu_seqlens=[0, 64, 128]) == 0
+
+
+@needs_interpreter
+@pytest.mark.parametrize("op", [weft.ring_attention, weft.ulysses_attention])
+def test_an_empty_batch_as_a_gpu_launches_it(op: Any) -> None:
+    def body(rank: int) -> None:
+        x = torch.zeros(0, 2, 5, 8, requires_grad=True)
+        with weft.engine("triton"):
+            op(x, x, x, causal=True).sum().backward()
+        assert x.grad.shape == x.shape
+
+    sim.run(2, body, hardware="h100")
 
 
 MISUSE = {

@@ -124,7 +124,8 @@ def engine(name: Engine) -> Iterator[None]:
     """Force one engine for the fused ops called inside the block.
 
     Every rank must force the same one. An engine that cannot run a call raises
-    `NotImplementedError` with the reason; only "auto" falls back.
+    `NotImplementedError` with the reason; only "auto" falls back. The gradient of a call runs on
+    the engine of the call; what torch.utils.checkpoint computes again, on that of its backward.
 
     Example:
         >>> with weft.engine("host"):
