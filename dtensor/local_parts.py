@@ -1,8 +1,8 @@
 """What the ranks' local tensors make up: the layout of `DTensor.from_local`.
 
-lengths 3, 3      shards of 6 rows, found without communication where no shard may differ
-lengths 3, 2      shards of 5 rows: those of torch.chunk
-lengths 2, 3      of nothing: an error on every rank
+    lengths 3, 3      shards of 6 rows, found without communication where no shard may differ
+    lengths 3, 2      shards of 5 rows: those of torch.chunk
+    lengths 2, 3      of nothing: an error on every rank
 
 Nobody can ask the peers while a graph is traced: there shards are taken for even, and the graph
 checks that when it runs.

@@ -203,7 +203,7 @@ def test_one_graph_for_all_batches(ranks, placement, sizes, graphs_after) -> Non
 
 def llama() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shape = Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16)
+    shape = Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16)
     torch.manual_seed(0)
     plain = Llama(shape)
     model = copy.deepcopy(plain)
