@@ -23,7 +23,7 @@ from weft.dtensor.layout import (
 )
 from weft.dtensor.random import drawn
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, unless_traced, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +48,7 @@ def _mesh_and_placements(
     return mesh, normalize(placements, ndim, mesh.ndim)
 
 
+@unless_traced
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -229,6 +230,7 @@ Fill = Callable[..., torch.Tensor]
 _RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
+@unless_traced
 def _create(
     fill: Fill,
     *size: Any,

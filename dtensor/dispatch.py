@@ -25,7 +25,7 @@ from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.tensor import DTensor, before_write, unless_traced, wrap
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192
@@ -403,6 +403,7 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return map_tree(result, wrapped)
 
 
+@unless_traced
 def _torch_dispatch(
     cls: type, func: Op, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:

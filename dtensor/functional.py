@@ -21,7 +21,7 @@ from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
 from weft.dtensor.layout import is_shard, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, as_global, local_part, record
+from weft.dtensor.tensor import DTensor, as_global, local_part, record, unless_traced
 
 
 class _Embedding(torch.autograd.Function):
@@ -220,6 +220,7 @@ _is_grad_enabled, _grad = torch.is_grad_enabled, torch.autograd.grad
 _is_an_op: dict[tuple[Any, ...], bool] = {}
 
 
+@unless_traced
 def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
