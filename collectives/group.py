@@ -141,6 +141,13 @@ class Group:
                 )
         return [value for _, value in told]
 
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Found again by its name: in another process the group must have been made, too.
+        return resolve, (group_name(self),)
+
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
 

@@ -78,6 +78,16 @@ class _ParallelLinear(nn.Module):
                 name, None if part is None else nn.Parameter(part, whole.requires_grad)
             )
 
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as the constructor does: with one seed on every rank."""
+        like = self.weight
+        whole = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, like.device, like.dtype
+        )
+        with torch.no_grad():
+            for name, value in whole.named_parameters():
+                getattr(self, name).copy_(self._part(name, value))
+
     def _sizes(self, name: str) -> list[int]:
         length = (self.out_features, self.in_features)[self._cut[name]]
         return chunk_sizes(length, self.group.world_size)

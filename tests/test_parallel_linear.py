@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -92,6 +94,19 @@ def constructor_body() -> None:
     module = weft.ColumnParallelLinear(6, 9)
     sizes = chunk_sizes(9, dist.get_world_size())
     assert torch.equal(module.weight, whole.weight.split(sizes)[rank])
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        later = weft.ColumnParallelLinear(6, 9)
+    later.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(later.weight, module.weight) and torch.equal(later.bias, module.bias)
+    again = copy.deepcopy(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    x = torch.ones(1, 6)
+    for other in (again, torch.load(file, weights_only=False)):
+        assert other.group is module.group and other.weight is not module.weight
+        assert torch.equal(other(x), module(x))
     assert "sequence_dim=0" in repr(module) and f"rank {rank} of" in repr(module)
     torch.manual_seed(3)
     row = weft.RowParallelLinear(6, 9, bias=False, dtype=torch.bfloat16)
