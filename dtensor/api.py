@@ -157,10 +157,10 @@ def distribute_module(
     for submodule in module.modules():
         _replicate_rest(submodule, mesh)
     if input_fn is not None:
-        before = _with_module("input_fn", input_fn, 3)
+        before = _with_module("input_fn", input_fn)
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if output_fn is not None:
-        after = _with_module("output_fn", output_fn, 3)
+        after = _with_module("output_fn", output_fn)
         module.register_forward_hook(lambda mod, _, outputs: after(mod, outputs, mesh))
     module._distribute_module_applied = True  # type: ignore[assignment]
     return module
@@ -208,12 +208,12 @@ def distribute_parameter(
     module.register_parameter(name, shared)
 
 
-def _with_module(name: str, function: Callable[..., Any], count: int) -> Callable[..., Any]:
+def _with_module(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, also where it is of the old form without the module."""
     n_args = len(inspect.signature(function).parameters)
-    if n_args == count:
+    if n_args == 3:
         return function
-    if n_args == count - 1:
+    if n_args == 2:
         warnings.warn(
             f"Deprecating {name} that takes two arguments (inputs, device_mesh), please use "
             f"{name} that takes in (module, inputs, device_mesh) instead!",
@@ -221,7 +221,7 @@ def _with_module(name: str, function: Callable[..., Any], count: int) -> Callabl
             stacklevel=3,
         )
         return lambda _, values, mesh: function(values, mesh)
-    raise ValueError(f"{name} should take in {count} arguments, but got {n_args} arguments!")
+    raise ValueError(f"{name} should take in 3 arguments, but got {n_args} arguments!")
 
 
 P = ParamSpec("P")

@@ -198,9 +198,18 @@ class _WeightSharding(ParallelStyle):
     # The layout of a parameter that the table does not name; None: replicated.
     _other_params: ClassVar[Placement | None] = None
 
-    def __init__(self, given: Placement, output: Placement, use_local_output: bool) -> None:
-        self.input_layouts: tuple[Placement, ...] = (given,)
-        self.output_layouts: tuple[Placement, ...] = (output,)
+    # The layouts of the input and of the output where none are given.
+    _usual: ClassVar[tuple[Placement, Placement]]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts: tuple[Placement, ...] = (input_layouts or self._usual[0],)
+        self.output_layouts: tuple[Placement, ...] = (output_layouts or self._usual[1],)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -267,17 +276,7 @@ class ColwiseParallel(_WeightSharding):
         nn.Embedding: ({"weight": Shard(1)}, Replicate()),
     }
     _other_params: ClassVar = Shard(0)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output
-        )
+    _usual: ClassVar = Replicate(), Shard(-1)
 
     def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
         # A subclass may do other things with its input than multiply it.
@@ -305,17 +304,7 @@ class RowwiseParallel(_WeightSharding):
         nn.Linear: ({"weight": Shard(1), "bias": Replicate()}, Shard(-1)),
         nn.Embedding: ({"weight": Shard(0)}, Replicate()),
     }
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output
-        )
+    _usual: ClassVar = Shard(-1), Replicate()
 
 
 class SequenceParallel(ParallelStyle):
