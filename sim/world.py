@@ -177,18 +177,20 @@ class World:
             name = f"a tensor of rank {rank} that others read in place"
             key = "shared", rank, self._shared[rank]
             self.detector.add(Region(start, start + storage.nbytes(), name, key))
-        if self.recorder:
-            self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
-        self._alive.append(storage)  # no other tensor may come to lie there
+        self._keep(storage)
 
     def bring(self, value: Any) -> None:
         """Others will read the tensors in `value`: in virtual time, over a link."""
         if self.recorder:
             for tensor in tensors_in([value]):
-                storage = tensor.untyped_storage()
-                start = storage.data_ptr()
-                self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
-                self._alive.append(storage)  # no other tensor may come to lie there
+                self._keep(tensor.untyped_storage())
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        """Memory of this rank that others read: no other tensor may come to lie there."""
+        if self.recorder:
+            start = storage.data_ptr()
+            self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
+        self._alive.append(storage)
 
     def read(self, address: int, out: torch.Tensor) -> None:
         """Copy memory that another rank shares."""
