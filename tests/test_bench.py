@@ -137,7 +137,7 @@ def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def planted() -> dict[str, rows.Case]:
     """The cases of the planted suite that end by themselves."""
-    os.environ["WEFT_TIMEOUT_S"], before = "2", os.environ["WEFT_TIMEOUT_S"]
+    os.environ["WEFT_TIMEOUT_S"], before = "3", os.environ["WEFT_TIMEOUT_S"]
     try:
         without = _Without("slow")
         (result,) = runner.run([without], Options(rounds=5))  # type: ignore[list-item]
