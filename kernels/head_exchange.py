@@ -124,8 +124,7 @@ def ulysses_attention(
     mine, shared = split_heads(H, k.shape[1], inner.world_size)
 
     way = _way(inner, engine)
-    q = _Swap.apply(q, inner, mine, rows, way)
-    k, v = (_Swap.apply(x, inner, shared, key_rows, way) for x in (k, v))
+    q, k, v = _Swap.apply(q, k, v, inner, (mine, shared, shared), (rows, key_rows, key_rows), way)
     if ring_group is not None and settings.tracing():
         shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"
         settings.record(OP, way, "heads exchanged", shapes)
@@ -186,8 +185,9 @@ def in_one_launch(call: Plan) -> bool:
 def no_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of a rank that computes nothing: backward swaps on this rank as well."""
-    out = q + 0 * (k.sum() + v.sum())
+    """Results of a rank that computes nothing: backward swaps on this rank as well. A product keeps
+    its factors, without which torch.utils.checkpoint would not call this rank's part again."""
+    out = q * (1 + 0 * (k.sum() + v.sum()))
     return out, out.sum(-1).to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -218,19 +218,33 @@ def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
 
 
 class _Swap(torch.autograd.Function):
-    """(B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens; the gradients are added."""
+    """q, k, v (B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens; gradients are added.
+
+    One function of the three: ranks without heads swap as often as the others, which may have no
+    gradient of one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, heads: Heads, sizes: tuple[int, ...], way: Way
-    ) -> torch.Tensor:
-        ctx.args = group, heads, sizes, x.shape[1], way
-        return to_heads(x, group, heads, sizes, way)
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: Group,
+        heads: tuple[Heads, ...],
+        sizes: tuple[tuple[int, ...], ...],
+        way: Way,
+    ) -> tuple[torch.Tensor, ...]:
+        given = tuple(zip((q, k, v), heads, sizes, strict=True))
+        ctx.args = [(group, held, rows, x.shape[1], way) for x, held, rows in given]
+        return tuple(to_heads(x, group, held, rows, way) for x, held, rows in given)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         refuse_second_order(OP)
-        return to_tokens(grad, *ctx.args), None, None, None, None
+        pairs = zip(grads, ctx.args, ctx.needs_input_grad, strict=False)
+        found = [to_tokens(grad, *args) if need else None for grad, args, need in pairs]
+        return *found, None, None, None, None
 
 
 class _SwapBack(torch.autograd.Function):

@@ -198,10 +198,16 @@ def plan(
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, here are {W}",
-        host_refusal="" if q.device.type == "cpu" else "its pieces are torch's CPU kernel",
+        host_refusal=_host_refusal(q, scale),
         kernel_refusal=too_wide(D, where.on_gpus(q.device)),
     )
     return Plan(where, geometry, scale, choose(problem, where, q.device))
+
+
+def _host_refusal(q: torch.Tensor, scale: float) -> str:
+    if q.device.type != "cpu":
+        return "its pieces are torch's CPU kernel"
+    return "" if scale > 0 else f"torch's CPU kernel masks before it scales, here by {scale}"
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

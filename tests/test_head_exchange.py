@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_ring_attention import DTYPES, check, link_bytes, needs_interpreter, shard, whole
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import sim
@@ -140,6 +141,26 @@ def repeated() -> None:
 
 def test_one_launch_gives_the_same_bits_again(ranks) -> None:
     ranks(2, repeated)
+
+
+def rank_without_heads() -> None:
+    """Its part of a backward is as many swaps as the others', also where those have no gradient of
+    one, and where what was not kept is computed again."""
+    x = torch.ones(1, 1, 3, 4, requires_grad=True)
+    for engine in ("host", "generic", "triton"):
+        with weft.engine(engine):  # type: ignore[arg-type]
+            out, lse = weft.ulysses_attention(x, x, x, return_lse=True)
+            lse.sum().backward()
+            again = checkpoint(lambda: weft.ulysses_attention(x, x, x), use_reentrant=False)
+            assert torch.equal(again, out)
+            again.sum().backward()
+    # Scores of 2, lse of 2 + log 6; its gradient is 1 / 2 for q, and for the keys as much. That of
+    # averages of ones is 1 for the values.
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3 * (0.5 + 0.5 + 1.0)))
+
+
+def test_a_rank_without_heads(ranks) -> None:
+    ranks(2, rank_without_heads)
 
 
 def two_dims(layout: str) -> None:

@@ -187,6 +187,18 @@ def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> 
     ranks(W, repeated_body, engine, W)
 
 
+def scales_body() -> None:
+    for engine in ("auto", "generic", "triton"):
+        for scale in (-0.5, 0.0):
+            attention_case(plain_case(engine, 2, scale=scale, window=(7, 5)))
+    with pytest.raises(NotImplementedError, match=r"masks before it scales, here by 0\.0"):
+        attention_case(plain_case("host", 2, scale=0.0))
+
+
+def test_scales_that_are_not_above_0(ranks: Any) -> None:
+    ranks(2, scales_body)
+
+
 def delayed_body(engine: str, W: int) -> None:
     """Calls in a row without a pause between, one rank late for each by turns."""
     for call in range(4):
