@@ -28,6 +28,7 @@ from weft import settings
 from weft.collectives import direct
 from weft.collectives.exchange import Exchange, exchange
 from weft.collectives.group import Group
+from weft.collectives.profiled import profiled
 from weft.collectives.workspace import workspace
 from weft.errors import MismatchError
 
@@ -68,6 +69,7 @@ def gather(
     return _returned(out, given)
 
 
+@profiled("all_gather")
 def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int]) -> None:
     if group.world_size == 1:
         out.copy_(x)
@@ -116,6 +118,7 @@ def scatter(
     return _returned(out, given)
 
 
+@profiled("reduce_scatter")
 def _scatter_into(
     out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
 ) -> None:
@@ -182,6 +185,7 @@ def all_reduce(
     return _returned(out, given)
 
 
+@profiled("all_reduce")
 def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
     if group.world_size == 1:
         out.copy_(x)
@@ -283,6 +287,7 @@ def all_to_all(
     return _returned(out, given)
 
 
+@profiled("all_to_all")
 def _all_to_all_into(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -365,6 +370,7 @@ def broadcast(
     return _returned(out, given)
 
 
+@profiled("broadcast")
 def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) -> None:
     if group.world_size == 1:
         out.copy_(x)

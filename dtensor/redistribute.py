@@ -24,6 +24,7 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.group import Group, is_traced, kept_by_group, resolve
+from weft.collectives.profiled import profiled
 from weft.dtensor.layout import Layout, Shape, contiguous_stride
 from weft.dtensor.library import name_of
 from weft.dtensor.transfers import Piece, Slices, Step, collective_plan, plan
@@ -63,6 +64,11 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
         names = name_of(source), name_of(target)
         moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
         return moved
+    return _moved(local, source, target)
+
+
+@profiled("redistribute")
+def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     for step in _steps(source, target):
         local = _finish(_start(step, local))
     return local

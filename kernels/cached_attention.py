@@ -30,6 +30,7 @@ import torch
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_traced
+from weft.collectives.profiled import profiled
 from weft.kernels.engines import Problem, choose
 
 # Elements of a tile of queries: the largest that fits a core's registers.
@@ -259,6 +260,7 @@ def _check_room(cache: Cache, lengths: torch.Tensor) -> None:
             )
 
 
+@profiled("flash_decode, own keys")
 def _attend(
     q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,6 +296,7 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
 
 
+@profiled("flash_decode, merge")
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, group: Group, by_process_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

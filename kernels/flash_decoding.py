@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, signals, workspace
+from weft.collectives.profiled import profiled
 from weft.collectives.workspace import link_of
 from weft.kernels import tiles
 from weft.kernels.attention_tiles import (
@@ -340,6 +341,7 @@ def _flash_decode_kernel(
         signals.set_generation(link.signal_ptrs, rank, generation)
 
 
+@profiled("flash_decode")
 def launch_flash_decode(
     q: torch.Tensor,
     cache: Cache,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import weft
 from weft import settings, sim
 from weft.collectives import Group, cost, resolve, signals
+from weft.dtensor import DTensor, Shard, init_device_mesh
 from weft.kernels import chips, engines
 from weft.sim.hardware import H100
 
@@ -70,6 +71,26 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
         del os.environ["WEFT_CACHE_DIR"]
         cost._machines.clear()
         cost._compared_matmuls.cache_clear()
+
+
+def profiled_body() -> set[str]:
+    x = torch.ones(4, 4)
+    q = torch.ones(1, 2, 1, 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.profiler.profile() as profile:
+        weft.matmul_reduce_scatter(x, x)
+        weft.collectives.all_reduce(x)
+        weft.collectives.all_gather(x)
+        weft.collectives.all_to_all(x, [2, 2], [2, 2])
+        weft.flash_decode(q, q, q, torch.ones(1, dtype=torch.int64))
+        DTensor.from_local(x, mesh, [Shard(0)], run_check=False).full_tensor()
+    return {event.key for event in profile.key_averages()}
+
+
+def test_calls_have_names_in_the_profiler(ranks: Any) -> None:
+    wanted = {"all_reduce", "all_gather", "all_to_all", "redistribute", "flash_decode, merge"}
+    for names in ranks(2, profiled_body):
+        assert {f"weft::{name}" for name in wanted} | {"_MatmulReduceScatter"} <= names
 
 
 def unwritable_body(folder: str) -> list[float]:

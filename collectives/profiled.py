@@ -1,0 +1,30 @@
+"""Names in torch.profiler for calls that are neither ops of torch nor functions of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+def profiled(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Show a function's calls as `weft::name`, waiting for peers included."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if not _profiler_enabled():
+                return function(*args, **kwargs)
+            with torch.autograd.profiler.record_function(f"weft::{name}"):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
