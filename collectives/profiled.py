@@ -7,11 +7,10 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def profiled(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
