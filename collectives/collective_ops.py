@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.collectives import movement
 from weft.collectives.exchange import agree, check_call, exchange
-from weft.collectives.group import Group, GroupLike, group_name, is_traced, resolve
+from weft.collectives.group import Group, GroupLike, group_name, is_call_traced, is_traced, resolve
 from weft.collectives.movement import ReduceOp
 
 
@@ -47,7 +47,7 @@ def all_gather(
     Example:
         x = [rank] on 3 ranks gives [0, 1, 2] on each.
     """
-    if is_traced(x):
+    if is_call_traced(x):
         return _into(out, torch.ops.weft.all_gather(x, group_name(group), dim, sizes))
     where = resolve(group)
     dim = _checked_dim(x, dim)
@@ -147,16 +147,19 @@ def reduce_scatter(
     Example:
         x = [1, 2, 3] on each of 2 ranks gives [2, 4] on rank 0 and [6] on rank 1.
     """
-    if is_traced(x):
+    if is_call_traced(x):
         name = group_name(group)
         return _into(out, torch.ops.weft.reduce_scatter(x, name, dim, reduce_op, sizes))
     where = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    check_call(
-        where, lambda: f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}"
-    )
     lengths = movement.chunk_sizes(x.shape[dim], where.world_size) if sizes is None else list(sizes)
+    check_call(
+        where,
+        lambda: (
+            f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}, {lengths}"
+        ),
+    )
     if len(lengths) != where.world_size or min(lengths) < 0 or sum(lengths) != x.shape[dim]:
         raise ValueError(
             f"sizes must be {where.world_size} lengths that add up to the {x.shape[dim]} of dim "
@@ -209,7 +212,7 @@ def all_reduce(
         ValueError: an unknown `reduce_op`, or "avg" of integers.
         PeerTimeout: a rank did not come.
     """
-    if is_traced(x):
+    if is_call_traced(x):
         return _into(out, torch.ops.weft.all_reduce(x, group_name(group), reduce_op))
     where = resolve(group)
     _check_reduce_op(x, reduce_op)
@@ -258,7 +261,7 @@ def all_to_all(
         ValueError: splits that do not add up to the rows of `x`, or equal shares that do not
         divide. MismatchError: on every rank, where what one sends is not what another expects.
     """
-    if is_traced(x):
+    if is_call_traced(x):
         name = group_name(group)
         return _into(out, torch.ops.weft.all_to_all(x, output_split_sizes, input_split_sizes, name))
     where = resolve(group)
@@ -324,7 +327,7 @@ def broadcast(
     Raises:
         ValueError: no such rank.
     """
-    if is_traced(x):
+    if is_call_traced(x):
         return _into(out, torch.ops.weft.broadcast(x, src, group_name(group)))
     where = resolve(group)
     if not 0 <= src < where.world_size:

@@ -315,29 +315,33 @@ def is_traced(x: torch.Tensor | None = None) -> bool:
     stands for a tensor. Then it must go through torch.ops.weft.
 
     Raises:
+        ValueError: `x` is no tensor.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling or x is None or type(x) in _PLAIN:
+        return compiling
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_call_traced(x: torch.Tensor) -> bool:
+    """`is_traced(x)` for a public function, which is to run otherwise.
+
+    Raises:
         ValueError: `x` is no tensor, or not dense.
         NotImplementedError: torch.func or forward-mode differentiation is at work, which knows
             nothing of what comes from peers.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling or x is None:
-        return compiling
-    if type(x) not in _PLAIN:
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(
-                f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one"
-            )
-        if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return True
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack():
+    if is_traced(x):
+        return True
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "calls of weft have gradients by torch.autograd alone, not by torch.func (grad, vmap, "
             "jvp, ..) or forward-mode differentiation: use torch.autograd.grad"
         )
     if x.layout is not torch.strided:
-        raise ValueError(
-            f"a dense tensor is wanted, got one of layout {x.layout}: to_dense makes one"
-        )
+        raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
     return False
 
 

@@ -29,7 +29,7 @@ import torch
 
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike, alone, group_name, is_traced
+from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
 from weft.kernels.engines import Problem, choose
 
@@ -121,7 +121,7 @@ def flash_decode(
         raise NotImplementedError(
             "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
         )
-    if is_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `library_attention`
         op: Any = torch.ops.weft.flash_decode
         out, lse = op(
             q, k_cache, v_cache, lengths, group_name(group), scale, shard, block_size, block_table

@@ -41,7 +41,7 @@ from weft.collectives import (
     workspace,
 )
 from weft.collectives.collective_ops import known_sizes
-from weft.collectives.group import GroupLike, group_name, is_traced
+from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.collectives.movement import offsets
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
@@ -146,7 +146,7 @@ def all_gather_matmul(
     )
     check_activation(activation, weights)
     scaling = checked("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
-    if is_traced(x):  # see `library`
+    if is_call_traced(x):  # see `library`
         refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(
             x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered

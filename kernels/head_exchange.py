@@ -31,7 +31,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.collective_ops import known_sizes
-from weft.collectives.group import GroupLike, alone, group_name, is_traced
+from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast
 from weft.kernels.engines import refuse_second_order
@@ -88,7 +88,7 @@ def ulysses_attention(
     Example:
         2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
     """
-    if is_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `library_attention`
         op: Any = torch.ops.weft.ulysses_attention
         ring_name = "" if ring_group is None else group_name(ring_group)
         out, lse = op(

@@ -11,7 +11,7 @@ How ops, fake kernels and gradients are registered: `weft.collectives.library`. 
 engine when it runs, by the rule of the public function that it runs.
 
 To add an argument to a fused matmul: what is done to the result element by element (activation,
-residual) is left to plain torch behind `if is_traced(x)` in the public function, and the compiler
+residual) is left to plain torch where the public function asks `is_call_traced`, and the compiler
 fuses it, forward and backward. Any other argument is added there, to the op's schema (at the end,
 with a default), to its `run`, which hands it on to the public function, and to its fake kernel if
 the result's shape or dtype depends on it; if gradients do, to `setup` and the backward op as well.

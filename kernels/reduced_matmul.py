@@ -24,7 +24,7 @@ import torch
 
 from weft.collectives import Group, exchange, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike, group_name, is_traced
+from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import (
@@ -90,7 +90,7 @@ def matmul_all_reduce(
     """
     scaling = checked("matmul_all_reduce", x, [w], [bias, residual], scale_a, scale_b, out_dtype)
     dtype = scaling.out_dtype if scaling else x.dtype
-    if is_traced(x):  # see `library`
+    if is_call_traced(x):  # see `library`
         refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_all_reduce(
             x, w, bias, group_name(group), reduce_op

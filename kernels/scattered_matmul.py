@@ -26,7 +26,7 @@ import torch
 
 from weft.collectives import Group, all_gather, exchange, reduce_scatter, resolve
 from weft.collectives.exchange import check_call
-from weft.collectives.group import GroupLike, group_name, is_traced
+from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
@@ -106,7 +106,7 @@ def matmul_reduce_scatter(
         "matmul_reduce_scatter", x, [w], [bias, residual], scale_a, scale_b, out_dtype
     )
     dtype = scaling.out_dtype if scaling else x.dtype
-    if is_traced(x):  # see `library`
+    if is_call_traced(x):  # see `library`
         refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_reduce_scatter(
             x, w, bias, group_name(group), scatter_dim, reduce_op

@@ -30,7 +30,7 @@ import torch
 
 from weft.collectives import Exchange, Group, exchange, resolve
 from weft.collectives.exchange import agree, check_call
-from weft.collectives.group import GroupLike, group_name, is_traced
+from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.kernels.autocast import autocast
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
 from weft.kernels.engines import Problem, RunnableEngine, choose, refuse_second_order
@@ -111,7 +111,7 @@ def ring_attention(
         2 ranks, one head of width 1, all q = 0: every score is 0. v = [[1.], [2.]] on rank 0 and
         [[3.], [6.]] on rank 1 give out = 3 for every query; causal, [1, 1.5] and [2, 3].
     """
-    if is_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `library_attention`
         op: Any = torch.ops.weft.ring_attention
         out, lse = op(
             q, k, v, group_name(group), causal, scale, layout, *as_op_arguments(window, cu_seqlens),
@@ -265,7 +265,7 @@ def _sizes(
     key_sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of q and of k of every rank: those given, after a check, or exchanged."""
-    check_call(group, lambda: call)
+    check_call(group, lambda: call if sizes is None else f"{call}, {sizes=}, {key_sizes=}")
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
         if group.why:

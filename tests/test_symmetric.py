@@ -168,6 +168,15 @@ def check_body() -> None:
         ):
             weft.matmul_all_reduce(x, x.t())
         weft.matmul_all_reduce(x, x.t())
+        sizes = [4, 4, 4] if rank else [4, 4, 5]
+        heads = x.view(1, 1, 4, 6)
+        for call in (
+            lambda: collectives.all_gather(x, sizes=sizes),
+            lambda: weft.all_gather_matmul(x, x.t(), sizes=sizes),
+            lambda: weft.ring_attention(heads, heads, heads, sizes=sizes),
+        ):
+            with pytest.raises(weft.MismatchError, match=r"\[4, 4, 5\].* on rank 0"):
+                call()
     finally:
         del os.environ["WEFT_CHECK"]
 
