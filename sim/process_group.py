@@ -78,6 +78,13 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> VirtualProcessGroup:
+        return self  # torch 2.15 asks it whether it joins messages: `supports_coalescing`
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "virtual"
 
