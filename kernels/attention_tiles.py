@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
 class Sight(NamedTuple):
     """What a position sees: `before` positions before and `after` after it, and itself, of its own
-    document (`documents`: (2, limit), first and one after the last token of each one's; or None)
+    document (`documents`: (limit, 2), first and one after the last token of each one's; or None)
     and of `limit` tokens in all."""
 
     documents: Any
@@ -106,9 +106,10 @@ def visible(position, sees):
     first = tl.maximum(position - sees.before, 0)
     last = tl.minimum(position + sees.after + 1, sees.limit)
     if sees.documents is not None:
-        inside = tl.minimum(position, sees.limit - 1)
-        first = tl.maximum(first, tl.load(sees.documents + inside))
-        last = tl.minimum(last, tl.load(sees.documents + sees.limit + inside))
+        # Side by side: one address serves for both.
+        document = sees.documents + 2 * tl.minimum(position, sees.limit - 1)
+        first = tl.maximum(first, tl.load(document))
+        last = tl.minimum(last, tl.load(document + 1))
     return first, last
 
 

@@ -288,13 +288,13 @@ def _make_dkv(
         kv_head, batch, tile = unit_of(unit, B, each // B)
         first = tl.maximum(kv_head * sharing, fetched.first)
         last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
-        part_ptr, size = _part_ptr(areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
-        batch, kv_head = tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64)
         position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
         stop = row + length
         if is_needed(table, rank, owner, row, stop, SHAPE):
             come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
-            held = head_keys(keys, ring, owner, batch, kv_head, 0, SHAPE)
+            held = head_keys(
+                keys, ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
+            )
             k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
             v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
             lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
@@ -308,13 +308,16 @@ def _make_dkv(
                     come = having(come, step, ring, SHAPE)
                     for head in range(first, last):
                         mine = _held_queries(
-                            queries, fetched, areas, ring, source, batch, head, B,
-                            q_row - start, SHAPE,
+                            queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
+                            B, q_row - start, SHAPE,
                         )  # fmt: skip
                         dk, dv = add_to_dkv(
                             dk, dv, k, v, position, mine, begin, a, b, end, sees, scale * LOG2_E,
                             SHAPE, BLOCK_M,
                         )  # fmt: skip
+            part_ptr, size = _part_ptr(
+                areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE
+            )
             tiles.store(part_ptr, dk * scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
             tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
     return come

@@ -178,7 +178,6 @@ def add_to_dkv(
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
-        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
         if KEYS_FIRST:
             scores = tiles.dot(k, q.T, tiles.zeros(BLOCK_N, BLOCK_M)) * qk_scale
             p = tl.exp2(scores - lse[None, :])
@@ -186,6 +185,7 @@ def add_to_dkv(
             scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
             p = tl.exp2(scores - lse[:, None])
         dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
         if KEYS_FIRST:
             ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
         else:
@@ -233,7 +233,6 @@ def make_dkv(
     sharing = queries.H // keys.H_KV  # heads of queries that read one of keys
     for step in range(SHAPE.world_size):
         owner = (rank + step) % SHAPE.world_size
-        slot = _slot_ptr(slots, keys, ring, owner, rank, SHAPE)
         count = count_tiles(spans_ptr, owner, SPANS, BLOCK_N) * keys.heads
         if is_needed(table, rank, owner, 0, rows_of(table, owner, SHAPE), SHAPE):
             come = having(come, step, ring, SHAPE)
@@ -262,7 +261,8 @@ def make_dkv(
                         dk, dv, k, v, position, head_queries(queries, batch, q_of, q_row - start),
                         begin, a, b, end, sees, scale * LOG2_E, SHAPE, BLOCK_M,
                     )  # fmt: skip
-                at = slot + tl.cast(head, tl.int64) * slots.rows * PITCH
+                at = _slot_ptr(slots, keys, ring, owner, rank, SHAPE)
+                at += tl.cast(head, tl.int64) * slots.rows * PITCH
                 tiles.store(at, dk * scale, row, 0, stop, D, PITCH, 1)
                 at += _slot_size(slots, keys, SHAPE)
                 tiles.store(at, dv, row, 0, stop, D, PITCH, 1)

@@ -167,7 +167,7 @@ def tables(
     starts = torch.tensor(documents, device="cpu")
     lengths = starts.diff()
     bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-    return lasting(table, device), lasting(torch.stack(bounds).int(), device)
+    return lasting(table, device), lasting(torch.stack(bounds, -1).int(), device)
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:
