@@ -31,7 +31,7 @@ from weft.kernels import (
     ring_flash,
     ring_flash_backward,
 )
-from weft.kernels.cached_attention import Cache
+from weft.kernels.cached_attention import WIDEST_BYTES, Cache
 from weft.kernels.chips import Chip
 from weft.kernels.epilogues import Activation
 from weft.kernels.sharded_sequence import (
@@ -351,8 +351,9 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         shards += [(f"attention, D {D}, packed", 1003, D, UNBOUNDED, True) for D in (64, 80, 256)]
         decodes += [
             (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
-            for D in (*widths, 128)
-            for tokens in (1, 4, 8)
+            for D in (*widths, 128, 512, 1024)
+            if D * dtype.itemsize <= WIDEST_BYTES
+            for tokens in ((1, 4, 8) if D <= 256 else (8,))
             for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
         ]
 

@@ -31,10 +31,10 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
-from weft.kernels.engines import Problem, choose
+from weft.kernels.engines import Problem, choose, too_wide
 
-# Elements of a tile of queries: the largest that fits a core's registers.
-_MOST_QUERIES = 64 * 256
+# Of a query of one head: of longer ones not even the smallest tile, 16 of them, fits a core.
+WIDEST_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,6 @@ def flash_decode(
     cache = Cache(k_cache, v_cache, block_table, max(block, 1), *split)
     _check_room(cache, lengths)
     held = k_cache.shape[0] * k_cache.shape[2] if paged else k_cache.shape[2]
-    sharing = H // (k_cache.shape[1] * (where.world_size if by_head else 1))
     problem = Problem(
         "flash_decode",
         M=B * H * T,
@@ -149,7 +148,9 @@ def flash_decode(
         K=2 * D,
         dtype=q.dtype,
         moved_bytes=4 * B * H * T * (D + 1) * (where.world_size - 1),
-        kernel_refusal=_too_many(sharing, T, D) if where.on_gpus(q.device) else "",
+        kernel_refusal=too_wide(D, WIDEST_BYTES // q.element_size())
+        if where.on_gpus(q.device)
+        else "",
     )
     engine = choose(problem, where, q.device)
     if by_head:
@@ -223,21 +224,6 @@ def _check(
         raise ValueError(
             f"H_kv, here on each of {ranks} ranks, must be at least 1 and divide H, {shapes}"
         )
-
-
-def _too_many(sharing: int, T: int, D: int) -> str:
-    """Why a program cannot hold T queries of the `sharing` heads that read one key head."""
-    if _rounded_up(sharing * T) * _rounded_up(D) <= _MOST_QUERIES:
-        return ""
-    return (
-        f"a program holds {_MOST_QUERIES} elements of queries, here are {T} tokens of {sharing} "
-        f"heads of {D}, each rounded up to a power of two"
-    )
-
-
-def _rounded_up(size: int) -> int:
-    """To a power of two, and 16 at least: an edge of a tile."""
-    return max(16, 1 << max(0, size - 1).bit_length())
 
 
 def _check_room(cache: Cache, lengths: torch.Tensor) -> None:

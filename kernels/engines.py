@@ -46,6 +46,11 @@ class Problem:
     kernel_refusal: str = ""
 
 
+def too_wide(D: int, widest: int) -> str:
+    """Why attention's kernel cannot hold a tile of heads D wide; empty if it can."""
+    return f"its tiles hold heads of up to {widest}, here are {D}" if widest < D else ""
+
+
 def is_supported(
     engine: RunnableEngine, problem: Problem, group: Group, device: torch.device
 ) -> tuple[bool, str]:

@@ -131,7 +131,7 @@ def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
     """Rows of queries, rows of keys, warps and stages: the largest tried that spill nowhere."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        return 32, 16, 4 if D <= 128 or chip.name.startswith("gfx") else 8, 1
+        return 32, 16, 4 if D <= 64 or chip.name.startswith("gfx") else 8, 1
     family = chip.name if chip.name in ("sm_80", "sm_90", "gfx942") else "sm_100"
     return {
         "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},

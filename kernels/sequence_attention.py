@@ -33,7 +33,7 @@ from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.kernels.autocast import autocast
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
-from weft.kernels.engines import Problem, RunnableEngine, choose, refuse_second_order
+from weft.kernels.engines import Problem, RunnableEngine, choose, refuse_second_order, too_wide
 from weft.kernels.gathered_attention import gathered_attention, gathered_gradients
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
@@ -46,13 +46,6 @@ from weft.kernels.sharded_sequence import (
 # The kernels remember in the bits of an int64 whose keys have come.
 _MOST_RANKS = 64
 _WIDEST = 256
-
-
-def too_wide(D: int, on_gpu: bool) -> str:
-    """Why a kernel cannot hold tiles of heads D wide; empty if it can."""
-    return (
-        f"its tiles hold heads of up to {_WIDEST}, here are {D}" if on_gpu and D > _WIDEST else ""
-    )
 
 
 @autocast
@@ -199,7 +192,7 @@ def plan(
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, here are {W}",
         host_refusal=_host_refusal(q, scale),
-        kernel_refusal=too_wide(D, where.on_gpus(q.device)),
+        kernel_refusal=too_wide(D, _WIDEST) if where.on_gpus(q.device) else "",
     )
     return Plan(where, geometry, scale, choose(problem, where, q.device))
 
