@@ -18,6 +18,7 @@ its own and runs on CPU alike on every rank: nothing is communicated, no state c
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.dtensor.call import Call, Meta, Strategy, leaves, map_tree
-from weft.dtensor.layout import Layout, Shape, is_shard, moved, shard_dim
+from weft.dtensor.layout import Layout, Shape, is_shard, moved, pieces_of, shard_dim
 
 _LARGE = 16  # dims up to this size are probed as they are
 _MAX_CANDIDATES = 48
@@ -139,8 +140,10 @@ def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]
 
 def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     """Whether a rank of the mesh may have nothing of a dim that is cut."""
-    ranks = len(call.inputs[0].place.ranks)
-    nested = call.mesh.ndim > 1  # of shards of shards, only an even division is sure
+    pieces = math.lcm(*(pieces_of(p) for layout in call.inputs for p in layout.placements))
+    ranks = len(call.inputs[0].place.ranks) * pieces
+    # Of shards of shards, and of pieces, only an even division is sure.
+    nested = call.mesh.ndim > 1 or pieces > 1
     sizes = {
         layout.shape[dim] for layout, dim in zip(call.inputs, dims, strict=True) if dim is not None
     }

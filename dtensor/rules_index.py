@@ -75,7 +75,6 @@ def stack(call: Call) -> Choices:
     "roll",
     "gather",
     "rot90",
-    "_weight_norm_interface",
 )
 def along_dim(call: Call) -> Choices:
     """The dims that are worked along are gathered, the others may be sharded."""
@@ -92,6 +91,21 @@ def along_dim(call: Call) -> Choices:
             return _together(call, set(range(max(ndim, len(index)))))
         touched |= {d for d in range(len(index)) if index[d] != source[d]}
     return _together(call, touched)
+
+
+@rule("_weight_norm_interface", "_weight_norm_interface_backward")
+def weight_norm(call: Call) -> Choices:
+    """(v, g, ..., dim) -> (g * v / norms, norms): of each slice along `dim` by itself."""
+    ndim = len(call.inputs[0].shape)
+    choices = _together(call, set(range(ndim)) - {int(call.bound["dim"]) % ndim})
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        if all(outputs[0].local_shape):
+            return call.op
+        # The kernel divides by the number of slices.
+        return lambda x, *_: tuple(x.new_empty(o.local_shape, dtype=o.dtype) for o in outputs)
+
+    return Choices(choices.strategies, localize)
 
 
 @rule("tril", "triu")

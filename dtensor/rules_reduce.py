@@ -22,6 +22,7 @@ from weft.dtensor.layout import (
     is_shard,
     layout_of,
     moved,
+    pieces_of,
     shard_dim,
 )
 from weft.dtensor.redistribute import move
@@ -105,7 +106,8 @@ def mean(call: Call) -> Choices:
     source = call.inputs[0]
     ranks = len(source.place.ranks)
     # Whichever mesh dims will cut a dim: it stays even if all of them together cut it evenly.
-    even = all(source.shape[d] and source.shape[d] % ranks == 0 for d in _cut_dims(call, dims))
+    parts = ranks * math.lcm(*map(pieces_of, source.placements))
+    even = all(source.shape[d] and source.shape[d] % parts == 0 for d in _cut_dims(call, dims))
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
@@ -250,7 +252,7 @@ def _local_norm(
         # What leaves the norm over the ranks unchanged: infinity where that is a minimum.
         neutral = math.inf if order < 0 else 0.0
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-        return torch.full(shape, neutral, dtype=dtype, device=x.device)
+        return torch.full(shape, neutral, dtype=dtype.to_real(), device=x.device)
     result: torch.Tensor = torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
     return result
 
