@@ -16,7 +16,7 @@ from torch import autograd
 from torch.autograd.graph import _engine_run_backward
 
 from weft.dtensor.dispatch import mixed, outermost
-from weft.dtensor.tensor import DTensor
+from weft.dtensor.tensor import DTensor, is_nothing
 
 _torch_autograd: Any = autograd
 
@@ -68,11 +68,14 @@ def grad(
         allow_unreachable=materialize_grads if allow_unused is None else allow_unused,
         accumulate_grad=False,
     )  # fmt: skip
-    if not materialize_grads:
-        return found
-    pairs = zip(found, inputs, strict=True)
     zeros_like = torch.zeros_like
-    return tuple(zeros_like(i, requires_grad=create_graph) if g is None else g for g, i in pairs)
+    return tuple(
+        # Formulas of second derivatives may give plain zeros.
+        zeros_like(i, requires_grad=create_graph)
+        if (materialize_grads if g is None else type(i) is DTensor and is_nothing(g))
+        else g
+        for g, i in zip(found, inputs, strict=True)
+    )
 
 
 def _run(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
@@ -21,7 +22,7 @@ from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
 from weft.dtensor.layout import is_shard, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, as_global, local_part, record, unless_traced
+from weft.dtensor.tensor import DTensor, as_global, is_nothing, local_part, record, unless_traced
 
 
 class _Embedding(torch.autograd.Function):
@@ -29,6 +30,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor, indices: DTensor, padding_idx: int) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, indices)
         ctx.padding_idx = padding_idx
         op = torch.ops.aten.embedding.default
@@ -37,6 +39,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: DTensor) -> Any:
+        if is_nothing(grad):
+            return None, None, None
         weight, indices = ctx.saved_tensors
         args = (grad, indices, weight, ctx.padding_idx)
         return dispatch(embedding_weight_grad, args), None, None
@@ -239,8 +243,9 @@ def _torch_function(
                 return result
             ops = []
     before = outermost.call
-    # What a backward meets below, its caller has not mixed.
-    outermost.call = None if func is _grad else (args, kwargs), ops
+    # What a backward meets below, its caller has not mixed; nor what torch itself calls in Python.
+    of_torch = func is _grad or (type(func) is OpOverload and func.namespace == "prims")
+    outermost.call = None if of_torch else (args, kwargs), ops
     try:
         result = _below_functions(func, types, args, kwargs or {})
         if ops is not None:

@@ -39,6 +39,7 @@ from weft.dtensor.tensor import (
     DTensor,
     as_global,
     before_write,
+    is_nothing,
     local_part,
     needs_grad,
     record,
@@ -229,6 +230,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: DTensor, w: DTensor, bias: DTensor | None, pending: PendingMatmul | None
     ) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, w)
         ctx.bias_ndim = None if bias is None else bias.ndim
         if pending is not None:
@@ -237,6 +239,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
+        if is_nothing(grad):
+            return None, None, None, None
         x, w = ctx.saved_tensors
         need_x, need_w, need_bias, _ = ctx.needs_input_grad
         batch = list(range(grad.ndim - 1))
@@ -292,6 +296,7 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
         or lx.mesh != lw.mesh
         or (lb is not None and lb.mesh != lx.mesh)
         or len({lx.dtype, lw.dtype, lx.dtype if lb is None else lb.dtype}) > 1
+        or lx.dtype.is_complex
         or torch.is_autocast_enabled(x._layout.mesh.device_type)
     ):
         return NotImplemented

@@ -98,6 +98,11 @@ def needs_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
+def is_nothing(grad: torch.Tensor | None) -> bool:
+    """Whether no gradient came; formulas of second derivatives may give plain zeros for that."""
+    return grad is None or (type(grad) is torch.Tensor and not grad.any())
+
+
 def record(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, 2 us quicker where no transform of functorch's is at work."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -486,11 +491,15 @@ class _FromLocal(torch.autograd.Function):
         layout: Layout,
         grad_placements: Placements,
     ) -> DTensor:
+        # What no gradient arrives at would get a plain tensor of zeros.
+        ctx.set_materialize_grads(False)
         ctx.grad_placements = grad_placements
         return wrap(value.view_as(value), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
+        if is_nothing(grad):
+            return None, None, None, None
         target = grad._layout.with_placements(ctx.grad_placements)
         return redistributed(grad, target).to_local(), None, None, None
 
@@ -567,6 +576,7 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
         async_op: bool,
     ) -> DTensor:
+        ctx.set_materialize_grads(False)
         layout = tensor._layout
         ctx.backward_dtype, ctx.dtype, ctx.target = backward_dtype, layout.dtype, target
         ctx.source = layout.with_placements(layout.gradient_placements)
@@ -576,6 +586,8 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
+        if is_nothing(grad):
+            return None, None, None, None
         source: Layout = ctx.source
         dtype = ctx.backward_dtype or grad.dtype
         if source.mesh != ctx.target.mesh:

@@ -66,7 +66,11 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
 
 def _view_in_place(functional: Op) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        become(x, functional(x, *args, **kwargs))
+        # Where the result is a view of gathered shards, these need another base than the result. It
+        # has no version of its own, so that any write makes the view look again.
+        with torch.inference_mode():
+            base = x.data
+        become(x, functional(base, *args, **kwargs))
         return x
 
     return run
