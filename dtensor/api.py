@@ -319,3 +319,62 @@ def full(
         device_mesh=device_mesh,
         placements=placements,
     )
+
+
+def linspace(
+    start: float | torch.Tensor,
+    end: float | torch.Tensor,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """`steps` values evenly spaced from `start` to `end`, both among them, which may be 0-dim
+    tensors; the other arguments are those of `zeros`."""
+    bounds = _number(start), _number(end)
+    return _row(
+        lambda device: torch.linspace(*bounds, steps, dtype=dtype, layout=layout, device=device),
+        requires_grad, device_mesh, placements,
+    )  # fmt: skip
+
+
+def logspace(
+    start: float | torch.Tensor,
+    end: float | torch.Tensor,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """`base` to the power of each value of `linspace`, whose arguments the others are."""
+    bounds = _number(start), _number(end)
+    return _row(
+        lambda device: torch.logspace(
+            *bounds, steps, base, dtype=dtype, layout=layout, device=device
+        ),
+        requires_grad, device_mesh, placements,
+    )  # fmt: skip
+
+
+def _number(bound: float | torch.Tensor) -> Any:
+    return bound.item() if isinstance(bound, torch.Tensor) else bound
+
+
+@unless_traced
+def _row(
+    values: Callable[[torch.device], torch.Tensor],
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    """A DTensor of `values`, which every rank makes whole: cut, they are those of one device."""
+    mesh, wanted = _mesh_and_placements(device_mesh, placements, 1)
+    whole = values(torch.device(mesh.device_type)).requires_grad_(requires_grad)
+    return distribute_tensor(whole, mesh, wanted, src_data_rank=None)

@@ -74,6 +74,16 @@ def making() -> None:
     summed = distribute_tensor(torch.tensor([3, 4]), mesh, [Partial()])
     assert summed.dtype == torch.int64 and summed.full_tensor().tolist() == [3, 4]
 
+    for placement in (Shard(0), Partial(), Replicate()):
+        where: Any = {"device_mesh": mesh, "placements": [placement]}
+        row = dtensor.linspace(-1, torch.tensor(2.5), 7, requires_grad=True, **where)
+        assert row.placements == (placement,) and row.requires_grad and row.is_leaf
+        assert torch.equal(row.full_tensor(), torch.linspace(-1, 2.5, 7))
+        end = distribute_tensor(torch.tensor(3.0), mesh, [Partial()])
+        powers = dtensor.logspace(0, end, 5, base=2, dtype=torch.float64, **where)
+        assert torch.equal(powers.full_tensor(), torch.logspace(0, 3, 5, 2, dtype=torch.float64))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        dtensor.linspace(0, 1, 3, layout=torch.sparse_coo, device_mesh=mesh)
     a = dtensor.ones(5, 3, device_mesh=mesh, placements=[Shard(0)])
     b = dtensor.full((5, 3), 2.0, device_mesh=mesh, placements=[Partial()])
     assert torch.equal((a + b).full_tensor(), torch.full((5, 3), 3.0))

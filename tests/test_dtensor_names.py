@@ -17,6 +17,8 @@ ABSENT = {
     (".parallel.fsdp", "DTensorExtensions"): "a mesh dim that parameters are sharded on",
     (".experimental._tp_transform", "tensor_parallel_transformation"): "parallelize_module",
 }
+# Arguments that newer torch has and we have not, and what they need.
+NEWER = {"local_map": {"spmd_types"}}  # another package, of that name
 
 
 def arguments(function: Any) -> list[tuple[str, Any, Any]]:
@@ -55,7 +57,8 @@ def test_name_and_arguments(module: str, name: str) -> None:
                 if callable(of_theirs) and method not in vars(ours.__mro__[1]):
                     assert arguments(of_ours) == arguments(of_theirs), method
     else:
-        assert arguments(ours) == arguments(theirs)
+        newer = NEWER.get(name, set())
+        assert arguments(ours) == [each for each in arguments(theirs) if each[0] not in newer]
 
 
 @pytest.mark.parametrize(("module", "name"), ELSEWHERE, ids="/".join)
