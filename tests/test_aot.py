@@ -26,6 +26,14 @@ MATRIX = {
     "gfx942": {"v_mfma"},
 }
 
+# Of tiles with as many rows as they want.
+NEWEST = {
+    "sm_80": ("HMMA",),
+    "sm_90": ("HGMMA", "QGMMA"),
+    "sm_100": ("UTCHMMA", "UTCQMMA"),
+    "gfx942": ("v_mfma",),
+}
+
 NO_MATMUL = {
     "_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel",
@@ -42,14 +50,14 @@ SAMPLE = {
 
 def known_spills(report: dict[str, Any]) -> int:
     """Bytes of local memory that are known of; everything else has none."""
-    kernel, config = report["kernel"], report["config"]
-    wide = config.get("block_d", 0) > 128
-    if "attention_backward" in kernel and report["dtype"] == "float32" and wide:
-        # Some scalars around multiply-adds unrolled 256 times, whatever the warps: 24 of 8 warps.
-        return 64
+    kernel, width = report["kernel"], report["config"].get("block_d", 0)
+    if report["dtype"] == "float32":
+        # Some scalars around multiply-adds unrolled 256 times, whatever the warps: 8 to 24 of 8.
+        if "attention_backward" in kernel and width > 128:
+            return 64
+        return 8 if "decode" in kernel and width > 256 else 0
     if "attention_backward" in kernel and "packed" in report["case"] and report["arch"] == "sm_90":
-        # By Triton 3.6. A pipeline of fewer stages spills less, but waits for memory.
-        return 24
+        return 8  # by Triton 3.6
     return 0
 
 
@@ -81,6 +89,9 @@ def checked(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict
         assert report["widest_load"] or "multimem" in report["kernel"], report
         if report["kernel"] not in NO_MATMUL and dtype != "float32":
             assert set(report["matrix_instruction"].split("+")) <= MATRIX[arch], report
+            if report["config"].get("block_m", 0) >= 64:
+                # Of one kind: that is what the loop over K issues.
+                assert report["matrix_instruction"] in NEWEST[arch], report
     return reports
 
 
