@@ -281,7 +281,8 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
 
     Raises:
         ValueError: an n-d mesh, or a group that this rank is not in.
-        RuntimeError: None while torch.distributed is not initialised.
+        RuntimeError: None while torch.distributed is not initialised; a mesh or a name whose group
+            was destroyed.
     """
     if group is None:
         if not dist.is_initialized():
@@ -294,8 +295,7 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
         return group
     if isinstance(group, str):
         c10d: Any = dist.distributed_c10d
-        named: dist.ProcessGroup = c10d._resolve_process_group(group)
-        return named
+        return _existing(lambda: c10d._resolve_process_group(group))
     # Not `group.mesh`: a mesh computes that tensor anew each time, which takes 30 us.
     if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
@@ -303,11 +303,25 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
                 f"a group is 1-D, got a mesh of shape {tuple(group.shape)}: pass one of its "
                 f"dims, mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
             )
-        pg: dist.ProcessGroup = group.get_group()
-        return pg
+        return _existing(group.get_group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not in the group: only its members may make the call")
+        raise ValueError(_NO_MEMBER)
     raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
+
+
+_NO_MEMBER = "this rank is not in the group: only its members may make the call"
+
+
+def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    try:
+        return find()
+    except IndexError:  # what a mesh has for ranks outside of it
+        raise ValueError(_NO_MEMBER) from None
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}: destroy_process_group() has ended it, or it was made in another process. A "
+            f"mesh, and the DTensors on it, last as long as the groups that it was made with"
+        ) from None
 
 
 def is_traced(x: torch.Tensor | None = None) -> bool:

@@ -412,6 +412,9 @@ def test_tied_parameters_stay_tied(ranks: Any) -> None:
 
 def misuse() -> None:
     mesh = mesh_of_world()
+    whole = nn.Linear(4, 4).state_dict()
+    with pytest.raises(RuntimeError, match=r"set_model_state_dict\(model, state, options="):
+        parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()).load_state_dict(whole)
     two_d = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"1-D mesh, got 2 dims .*mesh\['tp'\]"):

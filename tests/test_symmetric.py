@@ -134,6 +134,14 @@ def destroyed_body() -> None:
     collectives.resolve(dist.new_group())
     gc.collect()
     assert kept() is None
+    mesh = dist.DeviceMesh.from_group(pg := dist.new_group(), "cpu")
+    dist.destroy_process_group(pg)
+    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) has ended it"):
+        collectives.all_reduce(torch.ones(2), mesh)
+    mesh = dist.DeviceMesh("cpu", [0])
+    if dist.get_rank() > 0:
+        with pytest.raises(ValueError, match="only its members may make the call"):
+            collectives.all_reduce(torch.ones(2), mesh)
 
 
 def named_backend_body() -> None:

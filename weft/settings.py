@@ -149,7 +149,7 @@ class Decision:
     collective: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}({self.shapes}): {self.engine}, {self.why}"
+        return f"{self.op}{f'({self.shapes})' * bool(self.shapes)}: {self.engine}, {self.why}"
 
 
 class Explanation(tuple[Decision, ...]):
