@@ -264,8 +264,8 @@ def _host_backward(
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     # The bias is added after the division, all else before it.
-    own = dy / group.world_size if average and (needs_x or needs_w) else dy
-    nbytes, scale = gather_bytes(dy, rows), group.world_size if average else 1
+    divisor = group.world_size if average and (needs_x or needs_w) else 1
+    own, nbytes = dy / divisor if divisor > 1 else dy, gather_bytes(dy, rows)
     in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
     in_place = in_place and not (needs_w and partials_cost(own))
     grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
@@ -282,7 +282,7 @@ def _host_backward(
             if grad is not None:
                 grad.add(x[start:stop], chunk)
             if db is not None:
-                db += chunk.sum(0, dtype=accumulator) * scale
+                db += chunk.sum(0, dtype=accumulator) * divisor
     dw = None if grad is None else grad.result()
     return dx, dw, None if db is None else db.to(w.dtype)
 

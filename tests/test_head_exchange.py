@@ -124,7 +124,7 @@ def test_many_random_cases(ranks, world_size: int, engine: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", range(15))
 def test_cases_on_eight_ranks(ranks, number: int) -> None:
-    """Interpreted, a case may take minutes of one core."""
+    """Interpreted, a case takes up to half a minute."""
     ranks(8, cases, 108, 1, "triton", number, timeout_s=600)
 
 
@@ -147,7 +147,7 @@ def rank_without_heads() -> None:
     """Its part of a backward is as many swaps as the others', also where those have no gradient of
     one, and where what was not kept is computed again."""
     x = torch.ones(1, 1, 3, 4, requires_grad=True)
-    for engine in ("host", "generic", "triton"):
+    for engine in ("host", "generic"):
         with weft.engine(engine):  # type: ignore[arg-type]
             out, lse = weft.ulysses_attention(x, x, x, return_lse=True)
             lse.sum().backward()
@@ -156,7 +156,7 @@ def rank_without_heads() -> None:
             again.sum().backward()
     # Scores of 2, lse of 2 + log 6; its gradient is 1 / 2 for q, and for the keys as much. That of
     # averages of ones is 1 for the values.
-    torch.testing.assert_close(x.grad, torch.full_like(x, 3 * (0.5 + 0.5 + 1.0)))
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2 * (0.5 + 0.5 + 1.0)))
 
 
 def test_a_rank_without_heads(ranks) -> None:

@@ -255,6 +255,11 @@ def repeated_body(engine: weft.settings.Engine) -> list[torch.Tensor]:
                 z = weft.matmul_all_reduce(h.detach(), v.detach())
                 y.backward(torch.ones_like(y))
                 weft.all_gather_matmul(x[:3], w)
+                # Nothing but the bias has a gradient, which an average leaves alone.
+                b = torch.zeros(24, dtype=dtype, requires_grad=True)
+                parts = h.detach(), v.detach()
+                weft.matmul_reduce_scatter(*parts, bias=b, reduce_op="avg").sum().backward()
+                assert b.grad is not None and b.grad.tolist() == [float(len(h))] * 24
             values += [h, y, z, x.grad, w.grad, v.grad]  # type: ignore[list-item]
         runs.append([value.detach().clone() for value in values])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
