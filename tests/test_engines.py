@@ -244,16 +244,16 @@ def test_what_no_program_can_hold_is_refused() -> None:
     def body(rank: int) -> tuple[str, ...]:
         q = torch.empty(1, 4, 8, 264, dtype=torch.bfloat16)
         wide = weft.explain(weft.ring_attention, q, q, q, sizes=[8, 8])
-        many = torch.empty(1, 4, 80, 64, dtype=torch.bfloat16)
-        few, lengths = many[:, :, :8], torch.tensor([100])
-        decodes = [
-            weft.explain(weft.flash_decode, x, many[:, :1], many[:, :1], lengths, block_size=1)
-            for x in (few, many)
-        ]
+        decodes = []
+        for tokens, D in ((8, 1024), (1, 1032)):
+            x = torch.empty(1, 4, tokens, D, dtype=torch.bfloat16)
+            keys = torch.empty(1, 1, 80, D, dtype=torch.bfloat16)
+            lengths = torch.tensor([100])
+            decodes.append(weft.explain(weft.flash_decode, x, keys, keys, lengths, block_size=1))
         with weft.engine("triton"), pytest.raises(NotImplementedError, match="heads of up to 256"):
             weft.ring_attention(q, q, q, sizes=[8, 8])
         return wide[0].engine, *(each[0].engine for each in decodes), decodes[1][0].why
 
-    for wide, few, many, why in sim.run(2, body, hardware="h100", numerics=False):
-        assert (wide, few, many) == ("generic", "triton", "generic")
-        assert "80 tokens of 4 heads of 64" in why
+    for wide, most, wider, why in sim.run(2, body, hardware="h100", numerics=False):
+        assert (wide, most, wider) == ("generic", "triton", "generic")
+        assert "up to 1024, here are 1032" in why
