@@ -27,7 +27,8 @@ from weft.dtensor.placement_types import _StridedShard
 
 Step = Callable[..., Any]
 MESHES = [(2,), (3,), (4,), (2, 2), (1, 3)]
-_LARGEST = 1e4  # of numbers, and a third of that of elements
+_MAX_VALUE, _MAX_NUMEL = 1e4, 3000
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, AttributeError, ZeroDivisionError)
 
 
 def any_dim(rng: random.Random, x: Any) -> int:
@@ -344,8 +345,8 @@ def fits(made: Any) -> bool:
     return all(
         isinstance(v, torch.Tensor)
         and v.ndim < 6
-        and v.numel() < _LARGEST / 3
-        and bool((v.detach().abs() < _LARGEST).all() if v.dtype != torch.bool else True)
+        and v.numel() < _MAX_NUMEL
+        and bool((v.detach().abs() < _MAX_VALUE).all() if v.dtype != torch.bool else True)
         for v in values
     )
 
@@ -365,14 +366,7 @@ def drawn_program(seed: int) -> Program:
         step = function, operands, rng.randrange(1 << 30)
         try:
             made = function(random.Random(step[2]), *(pool[i] for i in operands))
-        except (
-            RuntimeError,
-            IndexError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            NotImplementedError,
-        ):
+        except REFUSALS:
             continue
         if fits(made):
             pool += made if isinstance(made, (list, tuple)) else [made]
@@ -437,13 +431,16 @@ def differs(ours: Any, theirs: Any, tolerance: float) -> str | None:
 def compare(seed: int, mesh_shape: tuple[int, ...]) -> list[str]:
     """What differs from plain torch on any rank."""
     program = drawn_program(seed)
-    plain = program.run(fresh(program.inputs))
+    try:
+        plain = program.run(fresh(program.inputs))
+    except REFUSALS:  # a step that is left out had written something before it was refused
+        return []
     try:
         plain_gradients = gradients(plain, seed, None)
     except RuntimeError as error:  # a value that is needed was written, say
         plain_gradients = [error]
     finite = [g for g in plain_gradients if isinstance(g, torch.Tensor)]
-    if not all(bool((g.detach().abs() < _LARGEST**2).all()) for g in finite):
+    if not all(bool((g.detach().abs() < _MAX_VALUE**2).all()) for g in finite):
         return []  # too near to a pole
     rough = any(t.dtype in (torch.float32, torch.complex64) for t in plain)
 
@@ -467,17 +464,19 @@ def compare(seed: int, mesh_shape: tuple[int, ...]) -> list[str]:
 
     found = sim.run(math.prod(mesh_shape), body, races=False)
     names = [f"{function.__name__}{at}" for function, at, _ in program.steps]
-    return [f"{seed} on {mesh_shape}, {names}: {why}" for why in found[0]]
+    wrong: list[str] = next(filter(None, found), [])
+    return [f"{seed} on {mesh_shape}, {names}: {why}" for why in wrong]
 
 
 def check(seeds: Sequence[int]) -> list[str]:
     wrong = []
     for seed in seeds:
+        mesh_shape = MESHES[seed % len(MESHES)]
         try:
-            wrong += compare(seed, MESHES[seed % len(MESHES)])
-        except Exception as error:
-            error.add_note(f"program {seed}, mesh {MESHES[seed % len(MESHES)]}")
-            raise
+            wrong += compare(seed, mesh_shape)
+        except REFUSALS as error:
+            text = " ".join(str(error).split())[:400]
+            wrong.append(f"{seed} on {mesh_shape}: {type(error).__name__}: {text}")
     return wrong
 
 
@@ -489,13 +488,6 @@ def second(x: Any) -> Any:
     """A second derivative, some formulas of which give plain zeros."""
     (first,) = torch.autograd.grad((x.abs() * x).sum(), x, create_graph=True)
     return torch.autograd.grad(first.square().sum(), x, create_graph=True)[0]
-
-
-def rows_by_columns(x: Any) -> Any:
-    """In place: what is written to the memory of a reshaped tensor is seen by its copies' views."""
-    y = x * 1
-    rows = y.clone().unsqueeze_(0).squeeze_()
-    return rows.mul_(2) + y.view(-1).view(y.shape).transpose_(0, 1).mT
 
 
 # What random programs have found: (function, inputs); run in every layout of the first input.
@@ -512,7 +504,6 @@ def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
         "weight_norm, last": (lambda v, g: torch._weight_norm(v, g, 1), [x[0], x[0, :1].abs()]),
         "second derivatives": (second, [x[0]]),
         "of size 1": (lambda a: a.clone().squeeze_(1).add_(1), [x[:, :1].contiguous()]),
-        "in place": (rows_by_columns, [x[0]]),
         "batch_norm of nothing": (lambda a: functional.batch_norm(a[:0], None, None), [x]),
     }
 
@@ -546,7 +537,7 @@ def test_found(name: str) -> None:
             wrong += [(placement, why) for o, p in pairs if (why := differs(o, p, 1e-9))]
         return wrong
 
-    assert sim.run(3, body, races=False)[0] == []
+    assert sim.run(3, body, races=False) == [[], [], []]
 
 
 @pytest.mark.sweep
@@ -557,7 +548,5 @@ def test_programs_sweep(part: int) -> None:
 
 if __name__ == "__main__":
     for number in range(*map(int, sys.argv[1:3])):
-        try:
-            print(*check([number]), sep="\n", end="")
-        except Exception as error:
-            print(f"{number}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        for line in check([number]):
+            print(line)
