@@ -70,6 +70,7 @@ def sections(ranks: int) -> list[tuple[str, list[Finding]]]:
     found: list[tuple[str, list[Finding]]] = []
     topics: dict[str, Callable[[], list[Finding]]] = {
         "versions": _versions,
+        "settings": _settings,
         "machine": _machine,
         "GPUs": _gpus,
         "trial": lambda: _trial(ranks),
@@ -103,6 +104,22 @@ def _versions() -> list[Finding]:
         cure = f"weft needs {wanted} or later: pip install -U {name}" if old else ""
         findings.append(Finding("!!" if old else "ok", name, here, cure))
     return findings
+
+
+def _settings() -> list[Finding]:
+    from weft import settings
+
+    findings = []
+    for name in sorted(name for name in os.environ if name.startswith("WEFT_")):
+        known = name in settings.VARIABLES
+        cure = "" if known else f"weft does not read it, but {', '.join(settings.VARIABLES)}"
+        findings.append(Finding("ok" if known else "--", name, os.environ[name], cure))
+    for read in (settings.timeout_s, settings.current_engine):
+        try:
+            read()
+        except ValueError as refusal:
+            findings.append(Finding("!!", "value", str(refusal), "or unset the variable"))
+    return findings or [Finding("ok", "environment", "no WEFT_ variable is set")]
 
 
 def _machine() -> list[Finding]:

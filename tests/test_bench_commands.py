@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from weft import settings
 from weft.bench import cli, compare, doctor, explain, rows
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
@@ -141,6 +143,20 @@ def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys:
     del versions["triton"]
     assert doctor.main([]) == 1
     assert "pip install triton" in capsys.readouterr().out
+
+
+def test_doctor_knows_what_weft_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = [(ROOT / "weft" / "settings.py").read_text().split("VARIABLES = (")[1].split(")", 1)[1]]
+    read.append((ROOT / "kernels" / "tuning.py").read_text())
+    assert set(re.findall(r'"(WEFT_\w+)"', "".join(read))) == set(settings.VARIABLES)
+    for name in [name for name in os.environ if name.startswith("WEFT_")]:
+        monkeypatch.delenv(name)
+    assert [finding.mark for finding in doctor._settings()] == ["ok"]
+    monkeypatch.setenv("WEFT_ENGIN", "host")
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
+    told = [str(finding) for finding in doctor._settings()]
+    assert told[0].startswith("-- WEFT_ENGIN") and "weft does not read it" in told[0]
+    assert told[1].startswith("ok WEFT_TIMEOUT_S") and told[2].startswith("!! value")
 
 
 def test_doctor_tells_of_a_trial_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

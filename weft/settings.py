@@ -62,6 +62,16 @@ _engine: _Inside[Engine | None] = _Inside("weft_engine", None)
 _listeners: _Inside[tuple[Callable[[Decision], object], ...]] = _Inside("weft_listeners", ())
 
 
+VARIABLES = (
+    "WEFT_TIMEOUT_S",
+    "WEFT_CHECK",
+    "WEFT_ENGINE",
+    "WEFT_DIRECT",
+    "WEFT_MULTIMEM",
+    "WEFT_CACHE_DIR",
+    "WEFT_TUNED",
+)
+
 # Every call asks for two variables: os.environ takes 0.8 us longer to say that there is none.
 _getenv = ctypes.PyDLL(None).getenv
 _getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
