@@ -13,6 +13,7 @@ import torch
 
 from weft.dtensor.call import Call, Op
 from weft.dtensor.tensor import DTensor, become
+from weft.dtensor.views import CopiedView
 
 
 def by_functional(func: Op, call: Call) -> Callable[..., Any] | None:
@@ -66,11 +67,10 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
 
 def _view_in_place(functional: Op) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        # Where the result is a view of gathered shards, these need another base than the result. It
-        # has no version of its own, so that any write makes the view look again.
-        with torch.inference_mode():
-            base = x.data
-        become(x, functional(base, *args, **kwargs))
+        # Where the result is a view of gathered shards, these need another base than the result.
+        become(x, functional(x.data, *args, **kwargs))
+        if isinstance(x._pending, CopiedView):
+            x._pending.copy.counted = x
         return x
 
     return run

@@ -54,6 +54,8 @@ class Copy:
         inverse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.base, self.target, self.view, self.inverse = base, target, view, inverse
+        # Whose version counts the writes to the base.
+        self.counted = base
         self.own: torch.Tensor | None = None
         self.version: int | None = None
         self.read()
@@ -70,7 +72,7 @@ class Copy:
             else:
                 self.local = move(own, self.base._layout, self.target)
             self.views = self.view(self.local)
-            self.version = None if self.base.is_inference() else self.base._version
+            self.version = None if self.counted.is_inference() else self.counted._version
             self.clock = _Clock.writes
         return self.views
 
@@ -78,7 +80,7 @@ class Copy:
         # Versions are exact, but inference tensors have none.
         if self.version is None:
             return self.clock != _Clock.writes
-        return self.base._version != self.version
+        return self.counted._version != self.version
 
     def store(self) -> None:
         """Bring what was written to the copy into the base."""
