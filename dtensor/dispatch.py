@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from weft.collectives.group import forget_meshes
+from weft.collectives.group import forget_meshes, is_traced
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import Layout, layout_of
@@ -410,10 +411,24 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return map_tree(result, wrapped)
 
 
+def _check_recorded(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+    """A recording of torch.fx would take the local tensors for constants."""
+    if get_proxy_mode() is None:
+        return
+    for given in leaves((args, kwargs)):
+        if isinstance(given, DTensor) and not is_traced(given._local_tensor):
+            raise NotImplementedError(
+                f"{func}: make_fx, and torch.func.linearize, which is made of it, cannot record "
+                f"what is done with DTensors: use torch.compile, or torch.func.jvp"
+            )
+
+
 @unless_traced
 def _torch_dispatch(
     cls: type, func: Op, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    if torch._C._len_torch_dispatch_stack():
+        _check_recorded(func, args, kwargs)
     result = dispatch(func, args, kwargs)
     if (ops := outermost.call[1]) is not None:
         ops.append((func, args, kwargs or {}, result))

@@ -82,6 +82,8 @@ def making() -> None:
         end = distribute_tensor(torch.tensor(3.0), mesh, [Partial()])
         powers = dtensor.logspace(0, end, 5, base=2, dtype=torch.float64, **where)
         assert torch.equal(powers.full_tensor(), torch.logspace(0, 3, 5, 2, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="cannot record"):
+        torch.func.linearize(lambda t: t * t, dtensor.ones(4, device_mesh=mesh))
     with pytest.raises((NotImplementedError, RuntimeError)):
         dtensor.linspace(0, 1, 3, layout=torch.sparse_coo, device_mesh=mesh)
     a = dtensor.ones(5, 3, device_mesh=mesh, placements=[Shard(0)])
