@@ -263,8 +263,7 @@ def _host_backward(
     dx = None
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
-    # The bias is added after the division, all else before it.
-    divisor = group.world_size if average and (needs_x or needs_w) else 1
+    divisor = _divisor(group, average, needs)
     own, nbytes = dy / divisor if divisor > 1 else dy, gather_bytes(dy, rows)
     in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
     in_place = in_place and not (needs_w and partials_cost(own))
@@ -285,6 +284,12 @@ def _host_backward(
                 db += chunk.sum(0, dtype=accumulator) * divisor
     dw = None if grad is None else grad.result()
     return dx, dw, None if db is None else db.to(w.dtype)
+
+
+def _divisor(group: Group, average: bool, needs: tuple[bool, bool, bool]) -> int:
+    """Of the gradient, ahead of its gather: the bias, added after the division, wants it whole."""
+    needs_x, needs_w, _ = needs
+    return group.world_size if average and (needs_x or needs_w) else 1
 
 
 def _differentiable_backward(
@@ -349,7 +354,8 @@ def _triton_backward(
     needs_x, needs_w, needs_b = needs
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
-    own = dy / group.world_size if average else dy
+    divisor = _divisor(group, average, needs)
+    own = dy / divisor if divisor > 1 else dy
     whole = needs_w or needs_b
     config = all_gather_gemm.config_for(
         sum(rows), w.shape[0], w.shape[1], x.dtype, group.world_size, chip_of(x.device), keep=whole
@@ -375,7 +381,7 @@ def _triton_backward(
     if needs_b:
         assert gathered is not None
         db = gathered.sum(0, dtype=torch.float32)
-        db = (db * group.world_size if average else db).to(w.dtype)
+        db = (db * divisor).to(w.dtype)
     return dx if needs_x else None, dw, db
 
 
