@@ -96,20 +96,19 @@ def _check_mixed(func: Op) -> None:
 
 def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
     """The error of a call that is given DTensors and a plain tensor."""
-    # What load_state_dict does with a state that was saved by one process.
-    whole = (
-        " A whole state dict is cut by set_model_state_dict(model, state, options=StateDictOptions("
-        "full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
-    )
-    return RuntimeError(
+    message = (
         f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
         f"{tuple(plain.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, placements) if "
         f"every rank holds all of it, DTensor.from_local(t, mesh, placements) if each holds its "
         f"part; or take full_tensor() of the DTensors; or run under "
         f"experimental.implicit_replication(). (One-element tensors count as replicated.)"
-        + whole
-        * str(func).startswith("aten.copy_")
     )
+    if str(func).startswith("aten.copy_"):  # as load_state_dict does, of what one process saved
+        message += (
+            " A whole state dict is cut by set_model_state_dict(model, state, options="
+            "StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
+        )
+    return RuntimeError(message)
 
 
 def _read(

@@ -159,7 +159,8 @@ class Decision:
     collective: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}{f'({self.shapes})' * bool(self.shapes)}: {self.engine}, {self.why}"
+        shapes = f"({self.shapes})" if self.shapes else ""
+        return f"{self.op}{shapes}: {self.engine}, {self.why}"
 
 
 class Explanation(tuple[Decision, ...]):
