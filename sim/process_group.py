@@ -79,11 +79,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> VirtualProcessGroup:
-        return self  # torch 2.15 asks it whether it joins messages: `supports_coalescing`
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
+        return self  # torch 2.15 asks it whether it joins messages: without a word it does not
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "virtual"
