@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import (
     Layout,
     contiguous_stride,
@@ -23,7 +24,7 @@ from weft.dtensor.layout import (
 )
 from weft.dtensor.random import drawn
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, unless_traced, wrap
+from weft.dtensor.tensor import DTensor, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -334,11 +335,8 @@ def linspace(
 ) -> DTensor:
     """`steps` values evenly spaced from `start` to `end`, both among them, which may be 0-dim
     tensors; the other arguments are those of `zeros`."""
-    bounds = _number(start), _number(end)
-    return _row(
-        lambda device: torch.linspace(*bounds, steps, dtype=dtype, layout=layout, device=device),
-        requires_grad, device_mesh, placements,
-    )  # fmt: skip
+    numbers = start, end, steps
+    return _row(torch.linspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def logspace(
@@ -354,27 +352,24 @@ def logspace(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`base` to the power of each value of `linspace`, whose arguments the others are."""
-    bounds = _number(start), _number(end)
-    return _row(
-        lambda device: torch.logspace(
-            *bounds, steps, base, dtype=dtype, layout=layout, device=device
-        ),
-        requires_grad, device_mesh, placements,
-    )  # fmt: skip
-
-
-def _number(bound: float | torch.Tensor) -> Any:
-    return bound.item() if isinstance(bound, torch.Tensor) else bound
+    numbers = start, end, steps, base
+    return _row(torch.logspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @unless_traced
 def _row(
-    values: Callable[[torch.device], torch.Tensor],
+    make: Callable[..., torch.Tensor],
+    numbers: tuple[float | torch.Tensor, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
     requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
-    """A DTensor of `values`, which every rank makes whole: cut, they are those of one device."""
+    """A DTensor of what `make` makes of the numbers: whole on every rank, then cut, the values are
+    those of one device."""
     mesh, wanted = _mesh_and_placements(device_mesh, placements, 1)
-    whole = values(torch.device(mesh.device_type)).requires_grad_(requires_grad)
+    given = [each.item() if isinstance(each, torch.Tensor) else each for each in numbers]
+    whole = make(*given, dtype=dtype, layout=layout, device=mesh.device_type)
+    whole.requires_grad_(requires_grad)
     return distribute_tensor(whole, mesh, wanted, src_data_rank=None)

@@ -23,10 +23,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from weft.collectives.group import forget_meshes, is_traced
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
+from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, before_write, unless_traced, wrap
+from weft.dtensor.tensor import DTensor, before_write, wrap
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192

@@ -19,10 +19,11 @@ from weft.dtensor import backward
 from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
+from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, as_global, is_nothing, local_part, record, unless_traced
+from weft.dtensor.tensor import DTensor, as_global, is_nothing, local_part, record
 
 
 class _Embedding(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -38,19 +38,6 @@ no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_frames: Any = torch._C._dynamo.eval_frame
-_LEFT_ALONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-
-
-def unless_traced(function: _Function) -> _Function:
-    """Where a graph of torch.compile has broken off ahead of `function`, it and all that it calls
-    run as they are, and are not compiled piece by piece. A trace that meets it takes it in."""
-    _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)
-    return function
-
 
 # Called before a DTensor is written: deferred results must be computed first.
 before_write: list[Callable[[], None]] = []
