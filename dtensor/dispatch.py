@@ -28,6 +28,7 @@ from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192
@@ -429,7 +430,11 @@ def _torch_dispatch(
 ) -> Any:
     if torch._C._len_torch_dispatch_stack():
         _check_recorded(func, args, kwargs)
+    if Reshaped.any:
+        refuse_old_views(func, args, kwargs or {})
     result = dispatch(func, args, kwargs)
+    if Reshaped.any:
+        keep_age(args, result)
     if (ops := outermost.call[1]) is not None:
         ops.append((func, args, kwargs or {}, result))
     return result

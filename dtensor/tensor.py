@@ -107,6 +107,8 @@ class DTensor(torch.Tensor):
     _local: torch.Tensor | None
     _layout: Layout
     _pending: Pending | None = None
+    # How often its shape was changed in place; of a view: that of its base, when it was taken.
+    _reshapes: int = 0
 
     @staticmethod
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it would look at what is half made

@@ -2,18 +2,28 @@
 
 torch.mul(x, 2, out=y)     torch.mul(x, 2), and its result is copied to y, as y is placed
 x.squeeze_(0)              x.squeeze(0), and x becomes the result: shape, layout and memory
+
+What a view is of, autograd knows by the op that took it, and repeats that on the base when the base
+has changed. On another shape it would give another view: one taken before is refused from then on,
+where gradients are recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
-from weft.dtensor.call import Call, Op
-from weft.dtensor.tensor import DTensor, become
+from weft.dtensor.call import Call, Op, leaves
+from weft.dtensor.tensor import DTensor, become, no_function
 from weft.dtensor.views import CopiedView
+
+
+class Reshaped:
+    """Whether the shape of any DTensor was ever changed in place."""
+
+    any = False
 
 
 def by_functional(func: Op, call: Call) -> Callable[..., Any] | None:
@@ -69,8 +79,38 @@ def _view_in_place(functional: Op) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         # Where the result is a view of gathered shards, these need another base than the result.
         become(x, functional(x.data, *args, **kwargs))
+        with no_function():
+            x._reshapes += not x._is_view()
+        Reshaped.any = True
         if isinstance(x._pending, CopiedView):
             x._pending.copy.counted = x
         return x
 
     return run
+
+
+def refuse_old_views(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if autograd would take the gradient of another view than the one that is given."""
+    if not torch.is_grad_enabled():
+        return
+    given = [a for a in leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    with no_function():
+        for view in given:
+            base = view._base if isinstance(view, DTensor) and view._is_view() else None
+            if not isinstance(base, DTensor) or view._reshapes == base._reshapes:
+                continue
+            if base.requires_grad or any(t.requires_grad for t in given):
+                raise RuntimeError(
+                    f"{func}: the view {list(view.shape)} of a DTensor was taken before the shape "
+                    f"of that changed in place, to {list(base.shape)}: autograd cannot follow. "
+                    f"Take the view again, or write x = x.squeeze() for x.squeeze_()"
+                )
+
+
+def keep_age(args: Sequence[Any], result: Any) -> None:
+    """If `result` is a view of `args[0]`: note which shape of the base it was taken of."""
+    source = args[0] if args else None
+    if isinstance(source, DTensor):
+        for tensor in leaves(result):
+            if isinstance(tensor, DTensor) and tensor is not source:
+                tensor._reshapes = source._reshapes

@@ -53,7 +53,8 @@ class Copy:
         view: Callable[[torch.Tensor], list[torch.Tensor]],
         inverse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.base, self.target, self.view, self.inverse = base, target, view, inverse
+        # An alias: views stay what they are when the shape of the base is changed in place.
+        self.base, self.target, self.view, self.inverse = base.data, target, view, inverse
         # Whose version counts the writes to the base.
         self.counted = base
         self.own: torch.Tensor | None = None

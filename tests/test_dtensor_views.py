@@ -119,6 +119,26 @@ def gradients() -> None:
         x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
         (grad,) = torch.autograd.grad(loss(x), x)
         torch.testing.assert_close(grad.full_tensor(), want)
+        views_of_a_reshaped_base(distribute_tensor(whole[:4], mesh, [placement]))
+
+
+def views_of_a_reshaped_base(x: Any) -> None:
+    # Square: what autograd repeats on the new shape fits, and is the wrong row.
+    for write in (False, True):
+        y = x.clone().requires_grad_() * 1
+        old = y[1]
+        y.t_()
+        new = y[1]
+        with pytest.raises(RuntimeError, match="taken before the shape of that changed"):
+            old.mul_(2) if write else old * 2
+        new.mul_(3)
+        (grad,) = torch.autograd.grad((new * new).sum(), new)
+        torch.testing.assert_close(grad.full_tensor(), 6 * x.full_tensor()[:, 1])
+    plain = x.clone()
+    row = plain[1]
+    plain.t_()
+    row.mul_(2)  # nobody wants a gradient
+    torch.testing.assert_close(plain.full_tensor()[:, 1], 2 * x.full_tensor()[1])
 
 
 def test_views_are_read_after_their_base_was_written(ranks: Any) -> None:
