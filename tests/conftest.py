@@ -9,6 +9,8 @@ import sys
 # where there are GPUs, which `-m gpu` asks for.
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # weft sets it too late for a file that imports triton before weft, as the alphabet has it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WEFT_TIMEOUT_S", "60")
 
