@@ -80,10 +80,11 @@ def _release(module: ModuleType) -> tuple[int, int]:
 def polls_within(seconds: float, device: torch.device) -> int:
     """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
 
-    An acquire load at system scope takes a GPU about 0.7 us. In the interpreter what a poll takes
-    depends on who else wants the core: there it is counted by the clock, see `_sleep`.
+    On a GPU it takes some 400 cycles: a load from L2 by one thread, and two barriers until all have
+    what it read. In the interpreter that depends on who else wants the core: there polls are
+    counted by the clock, see `_sleep`.
     """
-    rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 1_400_000
+    rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 4_000_000
     return max(1, int(seconds * rate))
 
 
