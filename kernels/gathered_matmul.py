@@ -26,8 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,7 +80,7 @@ from weft.kernels.host import (
     shards,
     sums_in_place,
 )
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_products
 
 
 @autocast
@@ -174,20 +174,16 @@ def all_gather_matmul(
     front = x.movedim(gather_dim, 0)
     batch = front.shape[1:-1]
     engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
-    pairs = list(zip(weights, biases, strict=True))
     if engine == "generic":
         if scaling:
             # Process groups move no fp8, but its bytes.
             sent = x.view(torch.uint8)
             gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
             factors = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
-            zs = [
-                scaled_mm(gathered, w, factors, scale, b, scaling.out_dtype)
-                for (w, b), scale in zip(pairs, scaling.columns, strict=True)
-            ]
+            zs = scaled_products(gathered, weights, biases, replace(scaling, rows=factors))
         else:
             gathered, *zs = _GatheredProducts.apply(
-                x, where, gather_dim, lengths, len(weights), *weights, *biases
+                x, where, gather_dim, lengths, *weights, *biases
             )
         ys = activate(zs, activation)
     else:
@@ -195,14 +191,8 @@ def all_gather_matmul(
         flat = as_rows(front)
         if scaling:
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
-            run = _host_forward if engine == "host" else _triton_forward
-            made = run(flat, weights, biases, where, rows, return_gathered, activation, scaling)
-            results = tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
-        else:
-            results = _AllGatherMatmul.apply(
-                flat, where, rows, engine, return_gathered, activation, len(weights),
-                *weights, *biases,
-            )  # fmt: skip
+        call = _Call(where, rows, engine, return_gathered, activation, scaling)
+        results = _AllGatherMatmul.apply(call, flat, *weights, *biases)
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
         ys, gathered = whole[: len(whole) - return_gathered], whole[-1]
     y = ys[0] if single or activation == "swiglu" else ys
@@ -249,22 +239,21 @@ class _GatheredProducts(torch.autograd.Function):
         group: Group,
         dim: int,
         sizes: list[int],
-        count: int,
         *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        weights = [each for each in operands[:count] if each is not None]
+        weights, biases = _halves(operands)
         gathered = all_gather(x, group, dim=dim, sizes=sizes)
         ctx.save_for_backward(gathered, *weights)
         ctx.set_materialize_grads(False)
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        pairs = zip(weights, operands[count:], strict=True)
+        pairs = zip(weights, biases, strict=True)
         return gathered, *(matmul(gathered, *pair) for pair in pairs)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: torch.Tensor | None) -> Any:
         gathered, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grads: list[torch.Tensor | None] = [None] * len(needs)
         total = dgathered
         for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
@@ -281,17 +270,51 @@ class _GatheredProducts(torch.autograd.Function):
         dx = None
         if needs_x and total is not None:
             dx = reduce_scatter(total, ctx.group, dim=ctx.dim, sizes=ctx.sizes).to(gathered.dtype)
-        return dx, None, None, None, None, *grads
+        return dx, None, None, None, *grads
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What an engine's forward gives: outputs; the gathered x if asked for; what the gradient of
-    the activation needs, if it needs anything."""
+def _halves(
+    operands: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Weights, and as many biases, as autograd is handed them: one by one."""
+    count = len(operands) // 2
+    return [w for w in operands[:count] if w is not None], list(operands[count:])
+
+
+class _Call(NamedTuple):
+    """One call of a fused engine, but for its tensors, which autograd must see."""
+
+    group: Group
+    rows: list[int]  # of every rank's shard
+    engine: RunnableEngine
+    keep: bool  # whether the gathered x is wanted
+    activation: Activation | None
+    scaling: Scaling | None
+
+
+class _Made(NamedTuple):
+    """What an engine's forward gives."""
 
     ys: list[torch.Tensor]
-    gathered: torch.Tensor | None
-    kept: list[torch.Tensor]
+    sums: list[torch.Tensor]  # what the activation was applied to, if that is to be kept
+    gathered: torch.Tensor | None  # if it is wanted
+
+
+class Gradient(NamedTuple):
+    """What a backward is given: dy (M, N_i) of every y_i, dgathered (M, K) if x was returned."""
+
+    x: torch.Tensor  # (m_r, K), and w_i (K, N_i): as in forward
+    weights: list[torch.Tensor]
+    dys: list[torch.Tensor]
+    dgathered: torch.Tensor | None
+    group: Group
+    rows: list[int]
+    needs_x: bool
+    needs_w: Sequence[bool]
+
+
+# Of x, and of every weight; None where it is not needed.
+_Gradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -299,108 +322,79 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: Group,
-        rows: list[int],
-        engine: RunnableEngine,
-        keep: bool,
-        activation: Activation | None,
-        count: int,
-        *operands: torch.Tensor | None,
+        ctx: Any, call: _Call, x: torch.Tensor, *operands: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        weights = [each for each in operands[:count] if each is not None]
-        biases = list(operands[count:])
-        run = _host_forward if engine == "host" else _triton_forward
-        differentiated = any(ctx.needs_input_grad)
-        made = run(x, weights, biases, group, rows, keep, activation, None, differentiated)
-        ctx.save_for_backward(x, *weights, *made.kept)
-        ctx.group, ctx.rows, ctx.engine, ctx.keep, ctx.count = group, rows, engine, keep, count
-        ctx.activation = activation
+        weights, biases = _halves(operands)
+        keep_sums = any(ctx.needs_input_grad) and keeps_sums(call.activation)
+        if call.engine == "host":
+            made = _host_forward(call, x, weights, biases)
+        else:
+            made = _triton_forward(call, x, weights, biases, keep_sums)
+        kept = made.sums if keep_sums else made.ys if call.activation else []
+        ctx.save_for_backward(x, *weights, *kept)
+        ctx.call = call
         return tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        count = len(needs) // 2
+        needs_w, needs_b = needs[:count], needs[count:]
         x, *saved = ctx.saved_tensors
-        weights, kept = saved[: ctx.count], saved[ctx.count :]
-        needs = ctx.needs_input_grad
-        needs_w, needs_b = needs[_OPERANDS : _OPERANDS + ctx.count], needs[_OPERANDS + ctx.count :]
-        moved = [needs[0] and "reduce_scatter", any(needs_w) and "all_gather"]
-        record_backward("all_gather_matmul", ctx.engine, *filter(None, moved))
-        dgathered = grads[-1] if ctx.keep else None
-        dys = gradients(grads[: len(grads) - ctx.keep], kept, ctx.activation)
+        weights, kept = saved[:count], saved[count:]
+        moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
+        record_backward("all_gather_matmul", call.engine, *filter(None, moved))
+        dgathered = grads[-1] if call.keep else None
+        dys = gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]
-        run = _host_backward if ctx.engine == "host" else _triton_backward
+        given = Gradient(x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w)
         if torch.is_grad_enabled():
-            if ctx.activation is not None:
-                refuse_second_order(f"all_gather_matmul with activation={ctx.activation!r}")
-            run = _differentiable_backward
-        dx, dws = run(x, weights, dys, dgathered, ctx.group, ctx.rows, needs[0], needs_w)
+            if call.activation is not None:
+                refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
+            dx, dws = _differentiable_backward(given)
+        else:
+            dx, dws = run_backward(call.engine, given)
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs_b, strict=True)]
-        return (dx, *(None,) * (_OPERANDS - 1), *dws, *dbs)
+        return (None, dx, *dws, *dbs)
 
 
-_OPERANDS = 7  # where the weights begin among the arguments of forward
+def run_backward(engine: RunnableEngine, given: Gradient) -> _Gradients:
+    """The gradients that are needed, by a fused engine."""
+    return _host_backward(given) if engine == "host" else _triton_backward(given)
 
 
 def _host_forward(
+    call: _Call,
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
-    group: Group,
-    rows: list[int],
-    keep: bool,
-    activation: Activation | None,
-    scaling: Scaling | None,
-    differentiated: bool = False,
 ) -> _Made:
-    pairs = list(zip(weights, biases, strict=True))
+    group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
     op, nbytes = "all_gather_matmul", gather_bytes(x, rows)
-    factors = None if scaling is None else all_gather(scaling.rows, group, sizes=rows)
+    if scaling is not None:
+        scaling = replace(scaling, rows=all_gather(scaling.rows, group, sizes=rows))
     gathered = None
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
         publish(ex, x, rows)
         if keep or scaling is not None or not rows_in_place(x, weights, rows):
             gathered = gather_shards(ex, x, rows)
-            if scaling is None or factors is None:
-                zs = [mm(gathered, w, bias) for w, bias in pairs]
+            if scaling is not None:
+                zs = scaled_products(gathered, weights, biases, scaling)
             else:
-                zs = [
-                    scaled_mm(gathered, w, factors, scale, bias, scaling.out_dtype)
-                    for (w, bias), scale in zip(pairs, scaling.columns, strict=True)
-                ]
+                zs = [mm(gathered, *pair) for pair in zip(weights, biases, strict=True)]
             gathered = gathered.clone() if keep else None
         else:
             zs = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
             for start, chunk in shards(ex, x, rows):
-                for z, (w, bias) in zip(zs, pairs, strict=True):
+                for z, w, bias in zip(zs, weights, biases, strict=True):
                     mm(chunk, w, bias, out=z[start : start + len(chunk)])
-    ys = activate(zs, activation)
-    return _Made(ys, gathered, _kept(ys, zs, activation, differentiated))
+    return _Made(activate(zs, call.activation), zs, gathered)
 
 
-def _kept(
-    ys: list[torch.Tensor],
-    zs: list[torch.Tensor],
-    activation: Activation | None,
-    differentiated: bool,
-) -> list[torch.Tensor]:
-    if not differentiated or activation is None:
-        return []
-    return zs if keeps_sums(activation) else ys
-
-
-def _host_backward(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    dys: list[torch.Tensor],
-    dgathered: torch.Tensor | None,
-    group: Group,
-    rows: list[int],
-    needs_x: bool,
-    needs_w: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+def _host_backward(given: Gradient) -> _Gradients:
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
@@ -439,23 +433,19 @@ def _host_backward(
 
 
 def _triton_forward(
+    call: _Call,
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
-    group: Group,
-    rows: list[int],
-    keep: bool,
-    activation: Activation | None,
-    scaling: Scaling | None,
-    differentiated: bool = False,
+    keep_sums: bool,
 ) -> _Made:
     from weft.kernels import all_gather_gemm as kernel
 
+    group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
     op, N = "all_gather_matmul", sum(w.shape[1] for w in weights)
-    keep_sums = differentiated and keeps_sums(activation)
     config = kernel.config_for(
         sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
-        activation=activation, keep=keep, keep_sums=keep_sums,
+        activation=call.activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip
     ws = gather_workspace(x, group, rows, op, config.copy_engines)
     made = kernel.launch_all_gather_matmul(
@@ -464,7 +454,7 @@ def _triton_forward(
         ws,
         rows,
         biases=biases,
-        activation=activation,
+        activation=call.activation,
         keep_sums=keep_sums,
         with_own=keep,
         scale_a=scaling.rows if scaling else None,
@@ -473,8 +463,7 @@ def _triton_forward(
         config=config,
     )
     ws.launched(op)
-    kept = _kept(made.ys, made.sums, activation, differentiated)
-    return _Made(made.ys, made.matrix if keep else None, kept)
+    return _Made(made.ys, made.sums, made.matrix if keep else None)
 
 
 def gather_workspace(
@@ -490,18 +479,10 @@ def gather_workspace(
     return ws
 
 
-def _triton_backward(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    dys: list[torch.Tensor],
-    dgathered: torch.Tensor | None,
-    group: Group,
-    rows: list[int],
-    needs_x: bool,
-    needs_w: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+def _triton_backward(given: Gradient) -> _Gradients:
     from weft.kernels import all_gather_contract, gemm_reduce_scatter
 
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
@@ -529,17 +510,9 @@ def _triton_backward(
     return dx, dws
 
 
-def _differentiable_backward(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    dys: list[torch.Tensor],
-    dgathered: torch.Tensor | None,
-    group: Group,
-    rows: list[int],
-    needs_x: bool,
-    needs_w: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+def _differentiable_backward(given: Gradient) -> _Gradients:
     """The same by ops that have gradients themselves."""
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
     dx: torch.Tensor | None = None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:

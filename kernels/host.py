@@ -20,7 +20,7 @@ import torch
 from weft.collectives import Exchange, Group
 from weft.collectives.movement import offsets
 from weft.kernels.dense import allocates, finished, mm, on_cpu, partial_mm, partials_cost, sum_dtype
-from weft.kernels.scaled import Scaling, scaled_mm
+from weft.kernels.scaled import Scaling, scaled_partial
 
 # Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
 # the copy takes: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
@@ -184,7 +184,7 @@ def publish_scaled(
 ) -> torch.Tensor:
     """`publish_product` of scaled fp8, in fp32."""
     shown = ex.local((x.shape[0], w.shape[1]), torch.float32)
-    shown.copy_(scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32))
+    shown.copy_(scaled_partial(x, w, scaling))
     ex.signal_all()
     start = offsets(rows)[ex.rank]
     return shown[start : start + rows[ex.rank]]

@@ -146,17 +146,15 @@ def _all_gather_matmul_backward(
             for dy, need in zip(dys, needs_w, strict=True)
         ]
     else:
-        run = (
-            gathered_matmul._host_backward if engine == "host" else gathered_matmul._triton_backward
-        )
         front = x.movedim(gather_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
-        dx, dws = run(
+        given = gathered_matmul.Gradient(
             _flat(x, gather_dim), weights,
             [_flat(dy, gather_dim).contiguous() for dy in dys],
             None if dgathered is None else _flat(dgathered, gather_dim),
             group, rows, needs_x, needs_w,
         )  # fmt: skip
+        dx, dws = gathered_matmul.run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return _needed([dx, *dws], [x, *weights], needs)
 
@@ -238,7 +236,7 @@ def _matmul_reduce_scatter_backward(
     average: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    group, (needs_x, needs_w, needs_b) = resolve(group_name), needs
+    group = resolve(group_name)
     scatter_dim %= x.ndim
     length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
     sizes = chunk_sizes(length, group.world_size)
@@ -252,17 +250,13 @@ def _matmul_reduce_scatter_backward(
         whole = whole / group.world_size if average else whole
         dx, dw = matmul(whole, w.t()), matmul(_flat(x, 0).t(), _flat(whole, 0))
     else:
-        run = (
-            scattered_matmul._host_backward
-            if engine == "host"
-            else scattered_matmul._triton_backward
-        )
         front = x.movedim(scatter_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
-        dx, dw, db = run(
+        given = scattered_matmul.Gradient(
             _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
-            (needs_x, needs_w, needs_b),
+            needs,
         )  # fmt: skip
+        dx, dw, db = scattered_matmul.run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
     return _needed([dx, dw, db], [x, w, w[0]], needs)
 

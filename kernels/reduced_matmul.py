@@ -18,7 +18,7 @@ The triton engine is in `gemm_all_reduce`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ from weft.kernels.dense import (
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import reduce_rows
 from weft.kernels.replicated import Spread, Summed
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_partial
 
 _ONE_SHOT_BYTES = 64 << 10
 
@@ -115,20 +115,22 @@ def matmul_all_reduce(
     check_residual(residual, (*batch, N), dtype, x.device)
     engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), where, x.device)
     if engine == "generic":
-        if scaling:
-            partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
-        else:
-            partial = partial_matmul(x, w)
+        partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
         return finished(Summed.apply(partial, where, reduce_op), bias, residual, dtype)
-    flat, average = x.reshape(M, K), reduce_op == "avg"
     residual = None if residual is None else residual.reshape(M, N)
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.reshape(M, 1))
-        run = _host_forward if engine == "host" else _triton_forward
-        made = run(flat, w, bias, residual, where, average, scaling)
-    else:
-        made = _MatmulAllReduce.apply(flat, w, bias, residual, where, engine, average)
-    return made.view(*batch, N)
+    call = _Call(where, engine, reduce_op == "avg", scaling)
+    return _MatmulAllReduce.apply(call, x.reshape(M, K), w, bias, residual).view(*batch, N)
+
+
+class _Call(NamedTuple):
+    """One call of a fused engine, but for its tensors, which autograd must see."""
+
+    group: Group
+    engine: RunnableEngine
+    average: bool
+    scaling: Scaling | None
 
 
 class _MatmulAllReduce(torch.autograd.Function):
@@ -137,28 +139,27 @@ class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        call: _Call,
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        group: Group,
-        engine: RunnableEngine,
-        average: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.group, ctx.scale = group, 1 / group.world_size if average else None
-        run = _host_forward if engine == "host" else _triton_forward
-        return run(x, w, bias, residual, group, average, None)
+        ctx.call = call
+        run = _host_forward if call.engine == "host" else _triton_forward
+        return run(call, x, w, bias, residual)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
         x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        _, needs_x, needs_w, needs_b, needs_residual = ctx.needs_input_grad
         dx = dw = None
-        scaled = dy if ctx.scale is None else dy * ctx.scale
+        scaled = dy * (1 / call.group.world_size) if call.average else dy
         if torch.is_grad_enabled():  # by ops that have gradients themselves
-            scaled = Spread.apply(scaled, ctx.group)
+            scaled = Spread.apply(scaled, call.group)
             dx = matmul(scaled, w.t()) if needs_x else None
             dw = matmul(x.t(), scaled) if needs_w else None
             needs_x = needs_w = False
@@ -169,20 +170,19 @@ class _MatmulAllReduce(torch.autograd.Function):
             grad.add(x, scaled)
             dw = grad.result()
         db = dy.sum(0) if needs_b else None
-        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
+        return None, dx, dw, db, dy if needs_residual else None
 
 
 def _host_forward(
+    call: _Call,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    group: Group,
-    average: bool,
-    scaling: Scaling | None,
 ) -> torch.Tensor:
+    group, _, average, scaling = call
     M, N = x.shape[0], w.shape[1]
-    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (sum_dtype(x), x.dtype)
+    wire, dtype = sum_dtype(x), scaling.out_dtype if scaling else x.dtype
     op, nbytes = "matmul_all_reduce", M * N * wire.itemsize
     rows = chunk_sizes(M, group.world_size)
     starts = offsets(rows)
@@ -191,7 +191,7 @@ def _host_forward(
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         shown = ex.local((M, N), wire)
         if scaling:
-            shown.copy_(scaled_mm(x, w, scaling.rows, scaling.columns[0], None, wire))
+            shown.copy_(scaled_partial(x, w, scaling))
         else:
             partial_mm(x, w, out=shown)
         ex.signal_all()
@@ -214,16 +214,15 @@ def _host_forward(
 
 
 def _triton_forward(
+    call: _Call,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    group: Group,
-    average: bool,
-    scaling: Scaling | None,
 ) -> torch.Tensor:
     from weft.kernels import gemm_all_reduce as kernel
 
+    group, _, average, scaling = call
     dtype = scaling.out_dtype if scaling else x.dtype
     ws = kernel.workspace_for(x, w, group, dtype)
     ws.check("matmul_all_reduce")

@@ -108,7 +108,25 @@ def refuse_traced(scaling: Scaling | None) -> None:
         )
 
 
-def scaled_mm(
+def scaled_products(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    scaling: Scaling,
+) -> list[torch.Tensor]:
+    """(x * rows) @ (w * columns) + bias on one rank, for every weight."""
+    return [
+        _scaled_mm(x, w, scaling.rows, columns, bias, scaling.out_dtype)
+        for w, columns, bias in zip(weights, scaling.columns, biases, strict=True)
+    ]
+
+
+def scaled_partial(x: torch.Tensor, w: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """(x * rows) @ (w * columns) in fp32, for a sum over ranks."""
+    return _scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
+
+
+def _scaled_mm(
     x: torch.Tensor,
     w: torch.Tensor,
     rows: torch.Tensor,
@@ -116,10 +134,10 @@ def scaled_mm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(x * rows) @ (w * columns) + bias on one rank.
+    """By torch._scaled_mm where it takes the call, else in fp32.
 
-    By torch._scaled_mm where it takes the call, else in fp32: it needs a GPU with fp8, sizes that
-    16 divides and a w that is contiguous along K; on a CPU it computes number by number.
+    It needs a GPU with fp8, sizes that 16 divides and a w that is contiguous along K; on a CPU it
+    computes number by number.
     """
     K, N = w.shape
     if (

@@ -19,8 +19,9 @@ The triton engine is in `gemm_reduce_scatter`; its backward is `all_gather_gemm`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +57,7 @@ from weft.kernels.host import (
     sums_in_place,
 )
 from weft.kernels.replicated import Spread, Summed
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_mm
+from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_partial
 
 
 @autocast
@@ -137,10 +138,7 @@ def matmul_reduce_scatter(
     check_residual(residual, shape, dtype, x.device)
     engine = choose(scatter_problem(x, w, where, scatter_dim), where, x.device)
     if engine == "generic":
-        if scaling:
-            partial = scaled_mm(x, w, scaling.rows, scaling.columns[0], None, torch.float32)
-        else:
-            partial = partial_matmul(x, w)
+        partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
         y = _ScatteredSum.apply(partial, where, scatter_dim, reduce_op, dtype)
         if bias is not None:
             bias = Spread.apply(bias, where)
@@ -153,13 +151,10 @@ def matmul_reduce_scatter(
     flat = front.reshape(sum(rows), K)
     if residual is not None:
         residual = residual.movedim(scatter_dim, 0).reshape(rows[where.rank], N)
-    average = reduce_op == "avg"
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.movedim(scatter_dim, 0).reshape(sum(rows), 1))
-        run = _host_forward if engine == "host" else _triton_forward
-        made = run(flat, w, bias, residual, where, rows, average, scaling)
-    else:
-        made = _MatmulReduceScatter.apply(flat, w, bias, residual, where, rows, engine, average)
+    call = _Call(where, rows, engine, reduce_op == "avg", scaling)
+    made = _MatmulReduceScatter.apply(call, flat, w, bias, residual)
     return made.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
 
 
@@ -192,53 +187,86 @@ class _ScatteredSum(torch.autograd.Function):
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
+class _Call(NamedTuple):
+    """One call of a fused engine, but for its tensors, which autograd must see."""
+
+    group: Group
+    rows: list[int]  # of every rank's chunk
+    engine: RunnableEngine
+    average: bool
+    scaling: Scaling | None
+
+
+class Gradient(NamedTuple):
+    """What a backward is given: x (M, K_r) and w (K_r, N) as in forward, dy of this rank's rows."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    dy: torch.Tensor
+    group: Group
+    rows: list[int]
+    average: bool
+    needs: Sequence[bool]  # of x, w and bias
+
+    @property
+    def divisor(self) -> int:
+        """Of dy, ahead of its gather: the bias, added after the division, wants it whole."""
+        return self.group.world_size if self.average and any(self.needs[:2]) else 1
+
+
+# Of x, w and bias; None where it is not needed.
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
 class _MatmulReduceScatter(torch.autograd.Function):
     """x (M, K_r), w (K_r, N), bias (N,), residual like y -> y (rows of this rank, N)."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        call: _Call,
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        group: Group,
-        rows: list[int],
-        engine: RunnableEngine,
-        average: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.group, ctx.rows, ctx.engine, ctx.average = group, rows, engine, average
-        run = _host_forward if engine == "host" else _triton_forward
-        return run(x, w, bias, residual, group, rows, average, None)
+        ctx.call = call
+        run = _host_forward if call.engine == "host" else _triton_forward
+        return run(call, x, w, bias, residual)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        record_backward("matmul_reduce_scatter", ctx.engine, "all_gather")
-        run = _host_backward if ctx.engine == "host" else _triton_backward
-        if torch.is_grad_enabled():
-            run = _differentiable_backward
-        dx, dw, db = run(
-            x, w, dy.contiguous(), ctx.group, ctx.rows, ctx.average, ctx.needs_input_grad[:3]
+        call: _Call = ctx.call
+        *needs, needs_residual = ctx.needs_input_grad[1:]
+        record_backward("matmul_reduce_scatter", call.engine, "all_gather")
+        given = Gradient(
+            *ctx.saved_tensors, dy.contiguous(), call.group, call.rows, call.average, needs
         )
-        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None, None
+        if torch.is_grad_enabled():
+            grads = _differentiable_backward(given)
+        else:
+            grads = run_backward(call.engine, given)
+        return None, *grads, dy if needs_residual else None
+
+
+def run_backward(engine: RunnableEngine, given: Gradient) -> _Gradients:
+    """The gradients that are needed, by a fused engine."""
+    return _host_backward(given) if engine == "host" else _triton_backward(given)
 
 
 def _host_forward(
+    call: _Call,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    group: Group,
-    rows: list[int],
-    average: bool,
-    scaling: Scaling | None,
 ) -> torch.Tensor:
+    group, rows, _, average, scaling = call
     M, N = x.shape[0], w.shape[1]
-    wire, dtype = (torch.float32, scaling.out_dtype) if scaling else (sum_dtype(x), x.dtype)
-    op, nbytes = "matmul_reduce_scatter", M * N * wire.itemsize
+    dtype = scaling.out_dtype if scaling else x.dtype
+    op, nbytes = "matmul_reduce_scatter", M * N * sum_dtype(x).itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         if scaling:
             own, overwrite = publish_scaled(ex, x, w, rows, scaling), False
@@ -250,20 +278,12 @@ def _host_forward(
         )  # fmt: skip
 
 
-def _host_backward(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    dy: torch.Tensor,
-    group: Group,
-    rows: list[int],
-    average: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    needs_x, needs_w, needs_b = needs
+def _host_backward(given: Gradient) -> _Gradients:
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
     dx = None
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
-    divisor = _divisor(group, average, needs)
+    divisor = given.divisor
     own, nbytes = dy / divisor if divisor > 1 else dy, gather_bytes(dy, rows)
     in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
     in_place = in_place and not (needs_w and partials_cost(own))
@@ -286,41 +306,16 @@ def _host_backward(
     return dx, dw, None if db is None else db.to(w.dtype)
 
 
-def _divisor(group: Group, average: bool, needs: tuple[bool, bool, bool]) -> int:
-    """Of the gradient, ahead of its gather: the bias, added after the division, wants it whole."""
-    needs_x, needs_w, _ = needs
-    return group.world_size if average and (needs_x or needs_w) else 1
-
-
-def _differentiable_backward(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    dy: torch.Tensor,
-    group: Group,
-    rows: list[int],
-    average: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The same by ops that have gradients themselves."""
-    needs_x, needs_w, needs_b = needs
-    whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
-    dx = matmul(whole, w.t()) if needs_x else None
-    dw = matmul(x.t(), whole) if needs_w else None
-    return dx, dw, Summed.apply(dy.sum(0), group, "sum") if needs_b else None
-
-
 def _triton_forward(
+    call: _Call,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    group: Group,
-    rows: list[int],
-    average: bool,
-    scaling: Scaling | None,
 ) -> torch.Tensor:
     from weft.kernels import gemm_reduce_scatter as kernel
 
+    group, rows, _, average, scaling = call
     out_dtype = scaling.out_dtype if scaling else x.dtype
     ws = kernel.workspace_for(x, w, group, rows, out_dtype)
     ws.check("matmul_reduce_scatter")
@@ -340,21 +335,13 @@ def _triton_forward(
     return y
 
 
-def _triton_backward(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    dy: torch.Tensor,
-    group: Group,
-    rows: list[int],
-    average: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def _triton_backward(given: Gradient) -> _Gradients:
     from weft.kernels import all_gather_contract, all_gather_gemm
 
-    needs_x, needs_w, needs_b = needs
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
-    divisor = _divisor(group, average, needs)
+    divisor = given.divisor
     own = dy / divisor if divisor > 1 else dy
     whole = needs_w or needs_b
     config = all_gather_gemm.config_for(
@@ -383,6 +370,15 @@ def _triton_backward(
         db = gathered.sum(0, dtype=torch.float32)
         db = (db * divisor).to(w.dtype)
     return dx if needs_x else None, dw, db
+
+
+def _differentiable_backward(given: Gradient) -> _Gradients:
+    """The same by ops that have gradients themselves."""
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
+    whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
+    dx = matmul(whole, w.t()) if needs_x else None
+    dw = matmul(x.t(), whole) if needs_w else None
+    return dx, dw, Summed.apply(dy.sum(0), group, "sum") if needs_b else None
 
 
 def matmul_reduce_scatter_reference(
