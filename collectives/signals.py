@@ -292,6 +292,24 @@ def wait_for(
 
 
 @triton.jit
+def wait_for_own(
+    signal_ptrs, rank, world_size, phase: tl.constexpr, source, first, last, generation, max_polls
+):
+    """Wait until programs of this device have announced words first..last of (`phase`, `source`).
+
+    False on a time-out, which is then recorded as one of `source`.
+    """
+    arrived = True
+    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    for word in range(first, last + 1):
+        slot = slot_ptr(signal_ptrs, rank, world_size, phase, source, word)
+        arrived &= wait_local(slot, generation, patience(own_pad, max_polls))
+    if not arrived:
+        record_timeout(own_pad, rank, source, generation)
+    return arrived
+
+
+@triton.jit
 def signal_peers(signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation):
     """Announce `phase` of call `generation` to every peer, the next rank first."""
     for step in range(1, world_size):

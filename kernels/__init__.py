@@ -1,4 +1,19 @@
-"""Matmuls fused with communication, and the layers that are made of them."""
+"""Matmuls and attention fused with communication, and the layers that are made of them.
+
+    function                  file: checks, engines      kernels of its triton engine,
+                              but triton, gradient       forward and backward
+    all_gather_matmul         gathered_matmul            all_gather_gemm, all_gather_contract
+    matmul_reduce_scatter     scattered_matmul           gemm_reduce_scatter, gemm_one_shot
+    matmul_all_reduce         reduced_matmul             gemm_all_reduce, gemm_one_shot
+    ring_attention            sequence_attention         ring_flash, ring_flash_backward
+    ulysses_attention         head_exchange              heads_flash, heads_flash_backward
+    flash_decode              cached_attention           flash_decoding
+
+The kernels of matmuls are made of `tiles`, `gathers` or `copy_engines`, `partial_sums`, `splits`
+and `turns`; those of attention, of `attention_tiles`, `ring_keys`, `ring_dkv` and `head_units`.
+`engines` chooses an engine, `library` makes the functions ops of torch.library, `aot` compiles all
+kernels where there is no GPU.
+"""
 
 if not __name__.startswith("weft."):
     raise ImportError("import weft.kernels: the top-level name is not ours")

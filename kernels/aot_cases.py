@@ -34,6 +34,7 @@ from weft.kernels import (
 from weft.kernels.cached_attention import WIDEST_BYTES, Cache
 from weft.kernels.chips import Chip
 from weft.kernels.epilogues import Activation
+from weft.kernels.sequence_attention import Saved
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
     Geometry,
@@ -375,8 +376,8 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
             )
             if rows > 64:
                 ring_flash_backward.launch_ring_attention_backward(
-                    q, k, k, out, lse, q, lse if packed else None, _workspace(), geometry, 0.1,
-                    config=ring_flash_backward.config_for(*shape),
+                    Saved(q, k, k, out, lse, q, lse if packed else None), _workspace(), geometry,
+                    0.1, config=ring_flash_backward.config_for(*shape),
                 )  # fmt: skip
         yield from ((case, launch) for launch in caught)
     for case, rows, D, before, packed in shards:
@@ -391,8 +392,8 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
             )
             if rows > 64:
                 heads_flash_backward.launch_head_attention_backward(
-                    q, k, k, out, lse, q, lse if packed else None, _workspace(), geometry, 0.1,
-                    config=heads_flash_backward.config_for(*shape),
+                    Saved(q, k, k, out, lse, q, lse if packed else None), _workspace(), geometry,
+                    0.1, config=heads_flash_backward.config_for(*shape),
                 )  # fmt: skip
         yield from ((case, launch) for launch in caught)
     for case, batch, tokens, D, paged in decodes:

@@ -13,11 +13,15 @@ then the final ones, and the gradients of the pieces simply add up. No matrix of
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from weft.kernels.sharded_sequence import Piece, Visibility
+
+if TYPE_CHECKING:
+    from weft.kernels.sequence_attention import Saved
 
 
 class Total:
@@ -99,24 +103,12 @@ class PartialAttention:
 class AttentionGrad:
     """Gradients of a finished attention, collected piece by piece.
 
-    Args:
-        out, lse: of the whole attention, as forward returned them; grad_out, grad_lse: their
-            gradients, the latter None where lse was not used.
-
     Attributes:
         dq: that of the pieces so far, fp32 or better.
     """
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        sees: Visibility,
-        scale: float,
-    ) -> None:
+    def __init__(self, saved: Saved, sees: Visibility, scale: float) -> None:
+        q, _, _, out, lse, grad_out, grad_lse = saved
         self._sees, self._scale, self._width = sees, scale, q.shape[3]
         self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is no nan
         self.dq = Total(torch.empty(q.shape, dtype=lse.dtype, device=q.device))

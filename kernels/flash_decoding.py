@@ -271,7 +271,6 @@ def _flash_decode_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
-    own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
     ROWS: tl.constexpr = CUT.rows
     SPLIT: tl.constexpr = CUT.split
     ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
@@ -296,14 +295,10 @@ def _flash_decode_kernel(
             tl.store(parts + part * SIZE + ACC + offs_r, top)
             tl.store(parts + part * SIZE + ACC + ROWS + offs_r, total)
             if whole:
-                for other in range(SPLIT - 1):
-                    word = signals.slot_ptr(
-                        link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1) + other
-                    )
-                    polls = signals.patience(own_pad, link.max_polls)
-                    complete &= signals.wait_local(word, generation, polls)
-                if not complete:
-                    signals.record_timeout(own_pad, rank, rank, generation)
+                complete = signals.wait_for_own(
+                    link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
+                    generation, link.max_polls,
+                )  # fmt: skip
                 # The own part was stored by other threads than the ones that read it next.
                 tl.debug_barrier()
                 if complete:

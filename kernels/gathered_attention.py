@@ -7,13 +7,16 @@ not do it (in the ops of torch.library), the keys are gathered again and torch's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from weft.collectives import Group, all_gather, reduce_scatter
 from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Span
+
+if TYPE_CHECKING:
+    from weft.kernels.sequence_attention import Saved
 
 # Rows of queries whose scores are written out at a time, where they are.
 _ROWS = 1024
@@ -34,16 +37,10 @@ def gathered_attention(
 
 
 def gathered_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    group: Group,
-    geometry: Geometry,
-    scale: float,
+    saved: Saved, group: Group, geometry: Geometry, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv where autograd has not followed the call: attention is computed again."""
+    q, k, v, _, _, grad_out, grad_lse = saved
     k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
     mask = _whole_mask(geometry, group.rank, q.device)
 

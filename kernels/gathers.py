@@ -158,15 +158,9 @@ def fetch_shards(
 @triton.jit
 def wait_for_chunks(link, rank, peer, first, last, generation, WORLD_SIZE: tl.constexpr):
     """Wait until chunks first..last of `peer`'s shard lie in `gathered`. False on a time-out."""
-    arrived = True
-    own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
-    for chunk in range(first, last + 1):
-        slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
-        polls = signals.patience(own_pad, link.max_polls)
-        arrived &= signals.wait_local(slot, generation, polls)
-    if not arrived:
-        signals.record_timeout(own_pad, rank, peer, generation)
-    return arrived
+    return signals.wait_for_own(
+        link.signal_ptrs, rank, WORLD_SIZE, 1, peer, first, last, generation, link.max_polls
+    )
 
 
 def pitch_of(columns: int) -> int:

@@ -172,7 +172,7 @@ def head_gradients(call: Plan, saved: Saved) -> Gradients:
     op = f"{OP} backward"
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
     ws.check(op)
-    grads = kernel.launch_head_attention_backward(*saved, ws, call.geometry, call.scale)
+    grads = kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
     ws.launched(op)
     return grads
 

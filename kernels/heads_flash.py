@@ -41,7 +41,7 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash, tiles
-from weft.kernels.attention_tiles import LN_2, Sight, head_ptr, heads_of, in_rows, load_rows
+from weft.kernels.attention_tiles import LN_2, head_ptr, heads_of, in_rows, load_rows
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.head_units import (
     area_ptr,
@@ -219,13 +219,13 @@ def launch_head_attention(
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
-    W, sees = ws.world_size, geometry.sees
+    W = ws.world_size
     config = config or config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)
     k, v = in_rows(k, v)
-    table, documents = tables(geometry, ws.rank, q.device, all_queries=True)
+    table, sees, _ = tables(geometry, ws.rank, q.device, all_queries=True)
     _, at_q, at_out, at_lse, _ = offsets_of(_area_bytes(q, k, geometry))
     stagger = stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
@@ -235,7 +235,7 @@ def launch_head_attention(
         lse,
         heads_of(in_rows(q)),
         keys_of(k, v, geometry, kv_range(heads, H, k.shape[1])),
-        Sight(documents, sees.before, sees.after, sees.keys),
+        sees,
         Areas(at_q, at_out, at_lse, stagger),
         table,
         link_of(ws),

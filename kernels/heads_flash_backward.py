@@ -28,7 +28,7 @@ Why it neither races nor deadlocks: as for `heads_flash`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +39,6 @@ from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash_backward, tiles
 from weft.kernels.attention_tiles import (
     LOG2_E,
-    Sight,
     heads_of,
     in_rows,
     interval,
@@ -91,6 +90,9 @@ from weft.kernels.ring_keys import (
     tile_of,
 )
 from weft.kernels.sharded_sequence import Geometry
+
+if TYPE_CHECKING:
+    from weft.kernels.sequence_attention import Saved
 
 
 def config_for(
@@ -489,38 +491,28 @@ def _head_attention_backward_kernel(
 
 
 def launch_head_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    ws: Workspace,
-    geometry: Geometry,
-    scale: float,
-    *,
-    config: Config | None = None,
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `heads_flash.launch_head_attention`.
 
     Args:
-        out, lse: what it returned; grad_out, any strides, and grad_lse: their gradients.
+        saved: its operands, what it returned, and the gradients of that, grad_out of any strides.
         ws: `workspace_for` the tokens.
         config: the same on all ranks; default `config_for`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
+    q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
-    W, H_kv, seen = ws.world_size, k.shape[1], geometry.sees
+    W, H_kv = ws.world_size, k.shape[1]
     config = config or config_for(
         B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)
     of_keys = kv_range(heads, H, H_kv)
     k, v = in_rows(k, v)
-    table, documents = tables(geometry, ws.rank, q.device, all_queries=True)
+    table, sees, seen_by = tables(geometry, ws.rank, q.device, all_queries=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
@@ -551,8 +543,8 @@ def launch_head_attention_backward(
             stagger_of(geometry.q_spans, B * len(most), config.dq_m),
             stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n),
         ),
-        Sight(documents, seen.before, seen.after, seen.keys),
-        Sight(documents, seen.after, seen.before, sum(geometry.q_sizes)),
+        sees,
+        seen_by,
         table,
         link_of(ws),
         B,

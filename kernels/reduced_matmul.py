@@ -121,7 +121,8 @@ def matmul_all_reduce(
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.reshape(M, 1))
     call = _Call(where, engine, reduce_op == "avg", scaling)
-    return _MatmulAllReduce.apply(call, x.reshape(M, K), w, bias, residual).view(*batch, N)
+    made: torch.Tensor = _MatmulAllReduce.apply(call, x.reshape(M, K), w, bias, residual)
+    return made.view(*batch, N)
 
 
 class _Call(NamedTuple):

@@ -37,7 +37,6 @@ from weft.kernels import tiles
 from weft.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
-    Sight,
     averaged,
     head_ptr,
     heads_of,
@@ -302,12 +301,11 @@ def launch_ring_attention(
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
-    sees = geometry.sees
     config = config or config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = in_rows(k, v)
-    table, documents = tables(geometry, ws.rank, q.device)
+    table, sees, _ = tables(geometry, ws.rank, q.device)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
     _ring_attention_kernel[(config.programs,)](
@@ -315,7 +313,7 @@ def launch_ring_attention(
         lse,
         heads_of(in_rows(q)),
         keys_of(k, v, geometry),
-        Sight(documents, sees.before, sees.after, sees.keys),
+        sees,
         table,
         link_of(ws),
         B,

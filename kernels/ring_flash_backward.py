@@ -20,6 +20,7 @@ signalled everything in step 2, where it waits for copy programs only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,7 +31,6 @@ from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash, tiles
 from weft.kernels.attention_tiles import (
     LOG2_E,
-    Sight,
     head_ptr,
     heads_of,
     in_rows,
@@ -70,6 +70,9 @@ from weft.kernels.ring_keys import (
     tile_of,
 )
 from weft.kernels.sharded_sequence import Geometry
+
+if TYPE_CHECKING:
+    from weft.kernels.sequence_attention import Saved
 
 
 @dataclass(frozen=True)
@@ -340,36 +343,25 @@ def _ring_attention_backward_kernel(
 
 
 def launch_ring_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    ws: Workspace,
-    geometry: Geometry,
-    scale: float,
-    *,
-    config: Config | None = None,
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `ring_flash.launch_ring_attention`.
 
     Args:
-        out, lse: what it returned; grad_out, any strides, and grad_lse: their gradients.
+        saved: its operands, what it returned, and the gradients of that, grad_out of any strides.
         ws: `workspace_for` the keys.
         config: the same on all ranks; default `config_for`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
+    q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
-    seen = geometry.sees
     config = config or config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = in_rows(k, v)
-    table, documents = tables(geometry, ws.rank, q.device)
+    table, sees, seen_by = tables(geometry, ws.rank, q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     _ring_attention_backward_kernel[(config.programs,)](
@@ -382,8 +374,8 @@ def launch_ring_attention_backward(
             heads_of(in_rows(q)), heads_of(in_rows(grad_out)), lse, torch.empty_like(lse), H, n
         ),
         keys_of(k, v, geometry),
-        Sight(documents, seen.before, seen.after, seen.keys),
-        Sight(documents, seen.after, seen.before, sum(geometry.q_sizes)),
+        sees,
+        seen_by,
         slots_of(k, geometry, config.dkv_n),
         table,
         link_of(ws),

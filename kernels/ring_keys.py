@@ -38,7 +38,7 @@ from weft.collectives import signals
 from weft.collectives.movement import offsets
 from weft.collectives.symmetric import lasting
 from weft.kernels import tiles
-from weft.kernels.attention_tiles import Heads, head_ptr
+from weft.kernels.attention_tiles import Heads, Sight, head_ptr
 from weft.kernels.chips import INTERPRETER, Chip
 from weft.kernels.sharded_sequence import Geometry, Span, needed_rows
 
@@ -127,7 +127,7 @@ def copy_programs(
 @lru_cache(maxsize=64)
 def tables(
     geometry: Geometry, rank: int, device: torch.device, all_queries: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, Sight, Sight]:
     """What kernels of `rank` must know of a geometry, on their device: the same on every rank, but
     virtual ranks in one process must not share the tensors.
 
@@ -139,7 +139,8 @@ def tables(
         base of every rank's keys, and of its queries, where those of all ranks lie one after
         another, in rows; for every (rank, source, span of source) the first row that is needed and
         the one after the last.
-        And, where documents are packed, start and stop of the document of every token.
+        And what queries see of keys, and who sees keys of queries; where documents are packed, with
+        start and stop of the document of every token.
     """
     W = len(geometry.q_sizes)
 
@@ -161,13 +162,15 @@ def tables(
         dtype=torch.int32,
         device="cpu",
     )
-    documents = geometry.sees.documents
-    if documents is None:
-        return lasting(table, device), None
-    starts = torch.tensor(documents, device="cpu")
-    lengths = starts.diff()
-    bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-    return lasting(table, device), lasting(torch.stack(bounds, -1).int(), device)
+    sees, documents = geometry.sees, None
+    if sees.documents is not None:
+        starts = torch.tensor(sees.documents, device="cpu")
+        lengths = starts.diff()
+        bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
+        documents = lasting(torch.stack(bounds, -1).int(), device)
+    of_queries = Sight(documents, sees.before, sees.after, sees.keys)
+    of_keys = Sight(documents, sees.after, sees.before, sum(geometry.q_sizes))
+    return lasting(table, device), of_queries, of_keys
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:
@@ -408,21 +411,6 @@ def announce(ring, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_source(ring, source, SHAPE: tl.constexpr):
-    """Until all copy programs have announced `source`. False on a time-out."""
-    arrived = True
-    signal_ptrs = ring.link.signal_ptrs
-    own_pad = signals.peer_ptr(signal_ptrs, ring.rank, tl.int64)
-    for part in range(SHAPE.copy_programs):
-        word = signals.slot_ptr(signal_ptrs, ring.rank, SHAPE.world_size, 1, source, part)
-        polls = signals.patience(own_pad, ring.link.max_polls)
-        arrived &= signals.wait_local(word, ring.generation, polls)
-    if not arrived:
-        signals.record_timeout(own_pad, ring.rank, source, ring.generation)
-    return arrived
-
-
-@triton.jit
 def compute_program(SHAPE: tl.constexpr):
     """This program's number among those that compute, and how many they are."""
     return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
@@ -461,6 +449,10 @@ def having(come, step, ring, SHAPE: tl.constexpr):
         come: bit `step`: the keys of rank + step are here. See `nothing_came`.
     """
     if (come >> step & 1) == 0:
-        arrived = _wait_for_source(ring, (ring.rank + step) % SHAPE.world_size, SHAPE)
+        source = (ring.rank + step) % SHAPE.world_size
+        arrived = signals.wait_for_own(
+            ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
+            SHAPE.copy_programs - 1, ring.generation, ring.link.max_polls,
+        )  # fmt: skip
         come |= tl.where(arrived, tl.cast(1, come.dtype) << step, 0)
     return come

@@ -154,7 +154,7 @@ def matmul_reduce_scatter(
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.movedim(scatter_dim, 0).reshape(sum(rows), 1))
     call = _Call(where, rows, engine, reduce_op == "avg", scaling)
-    made = _MatmulReduceScatter.apply(call, flat, w, bias, residual)
+    made: torch.Tensor = _MatmulReduceScatter.apply(call, flat, w, bias, residual)
     return made.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
 
 
@@ -239,11 +239,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
+        x, w = ctx.saved_tensors
         *needs, needs_residual = ctx.needs_input_grad[1:]
         record_backward("matmul_reduce_scatter", call.engine, "all_gather")
-        given = Gradient(
-            *ctx.saved_tensors, dy.contiguous(), call.group, call.rows, call.average, needs
-        )
+        given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
         if torch.is_grad_enabled():
             grads = _differentiable_backward(given)
         else:

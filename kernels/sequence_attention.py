@@ -325,10 +325,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def ring_gradients(call: Plan, saved: Saved) -> Gradients:
     """dq, dk and dv."""
     if call.engine == "generic":
-        q, k, v, _, _, grad_out, grad_lse = saved
-        return gathered_gradients(
-            q, k, v, grad_out, grad_lse, call.group, call.geometry, call.scale
-        )
+        return gathered_gradients(saved, call.group, call.geometry, call.scale)
     run = _host_backward if call.engine == "host" else _triton_backward
     return run(call, saved)
 
@@ -380,9 +377,9 @@ def _host_forward(
 
 
 def _host_backward(call: Plan, saved: Saved) -> Gradients:
-    group, geometry, (q, k, v, out, lse, grad_out, grad_lse) = call.group, call.geometry, saved
-    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", lse.dtype
-    grad = AttentionGrad(q, out, lse, grad_out, grad_lse, geometry.sees, call.scale)
+    group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
+    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
+    grad = AttentionGrad(saved, geometry.sees, call.scale)
     own = torch.empty(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
     dk, dv = Total(own[0]), Total(own[1])
     nbytes = _shown_bytes(k, geometry, k.dtype)
@@ -427,7 +424,7 @@ def _triton_backward(call: Plan, saved: Saved) -> Gradients:
     op = "ring_attention backward"
     ws = kernel.workspace_for(saved.k, call.group, call.geometry)
     ws.check(op)
-    grads = kernel.launch_ring_attention_backward(*saved, ws, call.geometry, call.scale)
+    grads = kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
     ws.launched(op)
     return grads
 

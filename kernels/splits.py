@@ -76,23 +76,19 @@ def add_up(
     tile_ptr = scratch_ptr + tl.cast(tile, tl.int64) * (SPLIT * SUMS * BLOCK)
     whole = part == SPLIT - 1
     if whole:
-        own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
+        whole = signals.wait_for_own(
+            link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
+            generation, link.max_polls,
+        )  # fmt: skip
         total = tiles.zeros(ROWS, COLUMNS)
         if second is not None:
             second_total = tiles.zeros(ROWS, COLUMNS)
         offs = tiles.block_offsets(ROWS, COLUMNS)
         for other in range(SPLIT - 1):
-            slot = signals.slot_ptr(
-                link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1) + other
-            )
-            polls = signals.patience(own_pad, link.max_polls)
-            whole &= signals.wait_local(slot, generation, polls)
             part_ptr = tile_ptr + other * (SUMS * BLOCK)
             total += tl.load(part_ptr + offs)
             if second is not None:
                 second_total += tl.load(part_ptr + BLOCK + offs)
-        if not whole:
-            signals.record_timeout(own_pad, rank, rank, generation)
         acc += total
         if second is not None:
             second += second_total

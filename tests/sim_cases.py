@@ -32,7 +32,7 @@ from weft.kernels import (
 )
 from weft.kernels.cached_attention import Cache
 from weft.kernels.chips import INTERPRETER
-from weft.kernels.sequence_attention import attention_reference
+from weft.kernels.sequence_attention import Saved, attention_reference
 from weft.kernels.sharded_sequence import Geometry, Visibility
 from weft.sim.mutants import mutant
 
@@ -350,9 +350,8 @@ def backward(
 
     q, k, v = shards
     for call in range(CALLS):
-        grads = launch(
-            q, k, v, mine(out), mine(lse), mine(grad_out) * (call + 1), None, ws, geometry, 0.5
-        )
+        saved = Saved(q, k, v, mine(out), mine(lse), mine(grad_out) * (call + 1), None)
+        grads = launch(saved, ws, geometry, 0.5)
         for grad, leaf in zip(grads, leaves, strict=True):
             assert leaf.grad is not None
             wanted = mine(leaf.grad) * (call + 1)

@@ -364,8 +364,8 @@ IN_KERNELS = [
     fault(
         "a split tile is added up before its parts have come",
         splits,
-        "whole &= signals.wait_local(slot, generation, polls)",
-        "whole &= rank >= 0",
+        "whole = signals.wait_for_own(",
+        "whole = rank < WORLD_SIZE or signals.wait_for_own(",
         ("gather of rows, direct", "one-shot all-reduce, split"),
         (RACE, AssertionError),
         programs="concurrent",

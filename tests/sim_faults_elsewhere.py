@@ -260,8 +260,8 @@ IN_ATTENTION = [
     fault(
         "parts are merged before they are there",
         flash_decoding,
-        "complete &= signals.wait_local(word, generation, polls)",
-        "complete &= polls >= 0",
+        "complete = signals.wait_for_own(",
+        "complete = rank < WORLD_SIZE or signals.wait_for_own(",
         DECODING,
     ),
     fault(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from rank_pool import GpuRanks
 from test_flash_decode import cases as decode_cases
 from test_head_exchange import cases as head_cases
-from test_head_exchange import one as head_case
 from test_head_exchange import repeated as heads_again
 from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
 from test_matmul_ops import repeated_body as matmuls_again
+from test_ring_attention import attention_case
 from test_ring_attention import random_cases as random_attention
 from test_ring_attention import repeated_body as ring_again
 from test_ring_attention import run_cases as run_attention
@@ -144,11 +144,12 @@ def test_ulysses_attention(gpu_ranks: GpuRanks, engine: str) -> None:
 def long_heads_body(engine: str) -> None:
     for D, rows, dtype in LONG[: None if dist.get_world_size() == 2 else 1]:
         sizes = [rows + r for r in range(dist.get_world_size())]
-        head_case({
+        case = {
             "B": 1, "H": 8, "H_kv": 2, "D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes,
             "causal": True, "scale": None, "window": None, "cu_seqlens": None, "engine": engine,
             "with_lse": True, "known": True, "strided": False, "layout": "contiguous",
-        })  # fmt: skip
+        }  # fmt: skip
+        attention_case(case, weft.ulysses_attention)
 
 
 @pytest.mark.parametrize("engine", ["generic", "triton"])

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ring_attention import DTYPES, check, link_bytes, needs_interpreter, shard, whole
+from test_ring_attention import (
+    DTYPES,
+    attention_case,
+    link_bytes,
+    needs_interpreter,
+    shard,
+    whole,
+)
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -58,44 +65,9 @@ def cases(seed: int, count: int, engine: str = "", first: int = 0) -> None:
     drawn = [draw(rng, dist.get_world_size(), engine) for _ in range(first + count)]
     for number, case in enumerate(drawn[first:], first):
         try:
-            one(case)
+            attention_case(case, weft.ulysses_attention)
         except Exception as error:
             raise AssertionError(f"case {number} of seed {seed}: {case}") from error
-
-
-def one(case: dict[str, Any]) -> list[torch.Tensor]:
-    rank = dist.get_rank()
-    B, H, H_kv, D, dtype = (case[key] for key in ("B", "H", "H_kv", "D", "dtype"))
-    q_sizes, k_sizes = case["q_sizes"], case["k_sizes"]
-    options = {key: case[key] for key in ("causal", "scale", "window", "cu_seqlens")}
-    q, out_grad = (whole((B, H, sum(q_sizes), D), dtype, seed) for seed in (1, 4))
-    k, v = (whole((B, H_kv, sum(k_sizes), D), dtype, seed) for seed in (2, 3))
-    lse_grad = whole((B, H, sum(q_sizes)), torch.float32, 5)
-
-    def mine(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        return shard(x, sizes, "contiguous", rank, case["strided"])
-
-    def backward(out: torch.Tensor, lse: torch.Tensor, *grads: torch.Tensor) -> None:
-        # -inf of queries that see nothing has no gradient.
-        roots = [out, lse.masked_fill(lse == -torch.inf, 0.0)][: len(grads)]
-        torch.autograd.backward(roots, grads)
-
-    ours = [mine(q, q_sizes), mine(k, k_sizes), mine(v, k_sizes)]
-    for x in ours:
-        x.requires_grad_()
-    known = {"sizes": q_sizes, "key_sizes": k_sizes} if case["known"] else {}
-    with weft.engine(case["engine"]):
-        out, lse = weft.ulysses_attention(*ours, return_lse=True, **options, **known)
-        grads = (out_grad, lse_grad)[: 1 + case["with_lse"]]
-        backward(out, lse, *(mine(grad, q_sizes) for grad in grads))
-    theirs = [x.double().requires_grad_() for x in (q, k, v)]
-    expected, expected_lse = attention_reference(*theirs, **options)
-    backward(expected, expected_lse, *(grad.double() for grad in grads))
-    check("out", out, expected.split(q_sizes, 2)[rank], case)
-    check("lse", lse, expected_lse.split(q_sizes, 2)[rank], case)
-    for name, x, y, sizes in zip("qkv", ours, theirs, (q_sizes, k_sizes, k_sizes), strict=True):
-        check(f"gradient of {name}", x.grad, y.grad.split(sizes, 2)[rank], case)
-    return [x.detach().clone() for x in (out, lse, *(x.grad for x in ours))]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -134,9 +106,10 @@ def repeated() -> None:
         "B": 1, "H": 2, "H_kv": 1, "D": 8, "dtype": torch.bfloat16, "q_sizes": [9, 6],
         "k_sizes": [9, 6], "causal": True, "window": None, "cu_seqlens": None,
     }  # fmt: skip
-    first = one(case)
-    one(case | {"causal": False, "D": 12})
-    assert all(torch.equal(a, b) for a, b in zip(first, one(case), strict=True))
+    first = attention_case(case, weft.ulysses_attention)
+    attention_case(case | {"causal": False, "D": 12}, weft.ulysses_attention)
+    again = attention_case(case, weft.ulysses_attention)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_one_launch_gives_the_same_bits_again(ranks) -> None:

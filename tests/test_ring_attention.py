@@ -74,7 +74,9 @@ def check(
     )
 
 
-def attention_case(case: dict[str, Any]) -> list[torch.Tensor]:
+def attention_case(
+    case: dict[str, Any], attention: Any = weft.ring_attention
+) -> list[torch.Tensor]:
     """One call, forward and backward, on this rank; its results."""
     rank = dist.get_rank()
     q_sizes, k_sizes, layout = case["q_sizes"], case["k_sizes"], case["layout"]
@@ -92,7 +94,7 @@ def attention_case(case: dict[str, Any]) -> list[torch.Tensor]:
         x.requires_grad_()
     known = {"sizes": q_sizes, "key_sizes": k_sizes} if case["known"] else {}
     with weft.engine(case["engine"]):
-        out, lse = weft.ring_attention(*ours, layout=layout, return_lse=True, **options, **known)
+        out, lse = attention(*ours, layout=layout, return_lse=True, **options, **known)
         roots, grads = [out], [mine(out_grad, q_sizes)]
         if case["with_lse"]:
             # -inf of queries that see nothing has no gradient.
