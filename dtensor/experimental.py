@@ -161,7 +161,7 @@ def _placed(arg: DTensor, placements: PlacementType, redistribute: bool, i: int)
     if not redistribute:
         raise ValueError(
             f"local_map: argument {i} has mismatched placements {show(arg.placements)}, wanted are "
-            f"{show(placements)}: redistribute it, or pass redistribute_inputs=True"
+            f"{show(placements)}: redistribute it, or set redistribute_inputs=True"
         )
     return arg.redistribute(placements=placements)
 

@@ -243,7 +243,8 @@ class _WeightSharding(ParallelStyle):
             return (x, *inputs[1:])
 
         def prepare_output(mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-            outputs = outputs.redistribute(placements=self.output_layouts)
+            if outputs.placements != self.output_layouts:
+                outputs = outputs.redistribute(placements=self.output_layouts)
             return outputs.to_local() if self.use_local_output else outputs
 
         return distribute_module(module, device_mesh, partition, prepare_input, prepare_output)
@@ -334,7 +335,9 @@ class SequenceParallel(ParallelStyle):
         def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             what = f"the input of a SequenceParallel {type(mod).__name__}"
             x = _relayout(inputs[0] if inputs else None, mesh, sharding[0], None, what=what)
-            return (x.redistribute(placements=sharding), *inputs[1:])
+            if x.placements != sharding:
+                x = x.redistribute(placements=sharding)
+            return (x, *inputs[1:])
 
         def prepare_output(mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
             return outputs.to_local() if self.use_local_output else outputs

@@ -164,7 +164,12 @@ def fill(call: Call) -> Choices:
     """Values that do not depend on the tensor's: the terms of a sum cannot be filled alone."""
     if len(call.inputs) > 1:
         return pointwise(call)
-    return _keep(call, linear=False)
+    choices = _keep(call, linear=False)
+    if not call.name.startswith("fill"):  # nothing is read: the first gradient of a loss is such
+        for placement in call.inputs[0].placements:
+            if isinstance(placement, Partial):
+                choices.strategies.append(Strategy((placement,), (Replicate(),)))
+    return choices
 
 
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")

@@ -201,8 +201,10 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective, differentiable."""
-        layout = self._layout
-        return redistributed(self, layout.replicated()).to_local(grad_placements=grad_placements)
+        whole = self._layout.replicated()
+        if grad_placements is None:
+            return redistributed(self, whole).to_local()
+        return self.redistribute(None, whole.placements).to_local(grad_placements=grad_placements)
 
     def tolist(self) -> Any:
         """The numbers of the whole tensor. Collective."""
@@ -253,6 +255,9 @@ class DTensor(torch.Tensor):
         target = layout.with_placements(wanted)
         if mesh is not layout.mesh:
             target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
+        if layout == target and forward_dtype in (None, layout.dtype) and needs_grad(self):
+            # What this gives back is placed as the tensor is, whatever arrives as a gradient.
+            return cast(DTensor, record(_Redistribute, self, target, backward_dtype, False))
         return redistributed(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
@@ -419,7 +424,7 @@ def _from_local(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
         )
     if (shape is None) != (stride is None):
-        raise RuntimeError("from_local: pass both shape and stride, or neither")
+        raise RuntimeError("from_local: Please pass both shape and stride at the same time.")
     mesh = mesh_or_current(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim

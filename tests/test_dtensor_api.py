@@ -193,6 +193,14 @@ def moving() -> None:
         (grad,) = torch.autograd.grad((y * y).sum().full_tensor(), x)
         assert grad.placements == (Shard(0),)
         torch.testing.assert_close(grad.full_tensor(), 2 * full)
+    # Also what changes nothing gives back a gradient that is placed as the tensor is.
+    everywhere = x.detach().redistribute(placements=[Replicate()]).requires_grad_()
+    for local in (
+        everywhere.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),
+        everywhere.full_tensor(grad_placements=[Partial()]),
+    ):
+        (grad,) = torch.autograd.grad(local.sum(), everywhere)
+        assert grad.placements == (Replicate(),) and (grad.to_local() == mesh.size()).all()
     half = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.to_local().detach(), full.bfloat16())

@@ -221,6 +221,10 @@ def counting() -> None:
         _counted.reduce_scatter_tensor: 1,
         torch.ops.c10d.allreduce_: 1,
     }
+    # A loss of terms is not added up to begin a backward pass, which asks for ones of its shape.
+    with CommDebugMode() as comm:
+        x.requires_grad_().sum().backward()
+    assert comm.get_total_counts() == 0 and torch.full_like(x.sum(), 3).full_tensor() == 3
     mlp = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
     plan = {
         "0": ColwiseParallel(input_layouts=Shard(0)),
