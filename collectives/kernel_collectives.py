@@ -38,6 +38,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, element, rounded
+from weft.collectives.movement import offsets
 from weft.collectives.workspace import Workspace, check_room, link_of
 
 REDUCED = (
@@ -348,10 +349,6 @@ def _reduce_kernel(
         signals.set_generation(link.signal_ptrs, rank, generation)
 
 
-def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sum(sizes[:rank]) for rank in range(len(sizes)))
-
-
 def _align(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
     """Bytes, 16 at most, that divide all addresses, and all counts of elements."""
     values = [*addresses, *(count * itemsize for count in counts)]
@@ -385,7 +382,7 @@ def launch_exchange(
     size = x.element_size()
     needed = workspace_bytes(widest * size, ws.world_size, config)
     check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
-    receive_at = _starts(receives)
+    receive_at = offsets(receives)
     # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
     counts = [*send_at, *sends, *receive_at, *receives]
     counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
@@ -437,7 +434,7 @@ def launch_reduce(
     W, itemsize = ws.world_size, x.element_size()
     count = x.numel()
     if sizes is not None:
-        shares, starts, widest = tuple(sizes), _starts(sizes), max(sizes)
+        shares, starts, widest = tuple(sizes), tuple(offsets(sizes)), max(sizes)
     elif config.two_shot:
         vector = max(1, 16 // itemsize)
         share = -(-count // (W * vector)) * vector

@@ -175,6 +175,11 @@ def _relayout(
     return tensor if desired in (None, given) else tensor.redistribute(placements=(desired,))
 
 
+def _shown(style: ParallelStyle, *names: str) -> str:
+    arguments = ", ".join(f"{name}={getattr(style, name)}" for name in names)
+    return f"{type(style).__name__}({arguments})"
+
+
 @contextmanager
 def loss_parallel() -> Iterator[None]:
     """Take a plain target (and weight) of `F.cross_entropy` and `F.nll_loss` as replicated.
@@ -254,10 +259,7 @@ class _WeightSharding(ParallelStyle):
         return False
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
-        )
+        return _shown(self, "input_layouts", "output_layouts", "use_local_output")
 
 
 class ColwiseParallel(_WeightSharding):
@@ -444,13 +446,9 @@ class PrepareModuleInput(ParallelStyle):
         return tensor.to_local() if self.use_local_output else tensor
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        inputs = ("input_layouts", "desired_input_layouts")
+        by_name = ("input_kwarg_layouts", "desired_input_kwarg_layouts")
+        return _shown(self, *inputs, *by_name, "use_local_output")
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -500,11 +498,7 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        return _shown(self, "output_layouts", "desired_output_layouts", "use_local_output")
 
 
 class PrepareModuleInputOutput(ParallelStyle):

@@ -13,6 +13,7 @@ computes its chunk of the result, and pulls the rows that its windows reach into
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class _Windows:
         s, p = self.stride[axis], self.padding[axis]
         return rows[0] * s - p, (rows[1] - 1) * s - p + self.reach[axis] + 1
 
+    def inside(self, axis: int, rows: Range, size: int) -> Range:
+        """Of `below`, what lies among `size` rows."""
+        start, stop = (min(max(row, 0), size) for row in self.below(axis, rows))
+        return start, max(start, stop)
+
     def above(self, axis: int, rows: Range, size: int) -> Range:
         """Result rows, out of `size`, that see any of these input rows."""
         s, p = self.stride[axis], self.padding[axis]
@@ -70,19 +76,20 @@ def _own(layout: Layout, rank: int, dim: int) -> Range:
     return (runs[0][0], runs[0][0] + runs[0][1]) if runs else (0, 0)
 
 
-def _clip(rows: Range, size: int) -> Range:
-    start = min(max(rows[0], 0), size)
-    return start, max(start, min(rows[1], size))
-
-
-def _pulled(layout: Layout, dims: list[int], wanted: Any) -> Layout:
-    """`layout`, with rows of its own for each rank: `wanted(rank, dim)` gives them."""
+def _pulled(
+    layout: Layout, dims: list[int], other: Layout, wanted: Callable[[int, Range, int], Range]
+) -> Layout:
+    """`layout`, with other rows for each rank: `wanted(axis, rows, size)`, given its rows of
+    `other` and how many `layout` has."""
     layout = layout.closed()
     boxes = []
     for rank, box in enumerate(layout.boxes):
         new = list(box)
         for dim in dims:
-            start, stop = wanted(rank, dim)
+            rows = _own(other, rank, dim)
+            start, stop = (
+                wanted(dim - _SPATIAL, rows, layout.shape[dim]) if rows[0] < rows[1] else (0, 0)
+            )
             new[dim] = ((start, stop - start),) if stop > start else ()
         boxes.append(tuple(new))
     return with_boxes(layout, boxes)
@@ -182,14 +189,7 @@ def convolution(call: Call) -> Choices:
         if not cut:
             return lambda local, w, b, *_: _convolved(local, w, b, y.local_shape, rest)
         windows = _Windows(call, inputs[1])
-
-        def below(rank: int, dim: int) -> Range:
-            rows = _own(y, rank, dim)
-            if rows[0] == rows[1]:
-                return 0, 0
-            return _clip(windows.below(dim - _SPATIAL, rows), x.shape[dim])
-
-        slab = _pulled(x, cut, below)
+        slab = _pulled(x, cut, y, windows.inside)
         options = _unpadded(windows, cut, rest[-1])
 
         def run(local: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, *_: Any) -> Any:
@@ -243,20 +243,8 @@ def convolution_backward(call: Call) -> Choices:
         if not cut:
             return lambda grad, local, weight, *_: _gradients(grad, local, weight, rest)
         windows = _Windows(call, w)
-
-        def below(rank: int, dim: int) -> Range:
-            rows = _own(of_y, rank, dim)
-            if rows[0] == rows[1]:
-                return 0, 0
-            return _clip(windows.below(dim - _SPATIAL, rows), x.shape[dim])
-
-        def above(rank: int, dim: int) -> Range:
-            rows = _own(x, rank, dim)
-            if rows[0] == rows[1]:
-                return 0, 0
-            return windows.above(dim - _SPATIAL, rows, of_y.shape[dim])
-
-        slab, seen = _pulled(x, cut, below), _pulled(of_y, cut, above)
+        slab = _pulled(x, cut, of_y, windows.inside)
+        seen = _pulled(of_y, cut, x, windows.above)
         options = _unpadded(windows, cut, rest[-2])
 
         def of_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
