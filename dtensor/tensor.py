@@ -159,10 +159,10 @@ class DTensor(torch.Tensor):
                 those of `torch.chunk`.
             RuntimeError: a DTensor was given, or `shape` without `stride`.
         """
-        arguments = (device_mesh, placements, run_check, shape, stride, grad_placements)
+        given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
-            return _from_local_in_graph(local_tensor, _kept_for_graph(*arguments))
-        return _from_local(local_tensor, *arguments)
+            return _from_local_in_graph(local_tensor, _kept_for_graph(*given), shape, stride)
+        return _from_local(local_tensor, *given, shape, stride)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -415,9 +415,9 @@ def _from_local(
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     run_check: bool,
+    grad_placements: Sequence[Placement] | None,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
 ) -> DTensor:
     if isinstance(local_tensor, DTensor):
         raise RuntimeError(
@@ -456,7 +456,7 @@ def _from_local(
     return wrap(value, layout)
 
 
-# torch.compile puts calls with tensors and plain values into its graph; the rest is kept here.
+# torch.compile puts calls with tensors, sizes and strings into its graph; the rest is kept here.
 _kept: dict[str, tuple[Any, ...]] = {}
 
 
@@ -467,8 +467,10 @@ def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
     return key
 
 
-def _from_local_in_graph(local: torch.Tensor, key: str) -> DTensor:
-    return _from_local(local, *_kept[key])
+def _from_local_in_graph(
+    local: torch.Tensor, key: str, shape: Sequence[int] | None, stride: Sequence[int] | None
+) -> DTensor:
+    return _from_local(local, *_kept[key], shape, stride)
 
 
 _dynamo: Any = torch._dynamo

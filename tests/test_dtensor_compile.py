@@ -105,6 +105,18 @@ def uneven_parts() -> None:
     compiled(local).backward()
     torch.testing.assert_close(local.grad, 2 * local.detach())
 
+    def scaled(t: torch.Tensor) -> torch.Tensor:
+        shape = (t.shape[0] * mesh.size(), t.shape[1])
+        part = DTensor.from_local(t, mesh, [Shard(0)], shape=shape, stride=t.stride())
+        return (part * part).sum().full_tensor()
+
+    compiled = torch.compile(scaled, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 6):
+        mine = torch.full((rows, 2), 3.0, requires_grad=True)
+        loss = compiled(mine)
+        loss.backward()
+        assert loss.item() == 9 * rows * 2 * mesh.size() and (mine.grad == 6).all()
+
     def untold(t: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(t, mesh, [Shard(0)]).sum().full_tensor()
 
