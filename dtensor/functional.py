@@ -156,10 +156,11 @@ def is_same_size(input: Any, other: Any) -> bool:
 
 
 def numpy(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.numpy`, arrays, DLPack: they share memory, and no rank has that of the whole."""
+    """`Tensor.numpy`, arrays, DLPack, storages as safetensors asks for: no rank has the whole's."""
     raise RuntimeError(
         f"{x._layout!r} is spread over ranks, and is no one array: full_tensor().numpy() is all of "
-        f"it (every rank makes the call), to_local().numpy() this rank's part"
+        f"it (every rank makes the call), to_local().numpy() this rank's part; safetensors saves "
+        f"what full_tensor() gives"
     )
 
 
@@ -206,6 +207,7 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.numpy: numpy,
     torch.Tensor.__array__: numpy,
     torch.Tensor.__dlpack__: numpy,
+    torch.Tensor.storage: numpy,
     torch.Tensor.share_memory_: share_memory_,
     torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,

@@ -13,12 +13,13 @@ one-process model loads it, and `load_state_dict` takes whole weights and keeps 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from weft.collectives import all_gather, resolve
+from weft.collectives import Group, all_gather, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.collectives.movement import chunk_sizes
 from weft.kernels.autocast import autocast, outside_autocast
@@ -29,9 +30,13 @@ from weft.kernels.scattered_matmul import matmul_reduce_scatter
 
 
 class _ParallelLinear(nn.Module):
-    """What the two share: a weight cut along one dim, created, saved and loaded as a whole."""
+    """What the two share: a weight cut along one dim, created, saved and loaded as a whole.
 
-    _cut: ClassVar[dict[str, int]]  # dim along which each parameter is cut; absent: replicated
+    Attributes:
+        cut: the dim along which each parameter is cut over the ranks; absent: replicated.
+    """
+
+    cut: ClassVar[dict[str, int]]
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -46,6 +51,8 @@ class _ParallelLinear(nn.Module):
         *,
         group: GroupLike = None,
         sequence_dim: int | None = 0,
+        merged_sizes: Sequence[int] | None = None,
+        gather_output: bool = False,
     ) -> None:
         """Draw the weights of an nn.Linear and keep this rank's part.
 
@@ -55,23 +62,68 @@ class _ParallelLinear(nn.Module):
             group: ProcessGroup, 1-D DeviceMesh, or None for the world.
             sequence_dim: dim along which the activations outside the pair are sharded; None: they
                 are whole on every rank.
+            merged_sizes: how many of the features that are cut belong to each of the layers that
+                are merged in this one (Q, K and V; gate and up), so that every rank gets its part
+                of each, side by side; None: it is one layer.
+            gather_output: of a ColumnParallelLinear; see there.
+
+        Raises:
+            ValueError: merged_sizes that do not add up to the features, or gather_output of a
+                RowParallelLinear.
         """
         super().__init__()
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), group, sequence_dim)
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._take(whole, group, sequence_dim, merged_sizes, gather_output)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: GroupLike = None, *, sequence_dim: int | None = 0
+        cls,
+        linear: nn.Linear,
+        group: GroupLike = None,
+        *,
+        sequence_dim: int | None = 0,
+        merged_sizes: Sequence[int] | None = None,
+        gather_output: bool = False,
     ) -> Any:
-        """This rank's part of `linear`, which must hold the same values on every rank."""
+        """This rank's part of `linear`, which must hold the same values on every rank.
+
+        Raises:
+            ValueError: no nn.Linear, one whose weight is quantized or a DTensor; or as the
+                constructor.
+
+        Example:
+            Q, K and V of 4, 2 and 2 features, merged_sizes=(4, 2, 2), 2 ranks: rank 1 gets rows
+            2, 3 (Q), 5 (K) and 7 (V) of the weight, and returns q, k, v of 2, 1 and 1 features.
+        """
+        _check_plain(linear)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._take(linear, group, sequence_dim)
+        module._take(linear, group, sequence_dim, merged_sizes, gather_output)
         return module
 
-    def _take(self, linear: nn.Linear, group: GroupLike, sequence_dim: int | None) -> None:
+    def _take(
+        self,
+        linear: nn.Linear,
+        group: GroupLike,
+        sequence_dim: int | None,
+        merged_sizes: Sequence[int] | None,
+        gather_output: bool,
+    ) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.sequence_dim = resolve(group), sequence_dim
+        self.gather_output = gather_output
+        if gather_output and not isinstance(self, ColumnParallelLinear):
+            raise ValueError(
+                "gather_output is of a ColumnParallelLinear: a RowParallelLinear returns all "
+                "features, and with sequence_dim=None of all tokens"
+            )
+        cut_features = linear.weight.shape[self.cut["weight"]]
+        self.merged_sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
+        if sum(self.merged_sizes) != cut_features or min(self.merged_sizes, default=0) < 0:
+            raise ValueError(
+                f"merged_sizes must add up to the {cut_features} features that "
+                f"{type(self).__name__} cuts, got {self.merged_sizes}"
+            )
         for name, whole in (("weight", linear.weight), ("bias", linear.bias)):
             part = None if whole is None else self._part(name, whole.detach()).clone()
             self.register_parameter(
@@ -88,15 +140,17 @@ class _ParallelLinear(nn.Module):
             for name, value in whole.named_parameters():
                 getattr(self, name).copy_(self._part(name, value))
 
-    def _sizes(self, name: str) -> list[int]:
-        length = (self.out_features, self.in_features)[self._cut[name]]
-        return chunk_sizes(length, self.group.world_size)
+    def _sizes(self) -> list[list[int]]:
+        """How many features of each merged layer every rank has: [layer][rank]."""
+        return [chunk_sizes(size, self.group.world_size) for size in self.merged_sizes]
 
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        if name not in self._cut:
-            return whole
-        parts: tuple[torch.Tensor, ...] = whole.split(self._sizes(name), self._cut[name])
-        return parts[self.group.rank]
+        dim = self.cut.get(name)
+        return whole if dim is None else _own_part(whole, dim, self._sizes(), self.group)
+
+    def _whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        dim = self.cut.get(name)
+        return part if dim is None else _all_parts(part, dim, self._sizes(), self.group)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -104,12 +158,7 @@ class _ParallelLinear(nn.Module):
         # Collective: state_dict() must be called on every rank.
         for name, part in self._parameters.items():
             if part is not None:
-                value = part if keep_vars else part.detach()
-                if name in self._cut:
-                    value = all_gather(
-                        value, self.group, dim=self._cut[name], sizes=self._sizes(name)
-                    ).contiguous()
-                destination[prefix + name] = value
+                destination[prefix + name] = self._whole(name, part if keep_vars else part.detach())
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -127,10 +176,52 @@ class _ParallelLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with what is different."""
+        merged = f"merged_sizes={self.merged_sizes}, " if len(self.merged_sizes) > 1 else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sequence_dim={self.sequence_dim}, "
+            f"bias={self.bias is not None}, sequence_dim={self.sequence_dim}, {merged}"
             f"rank {self.group.rank} of {self.group.world_size}"
+        )
+
+
+def _own_part(whole: torch.Tensor, dim: int, sizes: list[list[int]], group: Group) -> torch.Tensor:
+    """This rank's part of each merged layer, side by side; `sizes` as of `_sizes`."""
+    layers = whole.split([sum(of_ranks) for of_ranks in sizes], dim)
+    parts = [
+        layer.split(of_ranks, dim)[group.rank]
+        for layer, of_ranks in zip(layers, sizes, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _all_parts(part: torch.Tensor, dim: int, sizes: list[list[int]], group: Group) -> torch.Tensor:
+    """What `_own_part` was taken from, the parts brought from all ranks."""
+    by_rank = list(zip(*sizes, strict=True))
+    whole = all_gather(part, group, dim=dim, sizes=[sum(of_layers) for of_layers in by_rank])
+    if len(sizes) > 1:
+        pieces = whole.split([size for of_layers in by_rank for size in of_layers], dim)
+        whole = torch.cat([x for i in range(len(sizes)) for x in pieces[i :: len(sizes)]], dim)
+    return whole.contiguous()
+
+
+def _check_plain(linear: nn.Linear) -> None:
+    """Raise for a layer that is no nn.Linear, or of whose weight rows cannot be cut."""
+    weight: torch.Tensor | None = getattr(linear, "weight", None)
+    if not isinstance(linear, nn.Linear) or weight is None:
+        raise ValueError(
+            f"from_linear takes an nn.Linear, got {type(linear).__name__}: make one of its weight "
+            f"and bias first (that of transformers' Conv1D is transposed)"
+        )
+    shape = linear.out_features, linear.in_features
+    if (
+        tuple(weight.shape) != shape
+        or not (weight.is_floating_point() or weight.is_complex())
+        or hasattr(weight, "__tensor_flatten__")  # a subclass that wraps other tensors
+    ):
+        raise ValueError(
+            f"from_linear takes a plain weight {shape} of floats, got {type(weight).__name__} "
+            f"{tuple(weight.shape)} of {weight.dtype}: replace layers before they are quantized, "
+            f"and shard layers of DTensors by weft.dtensor.parallel"
         )
 
 
@@ -138,7 +229,9 @@ class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear with its output features cut over the ranks (by torch.chunk).
 
     Input: (*, in_features), a shard along `sequence_dim`, or whole with `sequence_dim=None`.
-    Output: (*, this rank's part of out_features), whole along the sequence.
+    Output: (*, this rank's part of out_features), whole along the sequence; with `gather_output`
+    (*, out_features) on every rank, for ranks that all do the same with it: their gradients are
+    not added up, as those of `weft.collectives.all_gather` are.
 
     Example:
         >>> up = weft.ColumnParallelLinear.from_linear(mlp.up)
@@ -146,16 +239,17 @@ class ColumnParallelLinear(_ParallelLinear):
         >>> y_shard = down(F.gelu(up(x_shard)))
     """
 
-    _cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole sequence's output, this rank's features."""
+        """The whole sequence's output, this rank's features or all."""
         if self.sequence_dim is None:
-            return _of_whole_input(x, self.weight, self.bias, self.group)
-        gathered: torch.Tensor = all_gather_matmul(
-            x, self.weight.t(), self.group, bias=self.bias, gather_dim=self.sequence_dim
-        )
-        return gathered
+            y = _of_whole_input(x, self.weight, self.bias, self.group)
+        else:
+            y = all_gather_matmul(
+                x, self.weight.t(), self.group, bias=self.bias, gather_dim=self.sequence_dim
+            )
+        return _Gathered.apply(y, self._sizes(), self.group) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -166,7 +260,7 @@ class RowParallelLinear(_ParallelLinear):
     bias is replicated and added once.
     """
 
-    _cut: ClassVar[dict[str, int]] = {"weight": 1}
+    cut: ClassVar[dict[str, int]] = {"weight": 1}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks' features: this rank's part of the sequence, or all of it."""
@@ -210,3 +304,29 @@ class _WholeInput(torch.autograd.Function):
             grad.add(*rows)
             dw = grad.result()
         return dx, dw, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' features, for ranks that all do the same with them: gradients are not summed."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, sizes: list[list[int]], group: Group) -> torch.Tensor:
+        ctx.where = sizes, group
+        return _all_parts(y, -1, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Scattered.apply(dy, *ctx.where), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's features of what is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[list[int]], group: Group) -> torch.Tensor:
+        ctx.where = sizes, group
+        return _own_part(x, -1, sizes, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Gathered.apply(dy, *ctx.where), None, None

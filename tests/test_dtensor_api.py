@@ -60,7 +60,8 @@ def making() -> None:
         distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     with pytest.raises(RuntimeError, match="Pass device_mesh="):
         distribute_tensor(whole)
-    for shared in (spread.numpy, lambda: np.asarray(spread), lambda: torch.from_dlpack(spread)):
+    arrays = spread.numpy, lambda: np.asarray(spread), lambda: torch.from_dlpack(spread)
+    for shared in (*arrays, spread.storage):  # safetensors asks for storages
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)\.numpy\(\)"):
             shared()
     assert spread.share_memory_().to_local().is_shared()

@@ -86,6 +86,76 @@ def test_training_equals_one_process(
     ranks(world_size, train_body, shape, 10, bias, sequence_dim)
 
 
+def merged_body() -> None:
+    """Q, K and V in one column-parallel layer; values and gates side by side into a row-parallel
+    one: every rank has its part of each, and saves and loads the whole."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    qkv, mix = nn.Linear(6, 15).double(), nn.Linear(9, 6).double()
+    shapes = [7, 4, 4], [4, 5]
+    column = weft.ColumnParallelLinear.from_linear(qkv, sequence_dim=None, merged_sizes=shapes[0])
+    row = weft.RowParallelLinear.from_linear(mix, sequence_dim=None, merged_sizes=shapes[1])
+    assert "merged_sizes=(7, 4, 4)" in repr(column)
+
+    def mine(whole: torch.Tensor, layers: list[int]) -> torch.Tensor:
+        parts = whole.split(layers, -1)
+        return torch.cat(
+            [p.split(chunk_sizes(p.shape[-1], world_size), -1)[rank] for p in parts], -1
+        )
+
+    x, z = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 9, dtype=torch.float64)
+    torch.testing.assert_close(column(x), mine(qkv(x), shapes[0]))
+    # Gathered, for a loss that all ranks have: its gradients are not added up over them.
+    head = weft.ColumnParallelLinear.from_linear(
+        qkv, sequence_dim=None, merged_sizes=shapes[0], gather_output=True
+    )
+    x_mine = x.clone().requires_grad_()
+    x.requires_grad_()
+    for layer, given in ((head, x_mine), (qkv, x)):
+        loss = layer(given).sin().square().sum()
+        (dx,) = torch.autograd.grad(loss, given, create_graph=True)
+        (loss + dx.square().sum()).backward()
+    torch.testing.assert_close(x_mine.grad, x.grad)
+    assert qkv.weight.grad is not None
+    torch.testing.assert_close(head.weight.grad, mine(qkv.weight.grad.mT, shapes[0]).mT)
+    y = row(mine(z, shapes[1]))
+    torch.testing.assert_close(y, mix(z))
+    y.square().sum().backward()
+    mix(z).square().sum().backward()
+    torch.testing.assert_close(row.weight.grad, mine(mix.weight.grad, shapes[1]))
+    torch.testing.assert_close(row.bias.grad, mix.bias.grad)
+    for whole, part in ((qkv, column), (mix, row)):
+        state = part.state_dict()
+        torch.testing.assert_close(state, whole.state_dict())
+        wholes = {name: torch.randn_like(value) for name, value in state.items()}
+        part.load_state_dict(wholes)
+        torch.testing.assert_close(part.state_dict(), wholes)
+    with pytest.raises(ValueError, match="gather_output is of a ColumnParallelLinear"):
+        weft.RowParallelLinear(6, 15, gather_output=True)
+    for layers in ([7, 4], [-1, 16], []):
+        with pytest.raises(ValueError, match="merged_sizes must add up to the 15 features"):
+            weft.ColumnParallelLinear(6, 15, merged_sizes=layers)
+
+
+def test_merged_layers_are_cut_one_by_one(ranks: Any) -> None:
+    ranks(3, merged_body)
+
+
+class _Packed(nn.Linear):
+    """As libraries of quantized weights leave an nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8)
+        self.weight = nn.Parameter(torch.zeros(24, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def test_what_is_no_plain_linear_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes an nn\.Linear, got Embedding"):
+        weft.ColumnParallelLinear.from_linear(nn.Embedding(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a plain weight \(8, 6\) .* \(24, 1\) of torch.uint8"):
+        weft.RowParallelLinear.from_linear(_Packed())
+
+
 def constructor_body() -> None:
     rank = dist.get_rank()
     torch.manual_seed(3)
