@@ -72,7 +72,7 @@ def test_a_killed_rank_is_an_error_on_every_other(own_ranks: Any, op: str, engin
         assert succeeded, value
         assert value is not None, f"rank {rank} did not notice"
         seconds, waiter, peer, name, text = value
-        assert seconds < timeout_s + 2
+        assert seconds < timeout_s + 5  # interpreted on a busy machine
         assert waiter == rank and peer == victim
         assert op.split()[-1] in name and "died, or did not make the same call" in text
     three.close()
