@@ -15,13 +15,16 @@ and still takes part in the fused call afterwards.
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from weft.collectives.group import is_traced
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.layout import (
@@ -94,7 +97,10 @@ class PendingMatmul:
                 )
             x, w, bias = self.locals
             assert x is not None and w is not None
-            with torch.no_grad():
+            # A tracer looks at values outside of the dispatcher by which torch 2.11 multiplies what
+            # has symbolic sizes.
+            symbolic = enable_python_dispatcher() if is_traced(x) else nullcontext()
+            with torch.no_grad(), symbolic:
                 own = bias if self.layout.coordinate[self.mesh_dim] == 0 else None
                 self.result = functional.linear(x, w, own)
             self.result_version = self.result._version
