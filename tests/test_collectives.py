@@ -189,6 +189,13 @@ def out_body() -> None:
         out = torch.empty(4, 6).permute(order).contiguous().permute(order)
         assert torch.equal(collectives.all_reduce(x, out=out), total)
         assert torch.equal(collectives.broadcast(x, 0, out=out), terms[0])
+        # Rank r sends r + 1 rows to each.
+        rows = [values((world_size * (r + 1), 6), torch.float32, r) for r in range(world_size)]
+        want = torch.cat([sent.chunk(world_size)[rank] for sent in rows])
+        out = torch.empty(want.shape).permute(order).contiguous().permute(order)
+        receives, sends = [r + 1 for r in range(world_size)], [rank + 1] * world_size
+        assert collectives.all_to_all(rows[rank], receives, sends, out=out) is out
+        assert torch.equal(out, want)
         part = total.split(chunk_sizes(4, world_size))[rank]
         out = torch.empty(part.shape).permute(order).contiguous().permute(order)
         assert torch.equal(collectives.reduce_scatter(x, out=out), part)
@@ -317,6 +324,25 @@ def misuse_body() -> None:
         collectives.all_gather(x, sizes=[4] * (world_size + 1))
     with pytest.raises(ValueError, match="do not divide into"):
         collectives.all_to_all(torch.ones(world_size + 1))
+    ones = [1] * world_size
+    for call, message in (
+        (lambda: collectives.reduce_scatter(x, sizes=[4] * world_size), "lengths that add up to"),
+        (lambda: collectives.reduce_scatter(x, sizes=[4]), "lengths that add up to"),
+        (lambda: collectives.reduce_scatter(x, sizes=[5, -1, *ones[2:]]), "that add up to the 4"),
+        (lambda: collectives.all_to_all(torch.tensor(1.0)), "at least one dim"),
+        (lambda: collectives.all_to_all(x, [4], ones), "output_split_sizes must be"),
+        (lambda: collectives.all_to_all(x, ones, [5, -1, *ones[2:]]), "input_split_sizes must"),
+        (lambda: collectives.all_to_all(x, ones, [4] * world_size), "add up to the 4 rows"),
+        (lambda: collectives.broadcast(x, world_size), "src must be a rank"),
+        (lambda: collectives.broadcast(x, -1), "src must be a rank"),
+        (lambda: collectives.all_reduce(x, 7), "group must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for op in (collectives.all_reduce, collectives.reduce_scatter):
+        largest = op(x.clone().requires_grad_(), reduce_op="max").sum()
+        with pytest.raises(NotImplementedError, match="not for 'max'"):
+            largest.backward()
     with pytest.raises(weft.MismatchError, match="makes another call"):
         collectives.all_gather(x if rank else x.double())
     odd, m = rank == 1, torch.ones(4, 4)

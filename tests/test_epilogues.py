@@ -116,13 +116,16 @@ def fp8_body(engine: Any, by_row: bool) -> None:
     scales = {"scale_a": sa[rank], "scale_b": sb[rank]}
     with weft.engine(engine):
         for dtype in (torch.bfloat16, torch.float32):
-            y = weft.all_gather_matmul(xs[rank], ws[rank], **scales, out_dtype=dtype)
+            bias = tensor((N,), dtype, 90, False)
+            options = {**scales, "out_dtype": dtype, "bias": bias}
+            y = weft.all_gather_matmul(xs[rank], ws[rank], **options)
             assert y.dtype == dtype
-            check("gather", y, torch.cat(wide) @ narrow[rank], 16 * K, 1)
-            y = weft.matmul_all_reduce(xs[rank], ws[rank], **scales, out_dtype=dtype)
-            check("all-reduce", y, total, 16 * W * K, W)
-            y = weft.matmul_reduce_scatter(xs[rank], ws[rank], **scales, out_dtype=dtype)
-            check("reduce-scatter", y, total.split(chunk_sizes(M, W))[rank], 16 * W * K, W)
+            check("gather", y, torch.cat(wide) @ narrow[rank] + bias.double(), 16 * K, 1)
+            want = total + bias.double()
+            y = weft.matmul_all_reduce(xs[rank], ws[rank], **options)
+            check("all-reduce", y, want, 16 * W * K, W)
+            y = weft.matmul_reduce_scatter(xs[rank], ws[rank], **options)
+            check("reduce-scatter", y, want.split(chunk_sizes(M, W))[rank], 16 * W * K, W)
         bias = torch.zeros(N, dtype=torch.bfloat16, requires_grad=True)
         with pytest.raises(NotImplementedError, match="has no gradient"):
             weft.all_gather_matmul(xs[rank], ws[rank], bias=bias, **scales)
@@ -132,6 +135,20 @@ def fp8_body(engine: Any, by_row: bool) -> None:
             weft.matmul_all_reduce(xs[rank], ws[rank], scale_a=1.0, scale_b=sb[rank])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"out_dtype must be .* got torch\.int32"):
             weft.matmul_all_reduce(xs[rank], ws[rank], **scales, out_dtype=torch.int32)
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("one entry a weight, got 2", {"scale_b": [sb[rank], sb[rank]]}),
+            (r"scale_a must be one factor, or \(19, 1\)", {"scale_a": torch.ones(M)}),
+            (r"scale_b must be one factor, or \(1, 24\)", {"scale_b": torch.ones(N)}),
+            (r"must be torch\.float32 on cpu", {"scale_b": torch.ones(1).double()}),
+        ]
+        for message, given in wrong:
+            with pytest.raises(ValueError, match=message):
+                weft.matmul_all_reduce(xs[rank], ws[rank], **(scales | given))
+        with pytest.raises(ValueError, match=r"go with x and w of torch\.float8_e4m3fn"):
+            weft.matmul_all_reduce(xs[rank].float(), ws[rank].float(), **scales)
+        with pytest.raises(NotImplementedError, match="of the fp8 formats"):
+            other = xs[rank].float().to(torch.float8_e5m2)
+            weft.matmul_all_reduce(other, ws[rank], **scales)
         with pytest.raises(ValueError, match="multiplies tensors, got list"):
             weft.matmul_all_reduce(xs[rank], [ws[rank]], **scales)  # type: ignore[arg-type]
 

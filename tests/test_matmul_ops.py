@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import weft
 import weft.settings
 from weft.collectives.movement import chunk_sizes
+from weft.kernels import dense
 from weft.kernels.gathered_matmul import all_gather_matmul_reference
 from weft.kernels.reduced_matmul import matmul_all_reduce_reference
 from weft.kernels.scattered_matmul import matmul_reduce_scatter_reference
@@ -28,6 +31,10 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool)
     if strided and len(shape) > 1:
         value = value.transpose(0, -1).contiguous().transpose(0, -1)
     return value.to(torch.get_default_device())
+
+
+def leaf(value: torch.Tensor, needed: bool) -> torch.Tensor:
+    return value.clone(memory_format=torch.preserve_format).requires_grad_(needed)
 
 
 def spread(x: torch.Tensor, strided: bool) -> torch.Tensor:
@@ -53,11 +60,19 @@ def check(name: str, actual: torch.Tensor | None, expected: torch.Tensor, K: int
     )
 
 
+def grad_of(x: torch.Tensor) -> torch.Tensor:
+    """0 where what x went into was not used."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 def gather_case(case: dict[str, Any]) -> None:
+    """Shards along any dim of x, the contraction too, where "dim" is its last one."""
     rank, W = dist.get_rank(), dist.get_world_size()
     dtype, K, dim, batch = case["dtype"], case["K"], case["dim"], case["batch"]
     shape = [*batch, K]
-    sizes = case["sizes"]
+    sizes, (needs_x, needs_w, needs_b) = case["sizes"], case["needs"]
+    if dim > len(batch):
+        K = sum(sizes)
     xs = []
     for r in range(W):
         local = [*shape]
@@ -71,18 +86,25 @@ def gather_case(case: dict[str, Any]) -> None:
         [tensor((n,), dtype, 50 + i + r, False) for r in range(W)] for i, n in enumerate(case["Ns"])
     ]
 
-    x = xs[rank].clone(memory_format=torch.preserve_format).requires_grad_()
-    w = [each[rank].clone(memory_format=torch.preserve_format).requires_grad_() for each in ws]
-    b = [each[rank].clone().requires_grad_() for each in bs] if case["bias"] else None
+    x = leaf(xs[rank], needs_x)
+    w = [leaf(each[rank], needs_w) for each in ws]
+    b = [leaf(each[rank], needs_b) for each in bs] if case["bias"] else None
     with weft.engine(case["engine"]):
         given = None if b is None else [spread(each, case["strided"]) for each in b]
-        gathered, ys = weft.all_gather_matmul(
-            x, w, bias=given, gather_dim=dim, return_gathered=True,
+        made = weft.all_gather_matmul(
+            x, w, bias=given, gather_dim=dim, return_gathered=case["keep"],
             sizes=sizes if case["known"] else None,
         )  # fmt: skip
+        gathered, ys = made if case["keep"] else (None, made)
         dys = [tensor(tuple(y.shape), dtype, 900 + i, False) for i, y in enumerate(ys)]
-        dgathered = tensor(tuple(gathered.shape), dtype, 990, False)
-        torch.autograd.backward([*ys, gathered], [*dys, dgathered])
+        if case["unused"]:  # a loss may leave out results
+            dys[-1] = torch.zeros_like(dys[-1])
+        roots = list(zip(ys, dys, strict=True))[: len(ys) - case["unused"]]
+        if gathered is not None:
+            dgathered = tensor(tuple(gathered.shape), dtype, 990, False)
+            roots.append((gathered, dgathered))
+        roots = [(y, dy) for y, dy in roots if y.requires_grad]
+        torch.autograd.backward(*zip(*roots, strict=True) if roots else ([], []))
 
     # The whole problem in float64: every rank's outputs from every rank's shards.
     xs64 = [each.double().requires_grad_() for each in xs]
@@ -91,7 +113,8 @@ def gather_case(case: dict[str, Any]) -> None:
     w64 = [[each.double().requires_grad_() for each in row] for row in ws]
     b64 = [[each.double().requires_grad_() for each in row] for row in bs]
     for r in range(W):
-        total = total + (torch.cat(xs64, dim) * dgathered.double()).sum()
+        if gathered is not None:
+            total = total + (torch.cat(xs64, dim) * dgathered.double()).sum()
         for i in range(len(ws)):
             bias = b64[i][r] if case["bias"] else None
             y = all_gather_matmul_reference(xs64, w64[i][r], bias, dim)
@@ -99,27 +122,29 @@ def gather_case(case: dict[str, Any]) -> None:
             if r == rank:
                 mine.append(y.detach())
     total.backward()
-    M, N = gathered.shape[:-1].numel(), W * sum(case["Ns"])
-    assert torch.equal(gathered.double(), torch.cat(xs64, dim).detach())
+    M, N = ys[0].shape[:-1].numel(), W * sum(case["Ns"])
+    if gathered is not None:
+        assert torch.equal(gathered.double(), torch.cat(xs64, dim).detach())
     for i, y in enumerate(ys):
         check(f"y{i}", y, mine[i], K, 1)
-        check(f"dw{i}", w[i].grad, w64[i][rank].grad, M, 1)
-        if b is not None:
-            check(f"db{i}", b[i].grad, b64[i][rank].grad, M, 1)
-    check("dx", x.grad, xs64[rank].grad, N + W, W * len(ws) + 1)
+        if needs_w:
+            check(f"dw{i}", grad_of(w[i]), grad_of(w64[i][rank]), M, 1)
+        if b is not None and needs_b:
+            check(f"db{i}", grad_of(b[i]), grad_of(b64[i][rank]), M, 1)
+    if needs_x:
+        check("dx", grad_of(x), grad_of(xs64[rank]), N + W, W * len(ws) + 1)
 
 
 def sum_case(case: dict[str, Any]) -> torch.Tensor:
     """matmul_reduce_scatter where "dim" is a number, else matmul_all_reduce."""
     rank, W = dist.get_rank(), dist.get_world_size()
     dtype, dim, op = case["dtype"], case["dim"], case["reduce_op"]
-    Ks, N = case["Ks"], case["N"]
+    Ks, N, (needs_x, needs_w, needs_b) = case["Ks"], case["N"], case["needs"]
     xs = [tensor((*case["lead"], k), dtype, 10 + r, case["strided"]) for r, k in enumerate(Ks)]
     ws = [tensor((k, N), dtype, 30 + r, case["strided"]) for r, k in enumerate(Ks)]
     b = tensor((N,), dtype, 50, False) if case["bias"] else None
-    x = xs[rank].clone(memory_format=torch.preserve_format).requires_grad_()
-    w = ws[rank].clone(memory_format=torch.preserve_format).requires_grad_()
-    bias = b.clone().requires_grad_() if b is not None else None
+    x, w = leaf(xs[rank], needs_x), leaf(ws[rank], needs_w)
+    bias = None if b is None else leaf(b, needs_b)
     given = None if bias is None else spread(bias, case["strided"])
     xs64 = [each.double().requires_grad_() for each in xs]
     ws64 = [each.double().requires_grad_() for each in ws]
@@ -129,22 +154,26 @@ def sum_case(case: dict[str, Any]) -> torch.Tensor:
     if dim is None:
         with weft.engine(case["engine"]):
             y = weft.matmul_all_reduce(x, w, bias=given, reduce_op=op)
-            y.backward(dy_whole)
+            if y.requires_grad:
+                y.backward(dy_whole)
         expected = matmul_all_reduce_reference(xs64, ws64, b64, op)
         (expected * dy_whole.double()).sum().backward()
     else:
         parts = chunk_sizes(whole[dim], W)
         with weft.engine(case["engine"]):
             y = weft.matmul_reduce_scatter(x, w, bias=given, scatter_dim=dim, reduce_op=op)
-            y.backward(dy_whole.split(parts, dim)[rank])
+            if y.requires_grad:
+                y.backward(dy_whole.split(parts, dim)[rank])
         expected = matmul_all_reduce_reference(xs64, ws64, b64, op)
         (expected * dy_whole.double()).sum().backward()
         expected = matmul_reduce_scatter_reference(xs64, ws64, rank, b64, dim, op)
     M = math.prod(case["lead"])
     check("y", y, expected.detach(), sum(Ks) + 1, 1)
-    check("dx", x.grad, xs64[rank].grad, N, 1)
-    check("dw", w.grad, ws64[rank].grad, M, 1)
-    if bias is not None:
+    if needs_x:
+        check("dx", x.grad, xs64[rank].grad, N, 1)
+    if needs_w:
+        check("dw", w.grad, ws64[rank].grad, M, 1)
+    if bias is not None and needs_b:
         check("db", bias.grad, b64.grad, M, W)
     return y.detach()
 
@@ -153,13 +182,22 @@ def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     outs = []
     for case in cases:
         try:
-            if kind == "gather":
-                gather_case(case)
-            else:
-                outs.append(sum_case(case))
+            library = case.get("onednn", dense.onednn_is_quicker())
+            with patch.object(dense, "onednn_is_quicker", lambda told=library: told):
+                if kind == "gather":
+                    gather_case(case)
+                else:
+                    outs.append(sum_case(case))
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
     return outs
+
+
+# Of x, w and bias: what a call wants gradients of.
+NEEDS = [
+    (False, True, False), (True, True, True), (True, True, True), (True, True, True),
+    (True, False, True), (False, False, True),
+]  # fmt: skip
 
 
 def random_cases(kind: str, W: int, engine: str, count: int) -> list[dict[str, Any]]:
@@ -172,26 +210,29 @@ def random_cases(kind: str, W: int, engine: str, count: int) -> list[dict[str, A
         size = lambda low=1: rng.choice([rng.randint(low, 6), rng.randint(low, top)])  # noqa: E731
         case: dict[str, Any] = {
             "dtype": dtype, "engine": engine, "bias": rng.random() < 0.5,
-            "strided": rng.random() < 0.3,
+            "strided": rng.random() < 0.3, "needs": NEEDS[number % len(NEEDS)],
         }  # fmt: skip
+        # The last dim, whose shards the fused engines do not take.
+        last = engine == "generic"
         batch = [[], [], [2], [3, 2]][rng.randint(0, 3)]
         if kind == "gather":
             even = size()
             case |= {
                 "K": size(), "Ns": [size() for _ in range(rng.choice([1, 1, 2, 3]))],
-                "batch": batch, "dim": rng.randint(0, len(batch)),
-                "known": rng.random() < 0.5,
+                "batch": batch, "dim": rng.randint(0, len(batch) + last),
+                "known": rng.random() < 0.5, "keep": rng.random() < 0.5,
                 "sizes": rng.choice(
                     [[even] * W, chunk_sizes(size(), W), [size(0) for _ in range(W)]]
                 ),
             }  # fmt: skip
+            case["unused"] = len(case["Ns"]) > 1 and rng.random() < 0.5
         else:
             lead = [size(), *batch]
             rng.shuffle(lead)
             case |= {
                 "lead": lead, "N": size(), "Ks": rng.choice([[size()] * W, chunk_sizes(size(), W)]),
                 "reduce_op": rng.choice(["sum", "sum", "avg"]),
-                "dim": None if kind == "reduce" else rng.randint(0, len(lead) - 1),
+                "dim": None if kind == "reduce" else rng.randint(0, len(lead) - 1 + last),
             }  # fmt: skip
         if number == 1:  # nothing to contract
             case |= {"K": 0} if kind == "gather" else {"Ks": [0] * W}
@@ -220,11 +261,13 @@ def test_random_shapes(ranks: Any, kind: str, W: int, engine: str) -> None:
 def test_shapes_that_the_host_engine_treats_apart(ranks: Any, kind: str, W: int) -> None:
     """Shards long enough to be multiplied in place, and matmuls that go to another library."""
     cases = []
-    for dtype in (torch.float32, torch.bfloat16):
+    libraries = (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)
+    for dtype, onednn in libraries:
         # Small and large products, thin and wide next to the rows; one weight and two.
         for K, Ns in ((24, [16]), (72, [120]), (72, [120, 40]), (24, [700]), (16, [300, 600])):
             case: dict[str, Any] = {
-                "dtype": dtype, "engine": "host", "bias": True, "strided": False,
+                "dtype": dtype, "engine": "host", "bias": True, "strided": False, "onednn": onednn,
+                "needs": (True, True, True), "keep": False, "unused": False,
             }  # fmt: skip
             if kind == "gather":
                 sizes = [300, 257, 0][:W]
@@ -274,6 +317,39 @@ def test_results_are_bitwise_the_same_again_and_on_every_rank(
     first, *others = ranks(W, repeated_body, engine)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def misuse_body() -> None:
+    x, w, n = torch.ones(4, 6), torch.ones(6, 2), torch.ones(2)
+    gather, scatter, reduce = (
+        weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce
+    )  # fmt: skip
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (r"w must be \(K, N\) with K = 6", lambda: gather(x, w.t())),
+        ("at least one", lambda: gather(x, [])),
+        ("one entry a weight, got 2 for 1", lambda: gather(x, [w], bias=[n, n])),
+        ("x and w must be of a floating-point", lambda: reduce(x.long(), w.long())),
+        (r"w must be torch\.float32 on cpu", lambda: scatter(x, w.double())),
+        (r"bias must be torch\.float32", lambda: reduce(x, w, bias=n.double())),
+        (r"bias must be \(N,\) with N = 2", lambda: scatter(x, w, bias=torch.ones(3))),
+        ('must be "sum" or "avg"', lambda: reduce(x, w, reduce_op="max")),  # type: ignore[arg-type]
+        ("x must have at least 2 dims", lambda: gather(x[0], w)),
+        ("gather_dim be one of them", lambda: gather(x, w, gather_dim=2)),
+        ("gather_dim be one of them", lambda: gather(x, w, gather_dim=-3)),
+        ("x must have at least 2 dims", lambda: scatter(x[0], w)),
+        ("scatter_dim be a dim", lambda: scatter(x, w, scatter_dim=-3)),
+        ("x must have at least one dim", lambda: reduce(torch.tensor(1.0), w)),
+        ("activation must be", lambda: gather(x, w, activation="tanh")),  # type: ignore[arg-type]
+        ("pair .* of one shape", lambda: gather(x, [w, w[:, 1:]], activation="swiglu")),
+    ]
+    for message, call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert reduce(x, w).tolist() == [[6.0 * dist.get_world_size()] * 2] * 4
+
+
+def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
+    ranks(2, misuse_body)
 
 
 @pytest.mark.sweep
