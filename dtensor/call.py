@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.layout import Layout, Placements, Shape
@@ -79,6 +80,21 @@ class Call:
         self.name: str = getattr(op, "_opname", getattr(op, "__name__", str(op)))
         self.outputs: list[Meta] = []
         self.output_tree: Any = None
+
+    @property
+    def whole(self) -> Strategy:
+        """Everything on every rank, which any op can do."""
+        return self.with_first(Replicate())
+
+    def with_first(self, placement: Placement) -> Strategy:
+        """The first tensor, and the results, placed so; the others whole on every rank."""
+        rest = (Replicate(),) * (len(self.inputs) - 1)
+        return Strategy((placement, *rest), (placement,) * len(self.outputs))
+
+    def with_all(self, placement: Placement) -> Strategy:
+        """All tensors, and the results, placed so."""
+        inputs, outputs = len(self.inputs), len(self.outputs)
+        return Strategy((placement,) * inputs, (placement,) * outputs)
 
     @property
     def bound(self) -> dict[str, Any]:

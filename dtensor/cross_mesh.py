@@ -17,8 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from weft.dtensor.call import Call, Op, leaves, map_tree
 from weft.dtensor.layout import Layout, layout_of
-from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
 def of_one_mesh(func: Op, call: Call) -> Callable[..., Any]:
@@ -87,6 +86,6 @@ def _on(mesh: Any, values: Any) -> Any:
         layout = value._layout
         everywhere = (Replicate(),) * mesh.ndim
         target = layout_of(mesh, everywhere, layout.shape, layout.stride, layout.dtype)
-        return wrap(move(value._local_tensor, layout, target), target)
+        return wrap(local_as(value, target), target)
 
     return map_tree(values, moved)

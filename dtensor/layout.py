@@ -58,6 +58,15 @@ def distinct(placements: Iterable[Placement]) -> list[Placement]:
     return list(dict.fromkeys(placements))
 
 
+def linear_sums(placements: Iterable[Placement]) -> list[Placement]:
+    """The sums and averages among them, each once: what is linear can be done to their terms."""
+    return [
+        p
+        for p in distinct(placements)
+        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS
+    ]
+
+
 def pieces_of(placement: Placement) -> int:
     """Into how many pieces a shard first divides its dim, to take a part of each."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
@@ -355,6 +364,10 @@ class Layout:
     def with_dtype(self, dtype: torch.dtype) -> Layout:
         """The same placement of a tensor of `dtype`."""
         return layout_of(self.mesh, self.placements, self.shape, self.stride, dtype)
+
+    def reduced(self) -> Layout:
+        """The same without terms of sums: what is `Partial` is replicated."""
+        return self.with_placements(self.gradient_placements)
 
     def replicated(self) -> Layout:
         """The whole tensor on every rank."""

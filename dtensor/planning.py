@@ -7,7 +7,7 @@ from the call alone, and is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -126,27 +126,34 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _decomposed(func, decision.function)
     if isinstance(decision, Choices):
         decision = choose(call, decision, writes, plain)
+    return _planned(call, decision, writes, plain, known)
+
+
+def _planned(
+    call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
+) -> Plan:
+    """The plan of a call whose placements are decided; by a rule, if it is `known`."""
     targets = [
         layout.with_placements(placements)
         for layout, placements in zip(call.inputs, decision.inputs, strict=True)
     ]
     moves = [t if t is not i else None for t, i in zip(targets, call.inputs, strict=True)]
     results = [
-        layout_of(mesh, placements, meta.shape, meta.stride, meta.dtype)
+        layout_of(call.mesh, placements, meta.shape, meta.stride, meta.dtype)
         for meta, placements in zip(call.outputs, decision.outputs, strict=True)
     ]
-    if outside:
+    if call.inputs[0].index is None:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else _local_op(call)
-    if call.name in _INDEXED and mesh.device_type == "cpu" and _differ(targets):
+    if call.name in _INDEXED and call.mesh.device_type == "cpu" and _differ(targets):
         local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
-    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-        local = with_equal_state(local, mesh)
+    if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
+        local = with_equal_state(local, call.mesh)
     plan = Plan(local, moves if any(moves) else None, None)
     plan.title = str(call)
     plan.writes = tuple(writes)
     plan.dynamic = call.output_tree is _DYNAMIC
-    plan.inverse = _LAZY.get(func)
+    plan.inverse = _LAZY.get(call.op)
     plan.is_view = _is_view(call)
     if plan.dynamic:
         return plan
@@ -161,7 +168,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         )
         return plan
     if writes and not results:
-        first = args[0]
+        first = call.args[0]
         plan.writes_first = (
             isinstance(first, (list, tuple))
             and plan.moves is None
@@ -371,7 +378,7 @@ def _learn_outputs(call: Call) -> None:
         call.output_tree = _DYNAMIC
         return
     call.output_tree = map_tree(result, _meta_of)
-    call.outputs = list(_meta_leaves(call.output_tree))
+    call.outputs = [leaf for leaf in leaves(call.output_tree) if isinstance(leaf, Meta)]
 
 
 def _meta_argument(a: Any) -> Any:
@@ -388,23 +395,13 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _meta_leaves(tree: Any) -> Iterator[Meta]:
-    if isinstance(tree, Meta):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _meta_leaves(item)
-
-
 def _unknown(call: Call, writes: list[int]) -> Choices:
     """What an op without rule may do: what a probe has found, and to run whole on every rank."""
-    n_in, n_out = len(call.inputs), len(call.outputs)
-    whole = Strategy((Replicate(),) * n_in, (Replicate(),) * n_out)
     found = [] if call.output_tree is _DYNAMIC else discovered(call, writes)
     if settings.tracing():
         how = "a rule was found by probing it" if found else "no sharding rule for it"
         settings.record(call.name, "discovered" if found else "replicated", how, str(call))
-    return Choices([whole, *found])
+    return Choices([call.whole, *found])
 
 
 def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import LINEAR_REDUCTIONS, Layout, distinct, is_shard, moved, shard_dim
+from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, shard_dim
 from weft.dtensor.rules_view import mapped
 
 
@@ -23,7 +23,7 @@ def _present(call: Call) -> list[Placement]:
 def _together(call: Call, touched: set[int], shift_from: int | None = None) -> Choices:
     """All tensors have the same dims, and may be sharded alike in those that are not touched."""
     count, n_out = len(call.inputs), len(call.outputs)
-    strategies = [Strategy((Replicate(),) * count, (Replicate(),) * n_out)]
+    strategies = [call.whole]
     for placement in _present(call):
         dim = shard_dim(placement)
         if dim in touched:
@@ -34,13 +34,8 @@ def _together(call: Call, touched: set[int], shift_from: int | None = None) -> C
 
 
 def _partials(call: Call) -> list[Strategy]:
-    kinds = distinct(p for layout in call.inputs for p in layout.placements)
-    count, n_out = len(call.inputs), len(call.outputs)
-    return [
-        Strategy((p,) * count, (p,) * n_out)
-        for p in kinds
-        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS
-    ]
+    kinds = linear_sums(p for layout in call.inputs for p in layout.placements)
+    return list(map(call.with_all, kinds))
 
 
 @rule("cat")
@@ -144,7 +139,7 @@ def index(call: Call) -> Choices:
     at = [d for d, i in enumerate(indices) if i is not None]
     tensors = [i for i in indices if isinstance(i, Layout)]
     count = len(call.inputs)
-    strategies = [Strategy((Replicate(),) * count, (Replicate(),))]
+    strategies = [call.whole]
     n_index = max((len(t.shape) for t in tensors), default=0)
     consecutive = bool(at) and at == list(range(at[0], at[-1] + 1))
     first = at[0] if consecutive else 0
@@ -164,10 +159,7 @@ def index(call: Call) -> Choices:
                 strategies.append(Strategy(inputs, (out_placement,)))
     if any(t.dtype.itemsize == 1 for t in tensors):  # a mask: the result's size depends on data
         return Choices(strategies[:1])
-    for p in source.placements:
-        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
-            strategies.append(Strategy((p, *(Replicate(),) * (count - 1)), (p,)))
-    return Choices(strategies)
+    return Choices(strategies + list(map(call.with_first, linear_sums(source.placements))))
 
 
 @rule("slice_backward", "select_backward")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import LINEAR_REDUCTIONS, Layout, distinct, is_shard, moved, shard_dim
+from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, shard_dim
 
 
 def contraction(
@@ -57,11 +57,10 @@ def contraction(
             strategies.append(candidate)
     if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex:
         for position in (offset, offset + 1):
-            for placement in distinct(call.inputs[position].placements):
-                if isinstance(placement, Partial) and placement.reduce_op in LINEAR_REDUCTIONS:
-                    pair: list[Placement] = [replicate, replicate]
-                    pair[position - offset] = placement
-                    strategies.append(strategy(pair[0], pair[1], placement))
+            for placement in linear_sums(call.inputs[position].placements):
+                pair: list[Placement] = [replicate, replicate]
+                pair[position - offset] = placement
+                strategies.append(strategy(pair[0], pair[1], placement))
     return Choices(strategies)
 
 

@@ -12,19 +12,19 @@ from weft.collectives.group import is_traced
 from weft.dtensor.agreement import all_agree
 from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.layout import (
-    LINEAR_REDUCTIONS,
     Layout,
     Placements,
     contiguous_stride,
     distinct,
     is_shard,
     layout_of,
+    linear_sums,
     moved,
     shard_dim,
 )
 from weft.dtensor.redistribute import move
 from weft.dtensor.rules_reduce import kept_shards
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, local_as, wrap
 
 _MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
 _NONE = 0
@@ -40,7 +40,7 @@ def _row_norm(call: Call, rows: tuple[int, ...], summed: int, n_normalized: int)
     """
     count, n_out = len(call.inputs), len(call.outputs)
     n_batch = len(call.inputs[rows[0]].shape) - n_normalized
-    strategies = [Strategy((Replicate(),) * count, (Replicate(),) * n_out)]
+    strategies = [call.whole]
     seen: set[Placement] = set()
     for row in rows:
         for placement in call.inputs[row].placements:
@@ -65,13 +65,8 @@ def layer_norm_backward(call: Call) -> Choices:
     mask = call.bound["output_mask"]
     summed = sum(bool(wanted) for wanted in mask[1:])
     choices = _row_norm(call, tuple(range(2 + n_statistics)), summed, len(call.args[2]))
-    for placement in call.inputs[0].placements:
-        if isinstance(placement, Partial) and placement.reduce_op in LINEAR_REDUCTIONS:
-            rest = (Replicate(),) * (len(call.inputs) - 1)
-            choices.strategies.append(
-                Strategy((placement, *rest), (placement,) * len(call.outputs))
-            )
-    return choices
+    sums = linear_sums(call.inputs[0].placements)
+    return Choices(choices.strategies + list(map(call.with_first, sums)))
 
 
 def _normalized(layout: Layout, dim: int) -> int:
@@ -84,13 +79,8 @@ def _sharded_on(layout: Layout, dim: int) -> bool:
 
 def _replicate_sums(x: DTensor) -> DTensor:
     """Reduce what is Partial, leave the shards."""
-    layout = x._layout
-    target = layout.with_placements(
-        tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-    )
-    if target == layout:
-        return x
-    return wrap(move(x._local_tensor, layout, target), target)
+    target = x._layout.reduced()
+    return x if target == x._layout else wrap(local_as(x, target), target)
 
 
 @rule("_softmax", "_log_softmax")
@@ -119,10 +109,8 @@ def softmax_backward(call: Call) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
     dim = _normalized(call.inputs[0], call.args[2])
     if not any(_sharded_on(layout, dim) for layout in call.inputs):
-        strategies = [Strategy((Replicate(),) * 2, (Replicate(),))]
-        for layout in call.inputs:
-            strategies += [Strategy((p, p), (p,)) for p in layout.placements if is_shard(p)]
-        return Choices(strategies)
+        shards = [p for layout in call.inputs for p in layout.placements if is_shard(p)]
+        return Choices([call.whole, *map(call.with_all, shards)])
     log = call.name.startswith("_log")
     dtype = call.outputs[0].dtype
 
@@ -218,9 +206,7 @@ def embedding_backward(call: Call) -> Choices:
         strategies += [
             Strategy((p, p), (Partial("sum"),)) for p in shards if shard_dim(p) < len(indices.shape)
         ]
-        for p in grad.placements:
-            if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
-                strategies.append(Strategy((p, replicate), (p,)))
+        strategies += map(call.with_first, linear_sums(grad.placements))
     return Choices(strategies)
 
 
@@ -339,10 +325,8 @@ class _Loss:
         return _out_of_range("target class", self.input.shape[self.class_dim])
 
 
-def _local_weight(weight: DTensor | None) -> torch.Tensor | None:
-    if weight is None:
-        return None
-    return move(weight._local_tensor, weight._layout, weight._layout.replicated())
+def _whole(tensor: DTensor) -> torch.Tensor:
+    return local_as(tensor, tensor._layout.replicated())
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
@@ -353,10 +337,10 @@ def nll_loss(call: Call) -> Decomposed:
         x: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int
     ) -> tuple[DTensor, DTensor]:
         lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
-        local = move(x._local_tensor, x._layout, lay.input)
-        rows = move(target._local_tensor, target._layout, lay.target)
+        local, rows = local_as(x, lay.input), local_as(target, lay.target)
         wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-        classes, weights, bad = lay.weights(rows, _local_weight(weight), ignore_index, wide)
+        given = None if weight is None else _whole(weight)
+        classes, weights, bad = lay.weights(rows, given, ignore_index, wide)
         inside, own = _rows_in(classes, lay.run)
         if lay.run[1]:
             dim = lay.class_dim
@@ -410,16 +394,14 @@ def nll_loss_backward(call: Call) -> Decomposed:
         total_weight: DTensor,
     ) -> DTensor:
         lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
-        rows = move(target._local_tensor, target._layout, lay.target)
-        classes, weights, _ = lay.weights(rows, _local_weight(weight), ignore_index, x.dtype)
-        layout = grad._layout
+        rows, given = local_as(target, lay.target), None if weight is None else _whole(weight)
+        classes, weights, _ = lay.weights(rows, given, ignore_index, x.dtype)
         if reduction == _NONE:
-            scale = move(grad._local_tensor, layout, layout.with_placements(lay.rows))
+            scale = local_as(grad, grad._layout.with_placements(lay.rows))
         else:
-            scale = move(grad._local_tensor, layout, layout.replicated())
+            scale = _whole(grad)
         if reduction == _MEAN:
-            total = total_weight._layout
-            scale = scale / move(total_weight._local_tensor, total, total.replicated())
+            scale = scale / _whole(total_weight)
         inside, own = _rows_in(classes, lay.run)
         values = torch.where(inside & (weights != 0), -weights * scale, 0).to(x.dtype)
         out = values.new_zeros(lay.input.local_shape)

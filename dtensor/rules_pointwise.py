@@ -15,8 +15,8 @@ from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,
     Shape,
-    distinct,
     is_shard,
+    linear_sums,
     moved,
     shard_dim,
 )
@@ -60,15 +60,12 @@ def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
 
 
 def _partials(call: Call) -> Iterator[Strategy]:
-    kinds = distinct(p for layout in call.inputs for p in layout.placements)
     name, count = _name(call), len(call.inputs)
     replicate = Replicate()
-    for partial in kinds:
-        if not isinstance(partial, Partial) or partial.reduce_op not in LINEAR_REDUCTIONS:
-            continue
+    for partial in linear_sums(p for layout in call.inputs for p in layout.placements):
         numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
         if name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers):
-            yield Strategy((partial,) * count, (partial,))
+            yield call.with_all(partial)
         elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST and call.kwargs.get("rounding_mode"):
             continue
         elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward"):
@@ -76,7 +73,7 @@ def _partials(call: Call) -> Iterator[Strategy]:
                 continue
             first = isinstance(call.args[0], Layout)
             if first:
-                yield Strategy((partial, *(replicate,) * (count - 1)), (partial,))
+                yield call.with_first(partial)
             if name in _LINEAR_IN_EITHER and count == 2:
                 yield Strategy((replicate, partial), (partial,))
         elif name == "where" and count == 3:
@@ -87,11 +84,9 @@ def _partials(call: Call) -> Iterator[Strategy]:
 def pointwise(call: Call) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
-    replicate = Replicate()
-    whole = Strategy((replicate,) * len(call.inputs), (replicate,) * len(call.outputs))
     if call.name == "div" and not call.outputs[0].dtype.is_floating_point:
-        return Choices([whole, *shard_strategies(call, out)])
-    return Choices([whole, *shard_strategies(call, out), *_partials(call)])
+        return Choices([call.whole, *shard_strategies(call, out)])
+    return Choices([call.whole, *shard_strategies(call, out), *_partials(call)])
 
 
 @rule("masked_fill", "add_", "sub_")
@@ -105,10 +100,7 @@ def shift(call: Call) -> Choices:
     value = call.args[number]
     if call.name.removesuffix("_") != "masked_fill" and isinstance(value, Layout) and value.shape:
         return choices
-    for partial in distinct(call.inputs[0].placements):
-        if isinstance(partial, Partial) and partial.reduce_op in LINEAR_REDUCTIONS:
-            rest = (Replicate(),) * (len(call.inputs) - 1)
-            choices.strategies.append(Strategy((partial, *rest), (partial,)))
+    choices.strategies.extend(map(call.with_first, linear_sums(call.inputs[0].placements)))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         op: Any = call.op
@@ -134,12 +126,12 @@ def shift(call: Call) -> Choices:
 
 
 def _keep(call: Call, linear: bool) -> Choices:
-    strategies = [Strategy((Replicate(),), (Replicate(),) * len(call.outputs))]
+    strategies = [call.whole]
     for placement in call.inputs[0].placements:
         if is_shard(placement) or (
             linear and isinstance(placement, Partial) and _may_stay_partial(call, placement)
         ):
-            strategies.append(Strategy((placement,), (placement,) * len(call.outputs)))
+            strategies.append(call.with_all(placement))
     return Choices(strategies)
 
 
@@ -198,12 +190,9 @@ def new(call: Call) -> Choices | Chosen:
 def copy(call: Call) -> Choices:
     """The target keeps its placement, the source comes to it."""
     target = call.inputs[0]
-    out = target.shape
-    strategies = [Strategy((Replicate(), Replicate()), (Replicate(),))]
-    for placement in target.placements:
-        if isinstance(placement, Partial):
-            strategies.append(Strategy((placement, placement), (placement,)))
-    return Choices([*strategies, *shard_strategies(call, out)])
+    partials = [p for p in target.placements if isinstance(p, Partial)]
+    same = map(call.with_all, partials)
+    return Choices([call.whole, *same, *shard_strategies(call, target.shape)])
 
 
 @rule("foreach")

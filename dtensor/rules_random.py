@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial
 
-from weft.dtensor.call import Call, Choices, Chosen, Decomposed, Op, Strategy, rule
+from weft.dtensor.call import Call, Choices, Chosen, Decomposed, Op, rule
 from weft.dtensor.layout import Layout, show
 from weft.dtensor.random import drawn
 
@@ -29,7 +29,7 @@ def draw(call: Call) -> Choices | Chosen:
     if len(call.inputs) != 1 or "Tensor" in getattr(call.op, "_overloadname", ""):
         return given_by_tensors(call)
     source = call.inputs[0]
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
+    placements = source.reduced().placements
     read = placements if call.name.endswith("_") else source.placements
     return Chosen([read], [placements], _draw_part)
 
@@ -68,8 +68,7 @@ def bernoulli(call: Call) -> Choices | Chosen | Decomposed:
 @rule("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet")
 def given_by_tensors(call: Call) -> Choices:
     """How many numbers an element takes depends on its values: the op runs whole on every rank."""
-    whole = Replicate()
-    return Choices([Strategy((whole,) * len(call.inputs), (whole,) * len(call.outputs))])
+    return Choices([call.whole])
 
 
 @rule("native_dropout")
@@ -78,8 +77,7 @@ def native_dropout(call: Call) -> Chosen:
 
     Terms of a sum keep one mask, as scaling is linear.
     """
-    placements = call.inputs[0].placements
-    mask = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+    placements, mask = call.inputs[0].placements, call.inputs[0].reduced().placements
     for p in placements:
         if isinstance(p, Partial) and p.reduce_op not in ("sum", "avg"):
             raise NotImplementedError(

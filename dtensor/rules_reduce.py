@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.agreement import all_agree
-from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Op, Strategy, rule
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
@@ -26,7 +26,7 @@ from weft.dtensor.layout import (
     shard_dim,
 )
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
 def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
     """Replicate, and every shard of a dim that is not among `dims`."""
     n_out = len(call.outputs)
-    strategies = [Strategy((Replicate(),), (Replicate(),) * n_out)]
+    strategies = [call.whole]
     others = (Shard(d) for d in range(len(call.inputs[0].shape)) if d not in dims)
     for placement in distinct([*filter(is_shard, call.inputs[0].placements), *others]):
         if shard_dim(placement) not in dims:
@@ -191,13 +191,6 @@ def vector_norm(call: Call) -> Choices | Decomposed:
     return Choices(strategies)
 
 
-def _reduced(layout: Layout) -> Layout:
-    """Terms of a sum have no norm, and cannot be compared: the same layout with sums taken."""
-    return layout.with_placements(
-        tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-    )
-
-
 def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:
     """(ranks, ...) norms of parts -> (...) norms. The 0-norm counts elements: counts add up."""
     return every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
@@ -206,8 +199,8 @@ def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:
 def _norm_of_norms(dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         layout = x._layout
-        solid = _reduced(layout)
-        local = move(x._local_tensor, layout, solid)
+        solid = layout.reduced()  # terms of a sum have no norm
+        local = local_as(x, solid)
         order = next((a for a in args if isinstance(a, (int, float))), kwargs.get("ord", 2))
         dtype = kwargs.get("dtype") or local.dtype
         norms = _local_norm(local, order, dims, keepdim, dtype).unsqueeze(0)
@@ -264,12 +257,11 @@ def equal(call: Call) -> Decomposed:
     def run(a: DTensor, b: DTensor) -> bool:
         if a._layout.shape != b._layout.shape:
             return False
-        solid = _reduced(a._layout)
+        solid = a._layout.reduced()  # terms of a sum cannot be compared
         theirs = layout_of(
             solid.mesh, solid.placements, b._layout.shape, b._layout.stride, b._layout.dtype
         )
-        mine = move(a._local_tensor, a._layout, solid)
-        other = move(b._local_tensor, b._layout, theirs)
+        mine, other = local_as(a, solid), local_as(b, theirs)
         return all_agree(torch.equal(mine, other), solid, mine.device)
 
     return Decomposed(run)
@@ -280,8 +272,7 @@ def item(call: Call) -> Decomposed:
     """The global tensor's one element: a Partial is reduced first."""
 
     def run(x: DTensor) -> Any:
-        layout = x._layout
-        return move(x._local_tensor, layout, layout.replicated()).item()
+        return local_as(x, x._layout.replicated()).item()
 
     return Decomposed(run)
 
@@ -291,8 +282,8 @@ def foreach_norm(call: Call) -> Decomposed:
     """The norms of all tensors: local norms first, then one exchange for the whole list."""
     layouts, mesh = call.inputs, call.mesh
     if len({(layout.mesh, layout.dtype) for layout in layouts}) != 1:
-        return Decomposed(_one_by_one)
-    solid = [_reduced(layout) for layout in layouts]
+        return Decomposed(_one_by_one(torch.ops.aten.linalg_vector_norm.default))
+    solid = [layout.reduced() for layout in layouts]
     crossed = [tuple(map(is_shard, layout.placements)) for layout in solid]
     count, place, replicated = len(layouts), layouts[0].place, (Replicate(),) * mesh.ndim
     # By the mesh dims that cut a tensor: the ranks that found parts of it, replicas left out.
@@ -316,7 +307,7 @@ def foreach_norm(call: Call) -> Decomposed:
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
     ) -> list[DTensor]:
         parts = [
-            t._local_tensor if layout is whole else move(t._local_tensor, layout, whole)
+            t._local_tensor if layout is whole else local_as(t, whole)
             for t, layout, whole in zip(tensors, layouts, solid, strict=True)
         ]
         if all(part.numel() for part in parts):
@@ -349,18 +340,13 @@ def foreach_max(call: Call) -> Decomposed:
 @rule("_foreach_powsum")
 def foreach_powsum(call: Call) -> Decomposed:
     """The sum of the powers of each tensor's elements."""
+    return Decomposed(_one_by_one(torch.ops.aten.linalg__powsum.default))
 
+
+def _one_by_one(op: Op) -> Op:
     def run(
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
     ) -> list[Any]:
-        powsum = torch.ops.aten.linalg__powsum.default
-        return [dispatch(powsum, (tensor, order), {"dtype": dtype}) for tensor in tensors]
+        return [dispatch(op, (tensor, order), {"dtype": dtype}) for tensor in tensors]
 
-    return Decomposed(run)
-
-
-def _one_by_one(
-    tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
-) -> list[Any]:
-    norm = torch.ops.aten.linalg_vector_norm.default
-    return [dispatch(norm, (tensor, order), {"dtype": dtype}) for tensor in tensors]
+    return run

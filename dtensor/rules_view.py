@@ -39,17 +39,15 @@ Pattern = tuple[int, tuple[tuple[int, int], ...]]
 def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
     """Dims that go to another place as they are, the rest not sharded."""
     n_out = len(call.outputs)
-    strategies = [Strategy((Replicate(),), (Replicate(),) * n_out)]
+    strategies = [call.whole]
     shards = [p for p in call.inputs[0].placements if is_shard(p)]
     shards += [Shard(d) for d in dim_map if Shard(d) not in shards]
     for placement in shards:
         if shard_dim(placement) in dim_map:
             out = moved(placement, dim_map[shard_dim(placement)])
             strategies.append(Strategy((placement,), (out,) * n_out))
-    for placement in distinct(call.inputs[0].placements):
-        if isinstance(placement, Partial):
-            strategies.append(Strategy((placement,), (placement,) * n_out))
-    return Choices(strategies)
+    partials = [p for p in distinct(call.inputs[0].placements) if isinstance(p, Partial)]
+    return Choices(strategies + list(map(call.with_all, partials)))
 
 
 def _dim(value: Any, ndim: int) -> int:
@@ -148,7 +146,6 @@ def as_strided(call: Call) -> Choices:
         raise NotImplementedError(
             f"{call}: of a DTensor that is not contiguous. Call contiguous() first, or index it"
         )
-    whole = Strategy((Replicate(),) * len(call.inputs), (Replicate(),))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +155,7 @@ def as_strided(call: Call) -> Choices:
 
         return run
 
-    return Choices([whole], localize if call.name == "as_strided" else None)
+    return Choices([call.whole], localize if call.name == "as_strided" else None)
 
 
 def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:

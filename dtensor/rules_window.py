@@ -22,11 +22,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
 from weft.dtensor.layout import (
-    LINEAR_REDUCTIONS,
     Layout,
     Shape,
-    distinct,
     is_shard,
+    linear_sums,
     shard_dim,
     with_boxes,
 )
@@ -118,8 +117,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     if not windows.transposed:
         lines += [(Shard(d), _R, _R, Shard(d)) for d in range(_SPATIAL, len(x.shape))]
     if forward:
-        sums = [p for p in distinct(x.placements) if isinstance(p, Partial)]
-        lines += [(p, _R, p, p) for p in sums if p.reduce_op in LINEAR_REDUCTIONS]
+        lines += [(p, _R, p, p) for p in linear_sums(x.placements)]
         n = len(call.inputs)
         return [Strategy((px, pw, pb)[:n], (py,)) for px, pw, pb, py in lines]
     strategies = []
@@ -133,10 +131,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
         of_bias: Placement = _SUM if summed else (_R if isinstance(pb, Partial) else pb)
         wanted = [p for p, asked in zip((of_x, of_w, of_bias), mask, strict=True) if asked]
         strategies.append(Strategy((of_y, px, pw), tuple(wanted)))
-    for p in distinct(call.inputs[0].placements):
-        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS:
-            strategies.append(Strategy((p, _R, _R), (p,) * len(call.outputs)))
-    return strategies
+    return strategies + list(map(call.with_first, linear_sums(call.inputs[0].placements)))
 
 
 def _with_groups(call: Call, x: Layout, args: list[Any]) -> list[Any]:
@@ -328,13 +323,11 @@ _IMAGES = {
 @rule(*_IMAGES)
 def images(call: Call) -> Choices:
     """Tensors of images, each of which is worked on by itself."""
-    count, n_out = len(call.inputs), len(call.outputs)
-    strategies = [Strategy((_R,) * count, (_R,) * n_out)]
+    strategies = [call.whole]
     for layout in call.inputs:
-        for p in layout.placements:
-            batch = len(layout.shape) - _IMAGES[call.name]
-            if is_shard(p) and shard_dim(p) < batch:
-                strategies.append(Strategy((p,) * count, (p,) * n_out))
+        batch = len(layout.shape) - _IMAGES[call.name]
+        shards = [p for p in layout.placements if is_shard(p) and shard_dim(p) < batch]
+        strategies += map(call.with_all, shards)
     return Choices(strategies, _of_images)
 
 

@@ -523,6 +523,11 @@ def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_as(tensor: DTensor, target: Layout) -> torch.Tensor:
+    """This rank's part of `tensor` as `target` places it, apart from autograd."""
+    return move(tensor._local_tensor, tensor._layout, target)
+
+
 def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
     """The DTensor whose local tensor is `local`, of which autograd may know."""
     if local.requires_grad:
@@ -575,7 +580,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         layout = tensor._layout
         ctx.backward_dtype, ctx.dtype, ctx.target = backward_dtype, layout.dtype, target
-        ctx.source = layout.with_placements(layout.gradient_placements)
+        ctx.source = layout.reduced()
         local = tensor._local_tensor.to(target.dtype)
         source = layout.with_dtype(target.dtype)
         return _moved(local.view_as(local), source, target, async_op)
