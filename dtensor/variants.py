@@ -96,10 +96,11 @@ def refuse_old_views(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     given = [a for a in leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
     with no_function():
         for view in given:
-            base = view._base if isinstance(view, DTensor) and view._is_view() else None
-            if not isinstance(base, DTensor) or view._reshapes == base._reshapes:
+            base = view._base
+            if not (isinstance(view, DTensor) and isinstance(base, DTensor)):
                 continue
-            if base.requires_grad or any(t.requires_grad for t in given):
+            wanted = base.requires_grad or any(t.requires_grad for t in given)
+            if view._reshapes != base._reshapes and wanted:
                 raise RuntimeError(
                     f"{func}: the view {list(view.shape)} of a DTensor was taken before the shape "
                     f"of that changed in place, to {list(base.shape)}: autograd cannot follow. "

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -107,6 +108,22 @@ def config_for(
         keep_sums: what an activation is applied to is wanted too.
     """
     choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
+    return _config(choice, M, N, K, dtype, world_size, chip, activation, keep, keep_sums)
+
+
+@lru_cache(maxsize=1024)
+def _config(
+    choice: tuning.Choice,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    activation: Activation | None,
+    keep: bool,
+    keep_sums: bool,
+) -> Config:
     tiling = choice.tiling or tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
     if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):

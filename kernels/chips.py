@@ -109,6 +109,7 @@ class Tiling:
         return options | {"maxnreg": 240} if self.beside_others else options
 
 
+@lru_cache(maxsize=1024)
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
     """Tiles for `pieces` outputs of (M, N) each, made by one launch; no tile spans two of them.
 

@@ -29,6 +29,7 @@ numbers of keys: parts are cut from what there is, and an empty one gives sum 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class Config:
     all_registers: bool = False
 
 
+@lru_cache(maxsize=1024)
 def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip) -> Config:
     """The launch for `items` tiles of (rows, block_d)."""
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
@@ -119,6 +121,7 @@ class Cut:
     merge_d: int
 
 
+@lru_cache(maxsize=1024)
 def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
 

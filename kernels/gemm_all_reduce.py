@@ -34,6 +34,7 @@ peer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -80,6 +81,7 @@ def config_for(
     return two_shot_config_for(M, N, dtype, chip, choice.tiling)
 
 
+@lru_cache(maxsize=1024)
 def two_shot_config_for(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> Config:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -68,6 +69,7 @@ class Config:
 _TYPICAL_K = 2048
 
 
+@lru_cache(maxsize=1024)
 def config_for(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> Config:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from weft import settings
 from weft.kernels.chips import Chip, Tiling
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -82,7 +82,7 @@ def choice_for(
     """What the chip's table says of the problem; `HEURISTIC` if nothing."""
     if _tried is not None:
         return _tried
-    table = load(str(folder()), chip.name)
+    table = load(settings.tuned(), chip.name)
     return table.get(key_of(op, M, N, K, dtype, world_size), HEURISTIC) if table else HEURISTIC
 
 
@@ -99,17 +99,17 @@ def trying(choice: Choice) -> Iterator[None]:
 
 def folder() -> Path:
     """Where tables lie."""
-    return Path(os.environ.get("WEFT_TUNED") or _OWN_FOLDER)
+    return Path(settings.tuned() or _OWN_FOLDER)
 
 
 @lru_cache(maxsize=64)
 def load(where: str, chip: str) -> Mapping[Key, Choice]:
-    """The table of `chip` in the folder `where`; empty if there is none. Read once.
+    """The table of `chip` in the folder `where` ("": ours); empty if there is none. Read once.
 
     Raises:
         ValueError: a file that is no such table.
     """
-    path = Path(where) / f"{chip}.json"
+    path = (Path(where) if where else _OWN_FOLDER) / f"{chip}.json"
     if not path.exists():
         return {}
     try:

@@ -118,6 +118,11 @@ def cache_dir() -> Path:
     return Path(_variable("WEFT_CACHE_DIR", "~/.cache/weft")).expanduser()
 
 
+def tuned() -> str:
+    """The folder of tuned tables; empty for that of the kernels."""
+    return _variable("WEFT_TUNED", "")
+
+
 def _valid(name: str) -> Engine:
     if name not in _ENGINES:
         raise ValueError(f"engine must be one of {', '.join(_ENGINES)}, got {name!r}")
