@@ -470,7 +470,8 @@ def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
 def _from_local_in_graph(
     local: torch.Tensor, key: str, shape: Sequence[int] | None, stride: Sequence[int] | None
 ) -> DTensor:
-    return _from_local(local, *_kept[key], shape, stride)
+    arguments = (*_kept[key], shape, stride)
+    return _from_local(local, *arguments)
 
 
 _dynamo: Any = torch._dynamo
