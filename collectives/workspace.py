@@ -69,7 +69,8 @@ class Workspace:
             # Told where, as the caller's default device may be the GPU.
             with torch.inference_mode(False):
                 self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._pad = self._own_pad()
+            self._fetched = self._status.numpy()  # the same memory, looked at by every call
+            self._status_there = self._status_on_gpu()
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
         self._last_op = name
@@ -106,8 +107,8 @@ class Workspace:
         if self._on_host:
             self.waiter.check(op)
             return
-        if self._status[0]:
-            _, waiter, peer, generation = self._status.tolist()
+        if self._fetched[0]:
+            _, waiter, peer, generation = self._fetched.tolist()
             blamed = peer if peer != self.rank else waiter
             raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
         if torch.cuda.is_current_stream_capturing():
@@ -124,11 +125,11 @@ class Workspace:
             self.waiter.check(op)
         else:
             self._last_op = op
-            self._status.copy_(self._pad[pad.STATUS : pad.STATUS + 4], non_blocking=True)
+            self._status.copy_(self._status_there, non_blocking=True)
 
-    def _own_pad(self) -> torch.Tensor:
-        size = pad.pad_bytes(self.world_size)
-        return self.buffer._segments[self.rank][:size].view(torch.int64)
+    def _status_on_gpu(self) -> torch.Tensor:
+        words = self.buffer._segments[self.rank][: pad.pad_bytes(self.world_size)]
+        return words.view(torch.int64)[pad.STATUS : pad.STATUS + 4]
 
 
 def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
