@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.layout import Layout, Placements, Shape
+from weft.dtensor.layout import Layout, Placements, Shape, distinct
 
 Op = Callable[..., Any]
 
@@ -80,6 +80,11 @@ class Call:
         self.name: str = getattr(op, "_opname", getattr(op, "__name__", str(op)))
         self.outputs: list[Meta] = []
         self.output_tree: Any = None
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of all tensors, each once."""
+        return distinct(p for layout in self.inputs for p in layout.placements)
 
     @property
     def whole(self) -> Strategy:

@@ -140,7 +140,7 @@ def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]
 
 def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     """Whether a rank of the mesh may have nothing of a dim that is cut."""
-    pieces = math.lcm(*(pieces_of(p) for layout in call.inputs for p in layout.placements))
+    pieces = math.lcm(*map(pieces_of, call.placements))
     ranks = len(call.inputs[0].place.ranks) * pieces
     # Of shards of shards, and of pieces, only an even division is sure.
     nested = call.mesh.ndim > 1 or pieces > 1

@@ -6,25 +6,17 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
 from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, shard_dim
 from weft.dtensor.rules_view import mapped
 
 
-def _present(call: Call) -> list[Placement]:
-    found: list[Placement] = []
-    for layout in call.inputs:
-        found += [p for p in layout.placements if is_shard(p) and p not in found]
-    return found
-
-
 def _together(call: Call, touched: set[int], shift_from: int | None = None) -> Choices:
     """All tensors have the same dims, and may be sharded alike in those that are not touched."""
     count, n_out = len(call.inputs), len(call.outputs)
     strategies = [call.whole]
-    for placement in _present(call):
+    for placement in filter(is_shard, call.placements):
         dim = shard_dim(placement)
         if dim in touched:
             continue
@@ -34,8 +26,7 @@ def _together(call: Call, touched: set[int], shift_from: int | None = None) -> C
 
 
 def _partials(call: Call) -> list[Strategy]:
-    kinds = linear_sums(p for layout in call.inputs for p in layout.placements)
-    return list(map(call.with_all, kinds))
+    return list(map(call.with_all, linear_sums(call.placements)))
 
 
 @rule("cat")

@@ -109,8 +109,7 @@ def softmax_backward(call: Call) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
     dim = _normalized(call.inputs[0], call.args[2])
     if not any(_sharded_on(layout, dim) for layout in call.inputs):
-        shards = [p for layout in call.inputs for p in layout.placements if is_shard(p)]
-        return Choices([call.whole, *map(call.with_all, shards)])
+        return Choices([call.whole, *map(call.with_all, filter(is_shard, call.placements))])
     log = call.name.startswith("_log")
     dtype = call.outputs[0].dtype
 

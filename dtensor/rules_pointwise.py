@@ -62,7 +62,7 @@ def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
 def _partials(call: Call) -> Iterator[Strategy]:
     name, count = _name(call), len(call.inputs)
     replicate = Replicate()
-    for partial in linear_sums(p for layout in call.inputs for p in layout.placements):
+    for partial in linear_sums(call.placements):
         numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
         if name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers):
             yield call.with_all(partial)

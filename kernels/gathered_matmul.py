@@ -80,7 +80,7 @@ from weft.kernels.host import (
     shards,
     sums_in_place,
 )
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_products
+from weft.kernels.scaled import Scaling, refuse_traced, scaled_products, scaling_of
 
 
 @autocast
@@ -145,7 +145,7 @@ def all_gather_matmul(
         [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     )
     check_activation(activation, weights)
-    scaling = checked("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
+    scaling = scaling_of("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
     if is_call_traced(x):  # see `library`
         refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(

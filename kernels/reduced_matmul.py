@@ -43,7 +43,7 @@ from weft.kernels.dense import (
 from weft.kernels.engines import Problem, RunnableEngine, choose
 from weft.kernels.host import reduce_rows
 from weft.kernels.replicated import Spread, Summed
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_partial
+from weft.kernels.scaled import Scaling, refuse_traced, scaled_partial, scaling_of
 
 _ONE_SHOT_BYTES = 64 << 10
 
@@ -88,7 +88,7 @@ def matmul_all_reduce(
     Example:
         x = [[1.]], w = [[10.]] on rank 0 and [[2.]], [[10.]] on rank 1 give [[30.]] on both.
     """
-    scaling = checked("matmul_all_reduce", x, [w], [bias, residual], scale_a, scale_b, out_dtype)
+    scaling = scaling_of("matmul_all_reduce", x, [w], [bias, residual], scale_a, scale_b, out_dtype)
     dtype = scaling.out_dtype if scaling else x.dtype
     if is_call_traced(x):  # see `library`
         refuse_traced(scaling)

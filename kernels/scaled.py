@@ -31,7 +31,7 @@ class Scaling:
     out_dtype: torch.dtype
 
 
-def checked(
+def scaling_of(
     op: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -40,7 +40,7 @@ def checked(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None,
     out_dtype: torch.dtype | None,
 ) -> Scaling | None:
-    """The factors of a call, None for one that is not of fp8.
+    """The factors of a call, checked; None for one that is not of fp8.
 
     Args:
         others: bias and residual: of `out_dtype`, and a gradient of theirs is none of ours either.

@@ -57,7 +57,7 @@ from weft.kernels.host import (
     sums_in_place,
 )
 from weft.kernels.replicated import Spread, Summed
-from weft.kernels.scaled import Scaling, checked, refuse_traced, scaled_partial
+from weft.kernels.scaled import Scaling, refuse_traced, scaled_partial, scaling_of
 
 
 @autocast
@@ -103,7 +103,7 @@ def matmul_reduce_scatter(
     Example:
         x = [[1.], [2.]] and w = [[10.]] on both of 2 ranks give [[20.]] on rank 0, [[40.]] on 1.
     """
-    scaling = checked(
+    scaling = scaling_of(
         "matmul_reduce_scatter", x, [w], [bias, residual], scale_a, scale_b, out_dtype
     )
     dtype = scaling.out_dtype if scaling else x.dtype
