@@ -127,6 +127,7 @@ def test_ring_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> N
     case = random_attention(gpu_ranks.world_size, engine, 1)[0] | {
         "B": 1, "H_kv": 2, "H": 8, "causal": True, "scale": None, "window": None,
         "cu_seqlens": None, "layout": "zigzag", "strided": False, "with_lse": True, "known": True,
+        "uses": "out and lse",
     }  # fmt: skip
     cases = []
     for D, rows, dtype in LONG[: None if gpu_ranks.world_size == 2 else 1]:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from test_ring_attention import (
     DTYPES,
+    NEEDS,
     attention_case,
     link_bytes,
     needs_interpreter,
     shard,
+    used,
     whole,
 )
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +41,7 @@ def draw(rng: random.Random, world_size: int, engine: str) -> dict[str, Any]:
         cuts = sorted(rng.choices(range(length + 1), k=world_size - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
 
-    return {
+    case = {
         "B": rng.choice([1, 2]),
         "H": H_kv * rng.choice([1, 2] if interpreted else [1, 2, 3]),
         "H_kv": H_kv,
@@ -57,6 +59,7 @@ def draw(rng: random.Random, world_size: int, engine: str) -> dict[str, Any]:
         "strided": rng.random() < 0.5,
         "layout": "contiguous",
     }
+    return case | {"uses": used(case), "needs": random.Random(f"{case}").choice(NEEDS)}
 
 
 def cases(seed: int, count: int, engine: str = "", first: int = 0) -> None:
@@ -104,7 +107,7 @@ def repeated() -> None:
     """Parts of several ranks are added in the same order, on buffers that others have used."""
     case = draw(random.Random(0), 2, "triton") | {
         "B": 1, "H": 2, "H_kv": 1, "D": 8, "dtype": torch.bfloat16, "q_sizes": [9, 6],
-        "k_sizes": [9, 6], "causal": True, "window": None, "cu_seqlens": None,
+        "k_sizes": [9, 6], "causal": True, "window": None, "cu_seqlens": None, "needs": NEEDS[0],
     }  # fmt: skip
     first = attention_case(case, weft.ulysses_attention)
     attention_case(case | {"causal": False, "D": 12}, weft.ulysses_attention)

@@ -65,8 +65,14 @@ def grad_of(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
+# What a case has where it says nothing else: what of x, w and bias has a gradient, whether the
+# gathered x is asked for, whether the loss leaves out the last result.
+USUAL = {"needs": (True, True, True), "keep": True, "unused": False}
+
+
 def gather_case(case: dict[str, Any]) -> None:
     """Shards along any dim of x, the contraction too, where "dim" is its last one."""
+    case = USUAL | case
     rank, W = dist.get_rank(), dist.get_world_size()
     dtype, K, dim, batch = case["dtype"], case["K"], case["dim"], case["batch"]
     shape = [*batch, K]
@@ -137,6 +143,7 @@ def gather_case(case: dict[str, Any]) -> None:
 
 def sum_case(case: dict[str, Any]) -> torch.Tensor:
     """matmul_reduce_scatter where "dim" is a number, else matmul_all_reduce."""
+    case = USUAL | case
     rank, W = dist.get_rank(), dist.get_world_size()
     dtype, dim, op = case["dtype"], case["dim"], case["reduce_op"]
     Ks, N, (needs_x, needs_w, needs_b) = case["Ks"], case["N"], case["needs"]
@@ -193,7 +200,6 @@ def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     return outs
 
 
-# Of x, w and bias: what a call wants gradients of.
 NEEDS = [
     (False, True, False), (True, True, True), (True, True, True), (True, True, True),
     (True, False, True), (False, False, True),
@@ -267,7 +273,7 @@ def test_shapes_that_the_host_engine_treats_apart(ranks: Any, kind: str, W: int)
         for K, Ns in ((24, [16]), (72, [120]), (72, [120, 40]), (24, [700]), (16, [300, 600])):
             case: dict[str, Any] = {
                 "dtype": dtype, "engine": "host", "bias": True, "strided": False, "onednn": onednn,
-                "needs": (True, True, True), "keep": False, "unused": False,
+                "keep": False,
             }  # fmt: skip
             if kind == "gather":
                 sizes = [300, 257, 0][:W]

@@ -64,11 +64,10 @@ def check(
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
     finite = expected[expected.isfinite()]
     largest = max(1.0, float(finite.abs().max()) if finite.numel() else 0.0)
-    eps = torch.finfo(torch.float32 if name == "lse" else case["dtype"]).eps
+    wide = torch.promote_types(case["dtype"], torch.float32)
+    eps = torch.finfo(wide if name == "lse" else case["dtype"]).eps
     atol = 4 * eps * largest * len(case["q_sizes"]) ** 0.5
-    atol += (
-        (64 if case["dtype"] == torch.float32 else 1024) * torch.finfo(torch.float32).eps * largest
-    )
+    atol += (64 if case["dtype"] == wide else 1024) * torch.finfo(wide).eps * largest
     torch.testing.assert_close(
         actual.double(), expected, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}"
     )
@@ -78,6 +77,8 @@ def attention_case(
     case: dict[str, Any], attention: Any = weft.ring_attention
 ) -> list[torch.Tensor]:
     """One call, forward and backward, on this rank; its results."""
+    uses = "out and lse" if case["with_lse"] else "out"
+    case = {"needs": (True, True, True), "uses": uses} | case
     rank = dist.get_rank()
     q_sizes, k_sizes, layout = case["q_sizes"], case["k_sizes"], case["layout"]
     B, H, H_kv, D, dtype = (case[key] for key in ("B", "H", "H_kv", "D", "dtype"))
@@ -90,32 +91,48 @@ def attention_case(
         return shard(x, sizes, layout, rank, case["strided"])
 
     ours = [mine(q, q_sizes), mine(k, k_sizes), mine(v, k_sizes)]
-    for x in ours:
-        x.requires_grad_()
+    for x, needed in zip(ours, case["needs"], strict=True):
+        x.requires_grad_(needed)
     known = {"sizes": q_sizes, "key_sizes": k_sizes} if case["known"] else {}
     with weft.engine(case["engine"]):
-        out, lse = attention(*ours, layout=layout, return_lse=True, **options, **known)
-        roots, grads = [out], [mine(out_grad, q_sizes)]
-        if case["with_lse"]:
+        made = attention(*ours, layout=layout, return_lse=case["with_lse"], **options, **known)
+        out, lse = made if case["with_lse"] else (made, None)
+        roots, grads = [], []
+        if "out" in case["uses"]:
+            roots.append(out)
+            grads.append(mine(out_grad, q_sizes))
+        if "lse" in case["uses"]:
             # -inf of queries that see nothing has no gradient.
             roots.append(lse.masked_fill(lse == -torch.inf, 0.0))
             grads.append(mine(lse_grad, q_sizes))
-        torch.autograd.backward(roots, grads)
+        # On the generic engine the log-sum-exp has no gradient of v.
+        kept = [pair for pair in zip(roots, grads, strict=True) if pair[0].requires_grad]
+        if kept:
+            torch.autograd.backward(*zip(*kept, strict=True))
 
     theirs = [x.double().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = attention_reference(*theirs, **options)
-    roots, grads = [expected], [out_grad.double()]
-    if case["with_lse"]:
+    roots, grads = [], []
+    if "out" in case["uses"]:
+        roots.append(expected)
+        grads.append(out_grad.double())
+    if "lse" in case["uses"]:
         roots.append(expected_lse.masked_fill(expected_lse == -torch.inf, 0.0))
         grads.append(lse_grad.double())
     torch.autograd.backward(roots, grads)
     check("out", out, mine(expected.detach(), q_sizes), case)
-    check("lse", lse, mine(expected_lse.detach(), q_sizes), case)
+    if lse is not None:
+        check("lse", lse, mine(expected_lse.detach(), q_sizes), case)
+    found = [out] if lse is None else [out, lse]
     for name, x, wanted, sizes in zip(
         ("dq", "dk", "dv"), ours, theirs, (q_sizes, k_sizes, k_sizes), strict=True
     ):
-        check(name, x.grad, mine(wanted.grad, sizes), case)
-    return [x.detach().clone() for x in (out, lse, *(x.grad for x in ours))]
+        if x.requires_grad:
+            # Of the log-sum-exp alone, v has none.
+            grad = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+            check(name, torch.zeros_like(x) if x.grad is None else x.grad, mine(grad, sizes), case)
+            found.append(x if x.grad is None else x.grad)
+    return [x.detach().clone() for x in found]
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
@@ -124,6 +141,20 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
             attention_case(case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+
+
+# Of q, k and v: what has a gradient.
+NEEDS = [
+    (True, True, True), (True, True, True), (False, True, True), (True, True, True),
+    (True, False, False), (False, False, True), (True, True, True),
+]  # fmt: skip
+
+
+def used(case: dict[str, Any]) -> str:
+    """What of the results the loss of a case uses, drawn without changing what else is."""
+    if not case["with_lse"]:
+        return "out"
+    return random.Random(f"{case}").choice(["out and lse", "out and lse", "out", "lse"])
 
 
 def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
@@ -144,8 +175,9 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
             k_sizes = q_sizes if packed or rng.random() < 0.6 else [size(0) for _ in range(W)]
         length, H_kv = sum(q_sizes), rng.choice([1, 1, 2] if interpreted else [1, 1, 2, 3])
         cuts = sorted(rng.randint(0, length) for _ in range(rng.randint(0, 4)))
+        dtypes = DTYPES if interpreted else (*DTYPES, torch.float64)
         cases.append({
-            "dtype": DTYPES[number % 3], "engine": engine, "layout": layout,
+            "dtype": dtypes[number % len(dtypes)], "engine": engine, "layout": layout,
             "q_sizes": q_sizes, "k_sizes": k_sizes, "known": rng.random() < 0.5,
             "B": rng.choice([1, 1, 1, 2]), "H_kv": H_kv,
             "H": H_kv * rng.choice([1, 2] if interpreted else [1, 1, 2, 3]),
@@ -154,7 +186,9 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
             "window": rng.choice([None, None, size(0), (size(0), size(0)), (-1, size(0))]),
             "cu_seqlens": [0, *cuts, length] if packed else None,
             "strided": rng.random() < 0.3, "with_lse": rng.random() < 0.4,
+            "needs": NEEDS[number % len(NEEDS)],
         })  # fmt: skip
+        cases[-1]["uses"] = used(cases[-1])
     return cases
 
 
