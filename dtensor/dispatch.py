@@ -91,9 +91,16 @@ outermost = Outermost()
 def _check_mixed(func: Op) -> None:
     """A plain tensor may come from inside of torch: then all ranks have made the same."""
     for given in leaves(outermost.call[0]):
-        plain = isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
+        plain = isinstance(given, torch.Tensor) and not isinstance(_unwrapped(given), DTensor)
         if plain and given.numel() != 1:
             raise mixed(func, given)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What the transforms of torch.func have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial
 from torch.nn import functional
 
 from weft.dtensor import backward
+from weft.dtensor.call import map_tree
 from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
@@ -175,6 +176,26 @@ def formatted(x: Any, spec: str) -> str:
     return format(x.item(), spec) if spec and x.ndim == 0 else object.__format__(x, spec)
 
 
+def _begins_anew(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer or cell, whose module makes plain zeros where it is given no state."""
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dtensor(x):
+            return NotImplemented
+        mesh, made = x._layout.mesh, []
+
+        def placed(a: Any) -> Any:
+            if type(a) is torch.Tensor and a.dim() > 1 and is_nothing(a):
+                made.append(a)
+                return DTensor.from_local(a, mesh)
+            return a
+
+        args = map_tree(args, placed)
+        return function(x, *args, **kwargs) if made else NotImplemented
+
+    return run
+
+
 def is_complex(input: Any) -> bool:
     """`torch.is_complex`, which optimizers ask of every parameter."""
     return bool(input.dtype.is_complex)
@@ -182,6 +203,10 @@ def is_complex(input: Any) -> bool:
 
 _Handler = Callable[..., Any]
 
+_RECURRENT = (
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+    torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
+)  # fmt: skip
 _handlers: dict[Any, _Handler] = {
     functional.linear: linear,
     torch.matmul: matmul,
@@ -215,6 +240,7 @@ _handlers: dict[Any, _Handler] = {
     torch.autograd.backward: backward.backward,
     torch.autograd.grad: backward.grad,
     torch.is_same_size: is_same_size,
+    **{function: _begins_anew(function) for function in _RECURRENT},
     torch.Tensor.is_same_size: is_same_size,
 }
 if hasattr(functional, "linear_cross_entropy"):  # of torch 2.13

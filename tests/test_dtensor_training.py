@@ -274,6 +274,15 @@ def gradient_functions() -> None:
     torch.autograd.backward([once.sum(), x.sum()], inputs=[x])
     assert same(x.grad, 6 * whole + 1)
     assert seen == [(Shard(0),)] * 4
+    # Transforms wrap a DTensor, and give what they do not transform plain zeros for a tangent.
+    weight = torch.randn(3, 4, dtype=torch.float64)
+    w = distribute_tensor(weight, mesh, [Shard(1)])
+    _, slope = torch.func.jvp(lambda a: a @ w, (x.double(),), (given.double(),))
+    assert same(slope, torch.ones(5, 3, dtype=torch.float64) @ weight)
+    hessian = torch.func.hessian(lambda a: ((a @ w) ** 2).sum())(x.detach().double())
+    assert same(hessian, torch.func.hessian(lambda a: ((a @ weight) ** 2).sum())(whole.double()))
+    with pytest.raises(RuntimeError, match="got mixed"):
+        torch.func.grad(lambda a: (a @ w).sum())(whole.double())
     for function in (lambda y: y.backward(torch.ones(5, 3)), torch.autograd.grad):
         args = () if function is not torch.autograd.grad else (x, torch.ones(5, 3))
         with pytest.raises(RuntimeError, match=r"torch.autograd.* got mixed torch.Tensor and DT"):
@@ -282,6 +291,29 @@ def gradient_functions() -> None:
 
 def test_functions_that_run_backward(ranks: Any) -> None:
     ranks(2, gradient_functions)
+
+
+def recurrent() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.randn(5, 4, 3, dtype=torch.float64)
+    for kind, cell in ((nn.LSTM, nn.LSTMCell), (nn.GRU, nn.GRUCell), (nn.RNN, nn.RNNCell)):
+        for plain, data in ((kind(3, 2).double(), whole), (cell(3, 2).double(), whole[0])):
+            layer = distribute_module(copy.deepcopy(plain), mesh)
+            x = distribute_tensor(data, mesh, [Shard(data.ndim - 2)]).requires_grad_()
+            ours, theirs = layer(x), plain(data)
+            if isinstance(theirs, tuple):
+                ours, theirs = ours[0], theirs[0]
+            assert same(ours, theirs)
+            (ours**2).sum().backward()
+            (theirs**2).sum().backward()
+            grads = zip(layer.parameters(), plain.parameters(), strict=True)
+            assert all(same(p.grad, q.grad) for p, q in grads)
+    with pytest.raises(RuntimeError, match="got mixed"):
+        layer(x, torch.ones(4, 2, dtype=torch.float64))
+
+
+def test_recurrent_layers_begin_with_plain_zeros(ranks: Any) -> None:
+    ranks(2, recurrent)
 
 
 def inference_then_training() -> None:
