@@ -1,7 +1,10 @@
 """Symmetric memory, device-side signals, and collectives on them."""
 
 if not __name__.startswith("weft."):
-    raise ImportError("import weft.collectives: the top-level name is not ours")
+    raise ImportError(
+        "import weft.collectives: the top-level name is not ours. If another package is meant, "
+        "install weft (pip install -e .) rather than have its checkout on the path"
+    )
 
 import os as _os
 

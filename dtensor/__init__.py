@@ -1,7 +1,10 @@
 """DTensor: tensors sharded over a mesh, with the meaning of `torch.distributed.tensor`."""
 
 if not __name__.startswith("weft."):
-    raise ImportError("import weft.dtensor: the top-level name is not ours")
+    raise ImportError(
+        "import weft.dtensor: the top-level name is not ours. If another package is meant, "
+        "install weft (pip install -e .) rather than have its checkout on the path"
+    )
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

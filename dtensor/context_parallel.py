@@ -54,7 +54,8 @@ class _RingAttention(TorchFunctionMode):
             raise NotImplementedError(
                 f"attention within context_parallel takes no attn_mask and no dropout: its keys "
                 f"lie on all ranks. Got attn_mask={None if attn_mask is None else 'a tensor'}, "
-                f"{dropout_p=}; use is_causal, or weft.ring_attention with window= or cu_seqlens="
+                f"{dropout_p=}; use is_causal, or weft.ring_attention with window= or cu_seqlens= "
+                f"(transformers makes masks of positions that jump: see docs/frameworks.md)"
             )
         if query.ndim != 4 or (query.shape[1] != key.shape[1] and not enable_gqa):
             raise ValueError(

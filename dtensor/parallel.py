@@ -222,7 +222,8 @@ class _WeightSharding(ParallelStyle):
         if entry is None:
             raise NotImplementedError(
                 f"{type(self).__name__} shards nn.Linear and nn.Embedding, got "
-                f"{type(module).__name__}: name its linears in the plan, or subclass ParallelStyle"
+                f"{type(module).__name__}: name its linears in the plan, put an nn.Linear in its "
+                f"place, or subclass ParallelStyle"
             )
         params, desired = entry
         self.desired_input_layouts: tuple[Placement, ...] = (desired,)

@@ -16,7 +16,10 @@ kernels where there is no GPU.
 """
 
 if not __name__.startswith("weft."):
-    raise ImportError("import weft.kernels: the top-level name is not ours")
+    raise ImportError(
+        "import weft.kernels: the top-level name is not ours. If another package is meant, "
+        "install weft (pip install -e .) rather than have its checkout on the path"
+    )
 
 from weft.kernels import library as library  # registers torch.ops.weft
 from weft.kernels import library_attention as library_attention

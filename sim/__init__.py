@@ -1,7 +1,10 @@
 """Virtual ranks: run kernels and collectives of any number of ranks in one process, checked."""
 
 if not __name__.startswith("weft."):
-    raise ImportError("import weft.sim: the top-level name is not ours")
+    raise ImportError(
+        "import weft.sim: the top-level name is not ours. If another package is meant, "
+        "install weft (pip install -e .) rather than have its checkout on the path"
+    )
 
 from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
 from weft.sim.hardware import B200, GB200_NVL72, H100, H200, MI300X, Hardware

@@ -9,6 +9,8 @@ import os
 import re
 import runpy
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from torch import nn
 
 from weft.dtensor import init_device_mesh
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+FRAMEWORKS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL
+)
 
 
 def example(name: str) -> Any:
@@ -94,3 +101,85 @@ def test_scripts_for_torchrun(own_ranks: Callable[[int], RankPool]) -> None:
     for told in first.values():
         (difference,) = re.findall(r"difference from one process: (\S+)", told)
         assert float(difference) < 1e-5
+
+
+class GatedLayer(nn.Module):
+    """What the first snippet of docs/frameworks.md makes parallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate_up, self.down = nn.RMSNorm(32), nn.Linear(32, 140), nn.Linear(70, 32)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def plain_layers() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names: dict[str, Any] = {}
+    exec(FRAMEWORKS[0], names)
+    whole, block = GatedLayer(), GatedLayer()
+    block.load_state_dict(whole.state_dict())
+    names["make_parallel"](block)
+    x = torch.randn(10, 32)
+    for _ in range(2):  # gradients add up
+        whole(x).square().sum().backward()
+        block(x.chunk(world_size)[rank]).square().sum().backward()
+    norm = names["clip_grad_norm_"](block, 1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+    torch.testing.assert_close(block.norm.weight.grad, whole.norm.weight.grad)
+
+
+def test_plain_layers_of_frameworks(ranks: Any) -> None:
+    ranks(2, plain_layers)
+
+
+# The snippets on transformers, and what they must give.
+_AROUND = """
+import copy, os, sys, torch, torch.distributed as dist, weft
+from transformers import LlamaConfig, LlamaForCausalLM
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+whole = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+ids, every = torch.randint(64, (2, 12)), torch.arange(12).unsqueeze(0)
+expected = whole(input_ids=ids).logits
+model = copy.deepcopy(whole)
+{plan}
+got = model(input_ids=ids).logits
+torch.testing.assert_close(got, expected)
+got.square().sum().backward()
+expected.square().sum().backward()
+for parameter, other in zip(model.parameters(), whole.parameters()):
+    grad = getattr(parameter.grad, "full_tensor", lambda: parameter.grad)()
+    torch.testing.assert_close(grad, other.grad, rtol=1e-3, atol=1e-4)
+model = copy.deepcopy(whole)
+tokens, positions = (x.chunk(world_size, 1)[rank] for x in (ids, every))
+{attention}
+torch.testing.assert_close(logits, expected.chunk(world_size, 1)[rank])
+dist.destroy_process_group()
+"""
+
+
+def test_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which weft does not depend on")
+    script = tmp_path / "snippets.py"
+    script.write_text(_AROUND.format(plan=FRAMEWORKS[1], attention=FRAMEWORKS[2]))
+    # transformers looks for a package `kernels`: the checkout must not be on the path.
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/weft").symlink_to(ROOT / "weft")
+    told = []
+    for name in (script, EXAMPLES / "transformers_llama.py"):
+        run = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             str(name)],
+            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        told.append(run.stdout)
+    differences = re.findall(r"difference from one process: (\S+)", told[1])
+    assert len(differences) == 4 and max(map(float, differences)) < 1e-4
