@@ -176,6 +176,11 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     return tuple(result)
 
 
+def from_front(dim: Any, ndim: int) -> int:
+    """A dim that may be negative, counted from the front; 0 of a number."""
+    return int(dim) % ndim if ndim else 0
+
+
 def moved(placement: Placement, dim: int) -> Placement:
     """The same way of sharding, of tensor dim `dim`."""
     if isinstance(placement, _StridedShard):

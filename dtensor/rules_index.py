@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, shard_dim
+from weft.dtensor.layout import Layout, from_front, is_shard, linear_sums, moved, shard_dim
 from weft.dtensor.rules_view import mapped
 
 
@@ -33,7 +33,7 @@ def _partials(call: Call) -> list[Strategy]:
 def cat(call: Call) -> Choices:
     """Shards of the other dims stay."""
     ndim = max(len(layout.shape) for layout in call.inputs)
-    dim = int(call.bound["dim"]) % max(ndim, 1)
+    dim = from_front(call.bound["dim"], ndim)
     if any(len(layout.shape) != ndim for layout in call.inputs):
         return Choices(_together(call, set(range(ndim))).strategies)
     choices = _together(call, {dim})
@@ -43,8 +43,8 @@ def cat(call: Call) -> Choices:
 @rule("stack")
 def stack(call: Call) -> Choices:
     """Shards stay, behind the new dim."""
-    ndim = len(call.inputs[0].shape)
-    dim = int(call.bound["dim"]) % (ndim + 1)
+    ndim = call.inputs[0].ndim
+    dim = from_front(call.bound["dim"], ndim + 1)
     return Choices(_together(call, set(), shift_from=dim).strategies + _partials(call))
 
 
@@ -64,12 +64,12 @@ def stack(call: Call) -> Choices:
 )
 def along_dim(call: Call) -> Choices:
     """The dims that are worked along are gathered, the others may be sharded."""
-    ndim = len(call.inputs[0].shape)
+    ndim = call.inputs[0].ndim
     bound = call.bound
     name = "dims" if "dims" in bound else "dim"
     dims = bound.get(name, -1)
     dims = range(ndim) if dims in (None, []) else ([dims] if isinstance(dims, int) else dims)
-    touched = {int(d) % ndim for d in dims} if ndim else set()
+    touched = {from_front(d, ndim) for d in dims}
     if call.name == "gather":
         index = call.inputs[1].shape
         source = call.inputs[0].shape
@@ -82,8 +82,8 @@ def along_dim(call: Call) -> Choices:
 @rule("_weight_norm_interface", "_weight_norm_interface_backward")
 def weight_norm(call: Call) -> Choices:
     """(v, g, ..., dim) -> (g * v / norms, norms): of each slice along `dim` by itself."""
-    ndim = len(call.inputs[0].shape)
-    choices = _together(call, set(range(ndim)) - {int(call.bound["dim"]) % ndim})
+    ndim = call.inputs[0].ndim
+    choices = _together(call, set(range(ndim)) - {from_front(call.bound["dim"], ndim)})
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if all(outputs[0].local_shape):
@@ -97,7 +97,7 @@ def weight_norm(call: Call) -> Choices:
 @rule("tril", "triu")
 def triangle(call: Call) -> Choices:
     """Batch dims may be sharded; of the matrix, only the whole knows where the diagonal is."""
-    ndim = len(call.inputs[0].shape)
+    ndim = call.inputs[0].ndim
     choices = _together(call, {ndim - 2, ndim - 1})
     return Choices(choices.strategies + _partials(call))
 
@@ -105,14 +105,14 @@ def triangle(call: Call) -> Choices:
 @rule("index_select")
 def index_select(call: Call) -> Choices:
     """The index is replicated; shards of the other dims stay."""
-    ndim = len(call.inputs[0].shape)
-    dim = int(call.bound["dim"]) % max(ndim, 1)
+    ndim = call.inputs[0].ndim
+    dim = from_front(call.bound["dim"], ndim)
     return _first_only(call, {dim})
 
 
 def _first_only(call: Call, touched: set[int]) -> Choices:
     rest = (Replicate(),) * (len(call.inputs) - 1)
-    base = mapped(_only(call), {d: d for d in range(len(call.inputs[0].shape)) if d not in touched})
+    base = mapped(_only(call), {d: d for d in range(call.inputs[0].ndim) if d not in touched})
     return Choices([Strategy((s.inputs[0], *rest), s.outputs) for s in base.strategies])
 
 
@@ -158,7 +158,7 @@ def slice_backward(call: Call) -> Choices:
     """Zeros around a gradient: the sliced dim is gathered."""
     bound = call.bound
     sizes: Any = bound["input_sizes"]
-    dim = int(bound["dim"]) % len(sizes)
+    dim = from_front(bound["dim"], len(sizes))
     drops = call.name == "select_backward"
     dims = {d - (drops and d > dim): d for d in range(len(sizes)) if d != dim}
     choices = mapped(call, dims)
@@ -175,16 +175,14 @@ def slice_backward(call: Call) -> Choices:
 def repeat(call: Call) -> Choices:
     """Dims that are repeated once may be sharded."""
     times = call.args[1]
-    shift = len(times) - len(call.inputs[0].shape)
-    return mapped(
-        call, {d: d + shift for d in range(len(call.inputs[0].shape)) if times[d + shift] == 1}
-    )
+    shift = len(times) - call.inputs[0].ndim
+    return mapped(call, {d: d + shift for d in range(call.inputs[0].ndim) if times[d + shift] == 1})
 
 
 @rule("constant_pad_nd")
 def constant_pad(call: Call) -> Choices:
     """Dims without padding may be sharded."""
-    ndim, pad = len(call.inputs[0].shape), call.args[1]
+    ndim, pad = call.inputs[0].ndim, call.args[1]
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
     return _together(call, padded)
 
@@ -199,4 +197,4 @@ def one_hot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
 @rule("one_hot")
 def _one_hot_rule(call: Call) -> Choices:
     """The classes are a new last dim."""
-    return mapped(call, {d: d for d in range(len(call.inputs[0].shape))})
+    return mapped(call, {d: d for d in range(call.inputs[0].ndim)})

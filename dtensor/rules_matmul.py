@@ -140,18 +140,18 @@ def linear_weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @rule("linear")
 def _linear_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: len(call.inputs[0].shape) - 1]
+    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     bias = 2 if len(call.inputs) == 3 else None
     return contraction(call, batch + "k", "nk", batch + "n", bias=bias)
 
 
 @rule("linear_input_grad")
 def _linear_input_grad_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: len(call.inputs[0].shape) - 1]
+    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     return contraction(call, batch + "n", "nk", batch + "k")
 
 
 @rule("linear_weight_grad")
 def _linear_weight_grad_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: len(call.inputs[0].shape) - 1]
+    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     return contraction(call, batch + "n", batch + "k", "nk")

@@ -16,6 +16,7 @@ from weft.dtensor.layout import (
     Placements,
     contiguous_stride,
     distinct,
+    from_front,
     is_shard,
     layout_of,
     linear_sums,
@@ -69,14 +70,6 @@ def layer_norm_backward(call: Call) -> Choices:
     return Choices(choices.strategies + list(map(call.with_first, sums)))
 
 
-def _normalized(layout: Layout, dim: int) -> int:
-    return dim % max(len(layout.shape), 1)
-
-
-def _sharded_on(layout: Layout, dim: int) -> bool:
-    return any(is_shard(p) and shard_dim(p) == dim for p in layout.placements)
-
-
 def _replicate_sums(x: DTensor) -> DTensor:
     """Reduce what is Partial, leave the shards."""
     target = x._layout.reduced()
@@ -86,9 +79,10 @@ def _replicate_sums(x: DTensor) -> DTensor:
 @rule("_softmax", "_log_softmax")
 def softmax(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
-    dim = _normalized(call.inputs[0], call.args[1])
+    layout = call.inputs[0]
+    dim = from_front(call.args[1], layout.ndim)
     # Of no elements there is no maximum.
-    if not _sharded_on(call.inputs[0], dim) or 0 in call.inputs[0].shape:
+    if dim not in layout.cut_dims or 0 in layout.shape:
         return Choices(kept_shards(call, (dim,), True))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype
@@ -107,8 +101,8 @@ def softmax(call: Call) -> Choices | Decomposed:
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_backward(call: Call) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
-    dim = _normalized(call.inputs[0], call.args[2])
-    if not any(_sharded_on(layout, dim) for layout in call.inputs):
+    dim = from_front(call.args[2], call.inputs[0].ndim)
+    if not any(dim in layout.cut_dims for layout in call.inputs):
         return Choices([call.whole, *map(call.with_all, filter(is_shard, call.placements))])
     log = call.name.startswith("_log")
     dtype = call.outputs[0].dtype
@@ -174,7 +168,7 @@ def embedding(call: Call) -> Choices:
     ]
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
-        if not _sharded_on(inputs[0], 0):
+        if 0 not in inputs[0].cut_dims:
             return call.op
         run, size = _own_run(inputs[0], 0), inputs[0].shape[0]
 
@@ -251,7 +245,7 @@ def _embedding_weight_grad(call: Call) -> Choices:
             total.index_add_(0, rows.reshape(-1), flat.to(wide))
             return total[: run[1]].to(grad.dtype)
 
-        if not _sharded_on(outputs[0], 0):
+        if 0 not in outputs[0].cut_dims:
             size = outputs[0].shape[0]
             op = torch.ops.aten.embedding_dense_backward
             return lambda grad, indices, *_: op(grad, indices, size, padding_idx, False)

@@ -19,6 +19,7 @@ from weft.dtensor.layout import (
     Layout,
     contiguous_stride,
     distinct,
+    from_front,
     is_shard,
     layout_of,
     moved,
@@ -31,13 +32,13 @@ from weft.dtensor.tensor import DTensor, local_as, wrap
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that the op reduces, from the front."""
-    ndim = len(call.inputs[0].shape)
+    ndim = call.inputs[0].ndim
     dims = call.bound.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return tuple(range(ndim))
     if isinstance(dims, int):
         dims = [dims]
-    return tuple(d % ndim if ndim else 0 for d in dims)
+    return tuple(from_front(d, ndim) for d in dims)
 
 
 def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
@@ -48,16 +49,12 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
     """Replicate, and every shard of a dim that is not among `dims`."""
     n_out = len(call.outputs)
     strategies = [call.whole]
-    others = (Shard(d) for d in range(len(call.inputs[0].shape)) if d not in dims)
+    others = (Shard(d) for d in range(call.inputs[0].ndim) if d not in dims)
     for placement in distinct([*filter(is_shard, call.inputs[0].placements), *others]):
         if shard_dim(placement) not in dims:
             out = moved(placement, _kept_dim(shard_dim(placement), dims, keepdim))
             strategies.append(Strategy((placement,), (out,) * n_out))
     return strategies
-
-
-def _cut_dims(call: Call, dims: tuple[int, ...]) -> set[int]:
-    return {shard_dim(p) for p in call.inputs[0].placements if shard_dim(p) in dims}
 
 
 def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
@@ -107,7 +104,8 @@ def mean(call: Call) -> Choices:
     ranks = len(source.place.ranks)
     # Whichever mesh dims will cut a dim: it stays even if all of them together cut it evenly.
     parts = ranks * math.lcm(*map(pieces_of, source.placements))
-    even = all(source.shape[d] and source.shape[d] % parts == 0 for d in _cut_dims(call, dims))
+    cut = [source.shape[d] for d in source.cut_dims if d in dims]
+    even = all(size and size % parts == 0 for size in cut)
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
@@ -186,7 +184,7 @@ def vector_norm(call: Call) -> Choices | Decomposed:
     dims, keepdim = reduced_dims(call), bool(bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim)
     source = call.inputs[0]
-    if any(is_shard(p) and shard_dim(p) in dims for p in source.placements):
+    if any(d in dims for d in source.cut_dims):
         return Decomposed(_norm_of_norms(dims, keepdim))
     return Choices(strategies)
 

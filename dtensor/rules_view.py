@@ -26,6 +26,7 @@ from weft.dtensor.layout import (
     chunk,
     contiguous_stride,
     distinct,
+    from_front,
     is_shard,
     moved,
     pieces_of,
@@ -50,19 +51,15 @@ def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
     return Choices(strategies + list(map(call.with_all, partials)))
 
 
-def _dim(value: Any, ndim: int) -> int:
-    return int(value) % ndim if ndim else 0
-
-
 @rule("t", "transpose", "permute", "numpy_T", "mT", "adjoint")
 def permute(call: Call) -> Choices:
     """Shards move with their dims."""
-    ndim = len(call.inputs[0].shape)
+    ndim = call.inputs[0].ndim
     order = list(range(ndim))
     if call.name == "permute":
-        order = [_dim(d, ndim) for d in call.args[1]]
+        order = [from_front(d, ndim) for d in call.args[1]]
     elif ndim > 1:
-        a, b = (0, 1) if call.name == "t" else (_dim(d, ndim) for d in call.args[1:3])
+        a, b = (0, 1) if call.name == "t" else (from_front(d, ndim) for d in call.args[1:3])
         order[a], order[b] = order[b], order[a]
     return mapped(call, {old: new for new, old in enumerate(order)})
 
@@ -70,8 +67,8 @@ def permute(call: Call) -> Choices:
 @rule("unsqueeze")
 def unsqueeze(call: Call) -> Choices:
     """A new dim of size 1."""
-    ndim = len(call.inputs[0].shape)
-    at = _dim(call.args[1], ndim + 1)
+    ndim = call.inputs[0].ndim
+    at = from_front(call.args[1], ndim + 1)
     return mapped(call, {d: d + (d >= at) for d in range(ndim)})
 
 
@@ -81,7 +78,7 @@ def squeeze(call: Call) -> Choices:
     shape = call.inputs[0].shape
     asked = call.args[1] if len(call.args) > 1 else range(len(shape))
     asked = [asked] if isinstance(asked, int) else asked
-    gone = {d for d in (_dim(a, len(shape)) for a in asked) if shape and shape[d] == 1}
+    gone = {d for d in (from_front(a, len(shape)) for a in asked) if shape and shape[d] == 1}
     kept = [d for d in range(len(shape)) if d not in gone]
     choices = mapped(call, {old: new for new, old in enumerate(kept)})
     return Choices(choices.strategies, lambda call, ins, outs: _squeezer(tuple(sorted(gone))))
@@ -120,10 +117,10 @@ def expand(call: Call) -> Choices:
 def along(call: Call) -> Choices:
     """Cuts along some dims; a shard of another dim stays."""
     bound = call.bound
-    ndim = len(call.inputs[0].shape)
+    ndim = call.inputs[0].ndim
     if call.name == "diagonal":
         return mapped(call, _diagonal_map(bound, ndim))
-    dim = _dim(bound.get("dim", bound.get("dimension", 0)), ndim)
+    dim = from_front(bound.get("dim", bound.get("dimension", 0)), ndim)
     drops = call.name in ("select", "unbind")
     kept = {d: d - (drops and d > dim) for d in range(ndim) if d != dim}
     if call.outputs and call.outputs[0].shape == call.inputs[0].shape and len(call.outputs) == 1:
@@ -159,7 +156,7 @@ def as_strided(call: Call) -> Choices:
 
 
 def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:
-    gone = {_dim(bound["dim1"], ndim), _dim(bound["dim2"], ndim)}
+    gone = {from_front(bound["dim1"], ndim), from_front(bound["dim2"], ndim)}
     return {old: new for new, old in enumerate(d for d in range(ndim) if d not in gone)}
 
 

@@ -96,7 +96,7 @@ def _pulled(
 
 def _cut_dims(layout: Layout) -> list[int]:
     """Dims of the image that some mesh dim shards."""
-    return sorted({shard_dim(p) for p in layout.placements if shard_dim(p) >= _SPATIAL})
+    return [dim for dim in layout.cut_dims if dim >= _SPATIAL]
 
 
 def _strategies(call: Call, forward: bool) -> list[Strategy]:
