@@ -189,6 +189,8 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
             "needs": NEEDS[number % len(NEEDS)],
         })  # fmt: skip
         cases[-1]["uses"] = used(cases[-1])
+        if number == 7:
+            cases[-1]["B"] = 0
     return cases
 
 
