@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives.signals import INTERPRETED
+from weft.collectives.signals import INTERPRETED, Constant
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
+_INTERPRETED = Constant(INTERPRETED)
 
 
 # Triton's own tl.cdiv is a kernel: interpreted only if triton was imported that way, and torch may

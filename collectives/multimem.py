@@ -35,19 +35,19 @@ _BLOCK = 256  # vectors of 16 bytes
 _NUM_WARPS = 8
 _PROGRAMS = 24  # the switch does the work: more only get in each other's way
 
-_LOAD_F32 = tl.constexpr(
+_LOAD_F32 = signals.Constant(
     "{ .reg .pred p; setp.ne.s32 p, $5, 0; "
     "@p multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {$0, $1, $2, $3}, [$4]; }"
 )
-_LOAD_BF16 = tl.constexpr(
+_LOAD_BF16 = signals.Constant(
     "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p "
     "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {$0, $1, $2, $3}, [$4]; }"
 )
-_LOAD_F16 = tl.constexpr(
+_LOAD_F16 = signals.Constant(
     "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p "
     "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {$0, $1, $2, $3}, [$4]; }"
 )
-_STORE = tl.constexpr(
+_STORE = signals.Constant(
     "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; "
     "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {$3, $4, $5, $6}; }"
 )

@@ -254,7 +254,7 @@ def _take(
         tl.store(out_ptr + target, total, mask=mask)
 
 
-_ROW_HEAD = tl.constexpr(_HEAD)
+_ROW_HEAD = signals.Constant(_HEAD)
 
 
 @triton.jit(do_not_specialize=["boxes", "local_boxes", "rank"])

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from weft.collectives.symmetric import SymmetricBuffer
     from weft.collectives.workspace import Workspace
 
-_HOST_SLOTS = tl.constexpr(pad.HOST_SLOTS)
-_LINE = tl.constexpr(pad.LINE)
+_HOST_SLOTS = signals.Constant(pad.HOST_SLOTS)
+_LINE = signals.Constant(pad.LINE)
 DATA_WORD, _END_WORD = 0, 1
 _BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channels
 

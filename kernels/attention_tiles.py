@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device_math import cdiv
+from weft.collectives.signals import Constant
 
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = Constant(0.6931471805599453)
+LOG2_E = Constant(1.4426950408889634)
 
 
 class Heads(NamedTuple):

@@ -36,7 +36,7 @@ from weft.kernels import gathers
 from weft.kernels.host import SideStreams
 
 _STREAMS = 3
-_DATA_WORD = tl.constexpr(stream_signals.DATA_WORD)
+_DATA_WORD = signals.Constant(stream_signals.DATA_WORD)
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "chunk", "next_peer"])

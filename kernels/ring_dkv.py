@@ -57,7 +57,7 @@ from weft.kernels.ring_keys import (
 )
 from weft.kernels.sharded_sequence import Geometry
 
-_INTERPRETED = tl.constexpr(signals.INTERPRETED)
+_INTERPRETED = signals.Constant(signals.INTERPRETED)
 
 
 class Queries(NamedTuple):

@@ -13,9 +13,9 @@ import triton.language as tl
 from weft.collectives.device_math import cdiv as cdiv
 from weft.collectives.device_math import element as element
 from weft.collectives.device_math import rounded as rounded
-from weft.collectives.signals import INTERPRETED
+from weft.collectives.signals import INTERPRETED, Constant
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
+_INTERPRETED = Constant(INTERPRETED)
 
 
 # Triton's own tl.zeros is a kernel: interpreted only if triton was imported that way, and torch may

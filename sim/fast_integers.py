@@ -50,7 +50,7 @@ def _operand(value: Any) -> tuple[Any, int, bool] | None:
     if type(value) is tl.tensor:
         width = _WIDTHS.get(value.dtype.name)
         return None if width is None else (value.handle.data, width, bool(value.shape))
-    if type(value) is tl.constexpr:
+    if isinstance(value, tl.constexpr):
         value = value.value
     if type(value) is bool:
         return np.array([value]), 1, False
