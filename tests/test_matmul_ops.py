@@ -103,7 +103,7 @@ def gather_case(case: dict[str, Any]) -> None:
         )  # fmt: skip
         gathered, ys = made if case["keep"] else (None, made)
         dys = [tensor(tuple(y.shape), dtype, 900 + i, False) for i, y in enumerate(ys)]
-        if case["unused"]:  # a loss may leave out results
+        if case["unused"]:
             dys[-1] = torch.zeros_like(dys[-1])
         roots = list(zip(ys, dys, strict=True))[: len(ys) - case["unused"]]
         if gathered is not None:
@@ -200,6 +200,7 @@ def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     return outs
 
 
+# Of x, w and bias: what has a gradient.
 NEEDS = [
     (False, True, False), (True, True, True), (True, True, True), (True, True, True),
     (True, False, True), (False, False, True),
