@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.group import is_traced
 from weft.dtensor.agreement import all_agree
-from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Meta, Op, Strategy, map_tree, rule
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -70,19 +71,127 @@ def layer_norm_backward(call: Call) -> Choices:
     return Choices(choices.strategies + list(map(call.with_first, sums)))
 
 
+def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
+    """Samples are independent, gradients of weights sum over them.
+
+    Args:
+        n_samples: how many of the first tensor arguments hold samples (the others are weights).
+        summed: how many of the last results are sums over samples.
+    """
+    n_weights, n_out = len(call.inputs) - n_samples, len(call.outputs)
+    strategies = [call.whole]
+    for p in call.placements:
+        if is_shard(p) and shard_dim(p) == 0:
+            inputs = (p,) * n_samples + (Replicate(),) * n_weights
+            outputs = (p,) * (n_out - summed) + (Partial("sum"),) * summed
+            strategies.append(Strategy(inputs, outputs))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
+        at, op = names.index("N"), call.op
+
+        def run(*args: Any) -> Any:
+            return op(*args[:at], args[0].shape[0], *args[at + 1 :])
+
+        return _of_something(call, outputs, run)
+
+    return Choices(strategies, localize)
+
+
+def _of_something(call: Call, outputs: list[Layout], op: Op) -> Op:
+    """`op`, of which torch divides by the size: zeros where this rank has none of the samples."""
+
+    def run(*args: Any) -> Any:
+        if args[0].numel():
+            return op(*args)
+        zeros = partial(torch.zeros, device=args[0].device)
+        each = iter([zeros(o.local_shape, dtype=o.dtype) for o in outputs])
+        return map_tree(call.output_tree, lambda a: None if a is None else next(each))
+
+    return run
+
+
+@rule("native_group_norm")
+def group_norm(call: Call) -> Choices:
+    """(input (N, C, ...), weight, bias, N, ...) -> (out, statistics of each sample's groups)."""
+    return _group_norm(call, 1, 0)
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(call: Call) -> Choices:
+    """(grad, input, statistics, weight, N, ...) -> (of input, of weight, of bias)."""
+    return _group_norm(call, 4, sum(map(bool, call.bound["output_mask"][1:])))
+
+
+def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
+    """By samples or by channels, where the statistics are given.
+
+    Args:
+        of_samples: how a result of each channel lies, where samples are cut.
+    """
+    channels = call.inputs[0].shape[1:2]
+
+    def strategy(cut: Placement) -> Strategy:
+        by_channel = shard_dim(cut) == 1
+
+        def placed(t: Layout | Meta, else_: Placement) -> Placement:
+            if len(t.shape) > 1:
+                return cut
+            if t.shape != channels:  # saved statistics, of which there are none
+                return Replicate()
+            return moved(cut, 0) if by_channel else else_
+
+        inputs = tuple(placed(t, Replicate()) for t in call.inputs)
+        return Strategy(inputs, tuple(placed(t, of_samples) for t in call.outputs))
+
+    shards = distinct(p for t in call.inputs if len(t.shape) > 1 for p in t.placements)
+    return Choices([call.whole, *map(strategy, filter(is_shard, shards))], _of_samples)
+
+
+def _of_samples(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
+    op = _of_something(call, outputs, call.op)
+
+    def run(first: torch.Tensor, *args: Any) -> Any:
+        of_input, *others = op(first, *args)
+        # torch announces a gradient of the input also where it then gives none, as nobody asked.
+        return first if of_input is None else of_input, *others
+
+    return run
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit_no_training")
+def batch_norm(call: Call) -> Choices:
+    """(input (N, C, ...), weight, bias, running statistics, ..) -> (out, statistics).
+
+    In training the statistics are those of all samples, and the running ones are written.
+    """
+    if call.bound.get("training"):
+        return Choices([call.whole], _of_samples)
+    return _fixed_norm(call, Replicate())
+
+
+@rule("native_batch_norm_backward")
+def batch_norm_backward(call: Call) -> Choices:
+    """(grad, input, weight, running, saved statistics, ...) -> (of input, of weight, of bias)."""
+    if call.bound["train"]:
+        return Choices([call.whole], _of_samples)
+    return _fixed_norm(call, Partial("sum"))
+
+
 def _replicate_sums(x: DTensor) -> DTensor:
     """Reduce what is Partial, leave the shards."""
     target = x._layout.reduced()
     return x if target == x._layout else wrap(local_as(x, target), target)
 
 
-@rule("_softmax", "_log_softmax")
+@rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
     dim = from_front(call.args[1], layout.ndim)
-    # Of no elements there is no maximum.
-    if dim not in layout.cut_dims or 0 in layout.shape:
+    # Of no elements there is no maximum; the safe one has zeros for rows of -inf.
+    whole_rows = call.name == "_safe_softmax" or 0 in layout.shape
+    if whole_rows or dim not in layout.cut_dims:
         return Choices(kept_shards(call, (dim,), True))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype

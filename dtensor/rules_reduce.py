@@ -22,6 +22,7 @@ from weft.dtensor.layout import (
     from_front,
     is_shard,
     layout_of,
+    linear_sums,
     moved,
     pieces_of,
     shard_dim,
@@ -55,6 +56,25 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
             out = moved(placement, _kept_dim(shard_dim(placement), dims, keepdim))
             strategies.append(Strategy((placement,), (out,) * n_out))
     return strategies
+
+
+@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def fourier(call: Call) -> Choices:
+    """Transforms along some dims: linear, and apart from each other along the rest."""
+    dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
+    sums = [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0].placements)]
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        size, op = outputs[0].local_shape, call.op
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if 0 in size:  # torch refuses to transform nothing
+                return x.new_empty(size, dtype=call.outputs[0].dtype)
+            return op(x, *args, **kwargs)
+
+        return run
+
+    return Choices([*kept_shards(call, dims, True), *sums], localize)
 
 
 def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:

@@ -317,6 +317,11 @@ _IMAGES = {
     "upsample_bicubic2d_backward": 2,
     "_upsample_bicubic2d_aa_backward": 2,
     "upsample_trilinear3d_backward": 3,
+    "_upsample_nearest_exact1d": 1,
+    "_upsample_nearest_exact2d": 2,
+    "_upsample_nearest_exact3d": 3,
+    "_upsample_bilinear2d_aa": 2,
+    "_upsample_bicubic2d_aa": 2,
 }
 
 

@@ -221,6 +221,18 @@ def layers() -> dict[str, Case]:
         "layer_norm plain": (lambda x: functional.layer_norm(x, (6,)), [x]),
         "layer_norm 2 dims": (lambda x: functional.layer_norm(x, (5, 6)), [x]),
         "rms_norm": (lambda x, w: functional.rms_norm(x, (6,), w), [x, w]),
+        "group_norm": (lambda x, w, b: functional.group_norm(x, 3, w, b), [r(2, 6, 5), w, b]),
+        "group_norm plain": (lambda x: functional.group_norm(x, 2), [r(3, 6)]),
+        "batch_norm of given statistics": (
+            lambda x, w, b, m, v: (
+                functional.batch_norm(x, m.detach() + 0, v.detach().exp(), w, b) + 0 * (m + v).sum()
+            ),
+            [r(2, 6, 5), w, b, r(6), r(6)],
+        ),
+        "rfft2": (lambda x: torch.fft.rfft2(x, dim=(0, 2)).abs(), [x]),
+        "irfft": (lambda x: torch.fft.irfft(torch.fft.fft(x, dim=1) ** 2, dim=1), [x]),
+        "nearest exact": (lambda x: functional.interpolate(x, 9, mode="nearest-exact"), [x]),
+        "safe softmax": (lambda x: torch.ops.aten._safe_softmax(x.log(), 1), [x.relu()]),
         "softmax": (lambda x: functional.softmax(x, -1), [x]),
         "softmax 1": (lambda x: functional.softmax(x, 1), [x]),
         "log_softmax": (lambda x: functional.log_softmax(x, -1), [x]),
