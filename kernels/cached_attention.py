@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from weft.collectives import Group, all_gather, exchange, resolve
-from weft.collectives.exchange import check_call
+from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
 from weft.kernels.engines import Problem, choose, too_wide
@@ -139,7 +139,7 @@ def flash_decode(
     )
     split = (0, 1) if by_head else (where.rank, where.world_size)
     cache = Cache(k_cache, v_cache, block_table, max(block, 1), *split)
-    _check_room(cache, lengths)
+    _check_room(cache, lengths, where)
     held = k_cache.shape[0] * k_cache.shape[2] if paged else k_cache.shape[2]
     problem = Problem(
         "flash_decode",
@@ -226,24 +226,41 @@ def _check(
         )
 
 
-def _check_room(cache: Cache, lengths: torch.Tensor) -> None:
+def _check_room(cache: Cache, lengths: torch.Tensor, group: Group) -> None:
+    """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only."""
     if lengths.is_cuda or not lengths.numel():
         return
+    why = _no_room(cache, lengths)
+    if not group.why:  # their caches may differ in size
+        fits = agree(group, "flash_decode", not why)
+        if not (why or all(fits)):
+            rank = fits.index(0)
+            why = (
+                f"lengths and block_table must fit the caches of every rank: not so on rank {rank}"
+            )
+    if why:
+        raise ValueError(why)
+
+
+def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
+    """Why this rank's cache cannot hold the sequences; empty if it can."""
     count = cache.table.shape[1] * cache.block if cache.table is not None else cache.k.shape[2]
-    needed = int(cache.seen(lengths.long()).max())
+    seen = cache.seen(lengths.long())
+    needed = int(seen.max())
     if needed > count or int(lengths.min()) < 0:
-        raise ValueError(
+        return (
             f"lengths must be >= 0 and fit the caches: of {int(lengths.max())} tokens rank "
             f"{cache.rank} would hold {needed}, and has room for {count}"
         )
     if cache.table is not None:
         blocks, pages = cache.table.shape[1], cache.k.shape[0]
-        read = torch.arange(blocks) * cache.block < cache.seen(lengths.long()).unsqueeze(1)
+        read = torch.arange(blocks) * cache.block < seen.unsqueeze(1)
         if ((cache.table < 0) | (cache.table >= pages))[read].any():
-            raise ValueError(
+            return (
                 f"block_table must name pages 0..{pages - 1} for all blocks up to lengths, got "
                 f"{cache.table[read].tolist()[:8]}{' ...' if read.sum() > 8 else ''}"
             )
+    return ""
 
 
 @profiled("flash_decode, own keys")

@@ -27,6 +27,7 @@ from weft.dtensor import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    random,
     redistribute_plan,
 )
 from weft.dtensor.layout import layout_of
@@ -92,6 +93,7 @@ def making() -> None:
     assert torch.equal((a + b).full_tensor(), torch.full((5, 3), 3.0))
     assert torch.equal(dtensor.zeros((2,), device_mesh=mesh).full_tensor(), torch.zeros(2))
     assert dtensor.empty(4, 2, device_mesh=mesh, placements=[Shard(1)]).shape == (4, 2)
+    random._agreed.clear()  # as on a mesh that has drawn nothing yet
     torch.manual_seed(rank)
     for make in (dtensor.rand, dtensor.randn):
         r = make(64, device_mesh=mesh, placements=[Replicate()])
