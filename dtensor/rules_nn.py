@@ -167,6 +167,8 @@ def batch_norm(call: Call) -> Choices:
     """
     if call.bound.get("training"):
         return Choices([call.whole], _of_samples)
+    if call.mesh.device_type == "cpu":  # there it saves none, whatever its meta kernel says
+        call.outputs[1:] = [Meta((0,), (1,), saved.dtype) for saved in call.outputs[1:]]
     return _fixed_norm(call, Replicate())
 
 
