@@ -17,7 +17,6 @@ import torch
 
 from weft.dtensor.call import Call, Op, leaves
 from weft.dtensor.tensor import DTensor, become, no_function
-from weft.dtensor.views import CopiedView
 
 
 class Reshaped:
@@ -77,13 +76,10 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
 
 def _view_in_place(functional: Op) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        # Where the result is a view of gathered shards, these need another base than the result.
-        become(x, functional(x.data, *args, **kwargs))
+        become(x, functional(x, *args, **kwargs))
         with no_function():
             x._reshapes += not x._is_view()
         Reshaped.any = True
-        if isinstance(x._pending, CopiedView):
-            x._pending.copy.counted = x
         return x
 
     return run
