@@ -219,7 +219,8 @@ def _norm_of_norms(dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
         layout = x._layout
         solid = layout.reduced()  # terms of a sum have no norm
         local = local_as(x, solid)
-        order = next((a for a in args if isinstance(a, (int, float))), kwargs.get("ord", 2))
+        order = args[0] if args else kwargs.get("ord", kwargs.get("p"))
+        order = 2 if order is None else order
         dtype = kwargs.get("dtype") or local.dtype
         norms = _local_norm(local, order, dims, keepdim, dtype).unsqueeze(0)
         crossed = [is_shard(p) and shard_dim(p) in dims for p in solid.placements]

@@ -123,6 +123,7 @@ def reductions() -> dict[str, Case]:
         "norm inf": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), [a]),
         "norm -inf": (lambda x: torch.linalg.vector_norm(x, -float("inf")), [small]),
         "norm 0": (lambda x: torch.linalg.vector_norm(x.detach(), 0), [small]),
+        "norm as ever": (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True), [a]),
         "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0, keepdim=True), [a]),
         "x.norm": (lambda x: x.norm(), [a]),
         "logsumexp": (lambda x: x.logsumexp(1), [a]),
