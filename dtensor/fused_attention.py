@@ -28,7 +28,9 @@ def _attention_dim(
     for p in placements:
         if type(p) is Shard and p.dim < n_batch:
             heads = {t.shape[p.dim] for t in (q, k, v)}
-            cuts = q.place.sizes[dim] * q.place.sizes[0] * q.place.sizes[-1]
+            every = zip(q.placements, k.placements, v.placements, strict=True)
+            cuts = math.prod(n for n, ps in zip(q.place.sizes, every, strict=True) if p in ps)
+            # Fewer heads of keys: each rank has those of its queries if all are cut evenly.
             if len(heads) == 1 or all(n % cuts == 0 for n in heads):
                 return p, p
     if whole_rows and placements[0] == Shard(n_batch):
