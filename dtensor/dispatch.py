@@ -3,9 +3,11 @@
 The first call of an op with given layouts makes a plan (`planning.py`). Later calls cost a
 dictionary lookup, the local op and a wrap.
 
-    key = (op, layouts of its tensors, its other arguments) -> Plan(moves, local op, result)
+    key = (op, default dtype, layouts of its tensors, its other arguments)
+    plan = (moves, local op, layouts of the results)
 
-Numbers of type float are in the key by their type only: no plan depends on their value.
+Numbers of type float are in the key by their type only, as no rule looks at their value. What was
+found by trying an op with them may hold for no others: there the values follow.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def _read(
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
     """(key of the plan, local arguments, local keywords, whether one was not computed yet)."""
     # An overload computes its hash in Python. The plan keeps it: no other op gets its id.
-    key: list[Any] = [func if known else id(func)]
+    key: list[Any] = [func if known else id(func), torch.get_default_dtype()]
     local_args: list[Any] = []
     deferred = False
     for a in args:
@@ -179,12 +181,17 @@ def dispatch(
         plan = _plans.get(key)
     except TypeError:  # what a graph leaves open is no key
         key, plan = (), None
+    if plan is _BY_VALUE:
+        plan = _plans.get((*key, *_floats_in(args, kwargs)))
     if plan is None:
         if known:
             return NotImplemented
         plan = make_plan(func, args, kwargs or {})
         plan.op = func
         if key:
+            if plan.check and (floats := _floats_in(args, kwargs)):
+                _remember(key, _BY_VALUE)
+                key = (*key, *floats)
             _remember(key, plan)
     result, layout = None, plan.result
     if plan.simple and not (deferred and plan.is_view):
@@ -205,6 +212,14 @@ def dispatch(
             torch._C._increment_version(result if layout is None else (result,))
         return result if known or layout is not None else None
     return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
+
+
+# In place of a plan: the values of the floats belong to the key.
+_BY_VALUE = Plan(lambda: None, None, None)
+
+
+def _floats_in(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+    return [a for a in leaves([args, kwargs]) if type(a) in (float, complex)]
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:

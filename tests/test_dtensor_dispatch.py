@@ -92,6 +92,8 @@ def nothing_moves_unasked() -> None:
             (rows + columns.redistribute(placements=[Shard(0)])).full_tensor(), 2 * whole
         )
         rows + same  # cut on each rank: nothing is received
+        q, k = (distribute_tensor(torch.ones(1, n, 3, 2), mesh, [Shard(1)]) for n in (4, 2))
+        functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)  # heads of one rank
         with ExplicitRedistributionContext(enable=False):
             rows + columns
         with ExplicitRedistributionContext(strict=True), refused:
@@ -115,9 +117,38 @@ def a_gradient_of_plain_tensors() -> None:
     torch.testing.assert_close(grad, expected.detach())
 
 
-@pytest.mark.parametrize(
-    "body",
-    [as_on_one_process, the_same_rules, nothing_moves_unasked, a_gradient_of_plain_tensors],
-)
+def other_circumstances() -> None:
+    """A plan holds for the number that it was found with, and for the dtype of its time."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = torch.arange(8.0).view(4, 2), torch.ones(4, 2), torch.ones(2, 4, 3), torch.ones(2, 3, 2)
+    a, b, c, d = (distribute_tensor(t, mesh, [Shard(0)]) for t in plain)
+    for number in (1.0, 0.0, 2.0):  # a sum of distances, how many there are, the root of a sum
+        expected = torch.dist(plain[0], plain[1], number)
+        torch.testing.assert_close(torch.dist(a, b, number).full_tensor(), expected)
+        expected = torch.addbmm(plain[0], *plain[2:], alpha=number - 1)
+        torch.testing.assert_close(torch.addbmm(a, c, d, alpha=number - 1).full_tensor(), expected)
+
+    counts = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+    try:
+        for grad_mode in (torch.enable_grad, torch.no_grad):
+            for dtype in (torch.float32, torch.float64):
+                torch.set_default_dtype(dtype)
+                with grad_mode():
+                    half = counts / 2
+                assert half.dtype == half.to_local().dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+BODIES = [
+    as_on_one_process,
+    the_same_rules,
+    nothing_moves_unasked,
+    a_gradient_of_plain_tensors,
+    other_circumstances,
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_dispatch(ranks, body) -> None:
     ranks(2, body)
