@@ -48,7 +48,7 @@ gpu:  ## what needs a GPU: tests, then figures into bench/results and docs/gpu.m
 	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu $(ARGS); \
 	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu $(ARGS); fi
 
-sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (hours; goes on where it was)
+sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (an hour; goes on where it was)
 	$(BIN)/python tests/sweeps.py --page docs/sweeps.md
 
 clean:  ## remove what the other targets made
