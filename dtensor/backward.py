@@ -16,7 +16,8 @@ from torch import autograd
 from torch.autograd.graph import _engine_run_backward
 
 from weft.dtensor.dispatch import mixed, outermost
-from weft.dtensor.tensor import DTensor, is_nothing
+from weft.dtensor.grad_recording import is_nothing
+from weft.dtensor.tensor import DTensor
 
 _torch_autograd: Any = autograd
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
@@ -20,11 +21,12 @@ from weft.dtensor.call import map_tree
 from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
+from weft.dtensor.grad_recording import is_nothing, record
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, as_global, is_nothing, local_part, record
+from weft.dtensor.tensor import DTensor, as_global, local_part
 
 
 class _Embedding(torch.autograd.Function):
@@ -286,7 +288,11 @@ def _torch_function(
 
 def _is_watched() -> bool:
     """Whether torch's dispatcher has more to do than autograd."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_any_autocast_enabled()
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
+    )
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment, method-assign]

@@ -27,6 +27,7 @@ from torch.nn import functional
 from weft.collectives.group import is_traced
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.explicit import check_explicit
+from weft.dtensor.grad_recording import is_nothing, needs_grad, record
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -42,10 +43,7 @@ from weft.dtensor.tensor import (
     DTensor,
     as_global,
     before_write,
-    is_nothing,
     local_part,
-    needs_grad,
-    record,
     wrap_pending,
 )
 from weft.dtensor.transfers import same_shard

@@ -22,8 +22,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from weft.dtensor.grad_recording import no_function
 from weft.dtensor.layout import Layout
-from weft.dtensor.tensor import DTensor, before_write, no_function, wrap
+from weft.dtensor.tensor import DTensor, before_write, wrap
 
 _ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,

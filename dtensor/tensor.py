@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor import checkpoint_items
+from weft.dtensor.grad_recording import is_nothing, needs_grad, no_function, record
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-no_function = torch._C.DisableTorchFunctionSubclass
 _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
@@ -75,26 +75,6 @@ def wrap_pending(pending: Pending, layout: Layout, device: torch.device) -> DTen
     tensor._layout = layout
     tensor._pending = pending
     return tensor
-
-
-def needs_grad(tensor: torch.Tensor) -> bool:
-    """Whether autograd records what is done with `tensor`, asked without __torch_function__."""
-    if not torch.is_grad_enabled():
-        return False
-    with no_function():
-        return tensor.requires_grad
-
-
-def is_nothing(grad: torch.Tensor | None) -> bool:
-    """Whether no gradient came; formulas of second derivatives may give plain zeros for that."""
-    return grad is None or (type(grad) is torch.Tensor and not grad.any())
-
-
-def record(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, 2 us quicker where no transform of functorch's is at work."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class DTensor(torch.Tensor):
@@ -189,15 +169,11 @@ class DTensor(torch.Tensor):
                 tensor is placed, `Replicate` for `Partial`. `Partial()` where each rank uses a
                 replica for something else.
         """
-        if not needs_grad(self):
-            return self._local_tensor
         layout = self._layout
-        wanted = (
-            layout.gradient_placements
-            if grad_placements is None
-            else normalize(grad_placements, len(layout.shape), layout.mesh.ndim)
-        )
-        return cast(torch.Tensor, record(_ToLocal, self, wanted))
+        wanted = layout.gradient_placements
+        if grad_placements is not None:
+            wanted = normalize(grad_placements, len(layout.shape), layout.mesh.ndim)
+        return local_part(self, wanted)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective, differentiable."""
@@ -450,7 +426,7 @@ def _from_local(
         value = check_parts(value, layout)
     if grad_placements is not None:
         grad_placements = normalize(grad_placements, local_tensor.ndim, mesh.ndim)
-    if torch.is_grad_enabled() and local_tensor.requires_grad:
+    if needs_grad(local_tensor):
         wanted = layout.gradient_placements if grad_placements is None else grad_placements
         return cast(DTensor, record(_FromLocal, local_tensor, value, layout, wanted))
     return wrap(value, layout)
@@ -510,11 +486,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout: Layout = ctx.layout
-        if grad.requires_grad:
-            wanted = layout.gradient_placements
-            return record(_FromLocal, grad, grad.detach(), layout, wanted), None
-        return wrap(grad, layout), None
+        return as_global(grad, ctx.layout), None
 
 
 def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from weft.dtensor.call import Call, Op, leaves
-from weft.dtensor.tensor import DTensor, become, no_function
+from weft.dtensor.grad_recording import no_function
+from weft.dtensor.tensor import DTensor, become
 
 
 class Reshaped:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -281,6 +283,23 @@ def gradient_functions() -> None:
     assert same(slope, torch.ones(5, 3, dtype=torch.float64) @ weight)
     hessian = torch.func.hessian(lambda a: ((a @ w) ** 2).sum())(x.detach().double())
     assert same(hessian, torch.func.hessian(lambda a: ((a @ weight) ** 2).sum())(whole.double()))
+    slopes = []
+    for _ in range(3):  # the short way of calls, once they are known, has no tangents
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), given)
+            slopes.append(forward_ad.unpack_dual(torch.sin(dual)).tangent)
+            for ends in (
+                dual.to_local,
+                dual.full_tensor,
+                partial(functional.layer_norm, dual, (3,)),
+            ):
+                with pytest.raises(NotImplementedError, match="a tangent"):
+                    ends()
+            with pytest.raises(NotImplementedError, match="a tangent"):
+                DTensor.from_local(forward_ad.make_dual(weight, weight), mesh)
+        with torch.no_grad():
+            torch.sin(x)
+    assert all(same(slope, whole.cos()) for slope in slopes)
     with pytest.raises(RuntimeError, match="got mixed"):
         torch.func.grad(lambda a: (a @ w).sum())(whole.double())
     for function in (lambda y: y.backward(torch.ones(5, 3)), torch.autograd.grad):

@@ -1,0 +1,39 @@
+"""What is asked of autograd, and told to it, without going through `__torch_function__`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+no_function = torch._C.DisableTorchFunctionSubclass
+
+
+def needs_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd records what is done with `tensor`, asked without __torch_function__.
+
+    Raises:
+        NotImplementedError: it has a tangent, which would get lost here.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            "a tangent of forward-mode differentiation does not follow a DTensor to local tensors, "
+            "from them, or into another layout: use torch.autograd.grad"
+        )
+    if not torch.is_grad_enabled():
+        return False
+    with no_function():
+        return tensor.requires_grad
+
+
+def is_nothing(grad: torch.Tensor | None) -> bool:
+    """Whether no gradient came; formulas of second derivatives may give plain zeros for that."""
+    return grad is None or (type(grad) is torch.Tensor and not grad.any())
+
+
+def record(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, 2 us quicker where no transform of functorch's is at work."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
