@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import GpuRanks, RankPool
+import torch.distributed as dist
+from rank_pool import GpuRanks, RankPool, poisoned
 
 
 class Pools:
@@ -46,6 +47,24 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """As `ranks`, on virtual ones: a kernel that reaches beyond its arguments, or races, fails."""
+    from weft import sim
+
+    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+    def run(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            dist.init_process_group("gloo")
+            return body(*args)
+
+        return list(sim.run(world_size, on_rank, timeout=120))
+
+    return run
 
 
 @pytest.fixture

@@ -25,11 +25,8 @@ class RankError(AssertionError):
     """A body failed or hung on a rank; the message holds that rank's traceback."""
 
 
-def _poison_empty() -> None:
-    """Fill what `torch.empty` returns with NaN (or a large number): unwritten output shows."""
-    plain = torch.empty
-    # Default devices hold for the functions in this list, made when it is first asked for.
-    _device_constructors()
+def poisoned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.empty` or the like, filled with NaN (or a large number): unwritten output shows."""
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = plain(*args, **kwargs)
@@ -41,7 +38,7 @@ def _poison_empty() -> None:
                     out.fill_(-(2**30))
         return out
 
-    torch.empty = empty  # type: ignore[assignment]
+    return empty
 
 
 def _serve(
@@ -52,7 +49,9 @@ def _serve(
     ) as trace:  # kept open for the life of the rank: faulthandler writes here
         faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
         torch.set_num_threads(1)
-        _poison_empty()
+        # Default devices hold for the functions in this list, made when it is first asked for.
+        _device_constructors()
+        torch.empty = poisoned(torch.empty)  # type: ignore[assignment]
         if device == "cuda":  # several ranks may share a GPU, which NCCL refuses
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(

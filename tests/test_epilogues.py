@@ -30,10 +30,11 @@ def applied(zs: list[torch.Tensor], activation: str) -> list[torch.Tensor]:
 
 def activated_body(engine: Any, dtype: torch.dtype) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
-    K, N, sizes = 20, 18, [7 + 3 * r for r in range(W)]
+    K, N, sizes = 40, 18, [7 + 3 * r for r in range(W)]  # two steps of the kernels' loops
     for activation in ACTIVATIONS:
         xs = [tensor((m, K), dtype, 10 + r, False) for r, m in enumerate(sizes)]
-        ws = [[tensor((K, N), dtype, 100 * i + r, False) for r in range(W)] for i in range(2)]
+        # The second weight lies the other way round.
+        ws = [[tensor((K, N), dtype, 100 * i + r, i == 1) / 2 for r in range(W)] for i in range(2)]
         bs = [[tensor((N,), dtype, 50 + 9 * i + r, False) for r in range(W)] for i in range(2)]
         x = xs[rank].clone().requires_grad_()
         w = [each[rank].clone().requires_grad_() for each in ws]
@@ -65,8 +66,9 @@ def activated_body(engine: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_activations(ranks: Any, engine: str, dtype: torch.dtype) -> None:
-    ranks(2, activated_body, engine, dtype)
+def test_activations(ranks: Any, virtual_ranks: Any, engine: str, dtype: torch.dtype) -> None:
+    run = virtual_ranks if engine == "triton" else ranks
+    run(2, activated_body, engine, dtype)
 
 
 def residual_body(engine: Any, dtype: torch.dtype) -> None:
@@ -98,8 +100,9 @@ def residual_body(engine: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_residuals(ranks: Any, engine: str, dtype: torch.dtype) -> None:
-    ranks(2, residual_body, engine, dtype)
+def test_residuals(ranks: Any, virtual_ranks: Any, engine: str, dtype: torch.dtype) -> None:
+    run = virtual_ranks if engine == "triton" else ranks
+    run(2, residual_body, engine, dtype)
 
 
 def fp8_body(engine: Any, by_row: bool) -> None:
@@ -120,7 +123,21 @@ def fp8_body(engine: Any, by_row: bool) -> None:
             options = {**scales, "out_dtype": dtype, "bias": bias}
             y = weft.all_gather_matmul(xs[rank], ws[rank], **options)
             assert y.dtype == dtype
-            check("gather", y, torch.cat(wide) @ narrow[rank] + bias.double(), 16 * K, 1)
+            first = torch.cat(wide) @ narrow[rank] + bias.double()
+            check("gather", y, first, 16 * K, 1)
+            # Two weights with factors and biases of their own, as two results and as one.
+            pair = {
+                "scale_a": sa[rank], "scale_b": [sb[rank], 0.25 * sb[1 - rank]],
+                "out_dtype": dtype, "bias": [bias, -bias],
+            }  # fmt: skip
+            second = torch.cat(wide) @ narrow[1 - rank] * 0.25 - bias.double()
+            both = [ws[rank], ws[1 - rank]]
+            for got, want in zip(
+                weft.all_gather_matmul(xs[rank], both, **pair), (first, second), strict=True
+            ):
+                check("gather of two", got, want, 16 * K, 1)
+            gated = weft.all_gather_matmul(xs[rank], both, activation="swiglu", **pair)
+            check("swiglu", gated, functional.silu(first) * second, 256 * K, 1)
             want = total + bias.double()
             y = weft.matmul_all_reduce(xs[rank], ws[rank], **options)
             check("all-reduce", y, want, 16 * W * K, W)
@@ -155,5 +172,6 @@ def fp8_body(engine: Any, by_row: bool) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("by_row", [False, True], ids=["one factor", "by row"])
-def test_scaled_fp8(ranks: Any, engine: str, by_row: bool) -> None:
-    ranks(2, fp8_body, engine, by_row)
+def test_scaled_fp8(ranks: Any, virtual_ranks: Any, engine: str, by_row: bool) -> None:
+    run = virtual_ranks if engine == "triton" else ranks
+    run(2, fp8_body, engine, by_row)

@@ -81,9 +81,10 @@ def test_random_cases(ranks, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "seed"), [(2, 639), pytest.param(3, 2029, marks=pytest.mark.sweep)]
 )
-def test_cases_in_one_launch(ranks, world_size: int, seed: int) -> None:
+@needs_interpreter
+def test_cases_in_one_launch(virtual_ranks, world_size: int, seed: int) -> None:
     """Seeds of cases with much in them: GQA, a rank without heads or rows, documents, a window."""
-    ranks(world_size, cases, seed, 2, "triton")
+    virtual_ranks(world_size, cases, seed, 2, "triton")
 
 
 @pytest.mark.sweep
