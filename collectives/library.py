@@ -33,21 +33,26 @@ _library = torch.library.Library("weft", "FRAGMENT")
 _ops: Any = torch.ops.weft
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, ordered: bool = True
+) -> None:
     """Register an op that communicates.
 
     Args:
         schema: name, arguments and results, as torch.library writes them.
         run: what it does, with plain tensors; its results are new tensors.
         fake: empty tensors of the shapes, dtypes and strides that `run` returns.
+        ordered: whether it must keep its place among such ops; not so where it writes into its
+            arguments, and exchanges no data.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=[torch.Tag.needs_fixed_stride_order])
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{name}", fake, lib=_library)
-    torch.library._register_effectful_op(
-        f"weft::{name}", torch._library.effects.EffectType.ORDERED, lib=_library
-    )
+    if ordered:
+        torch.library._register_effectful_op(
+            f"weft::{name}", torch._library.effects.EffectType.ORDERED, lib=_library
+        )
 
 
 def differentiate(

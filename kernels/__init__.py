@@ -8,6 +8,7 @@
     ring_attention            sequence_attention         ring_flash, ring_flash_backward
     ulysses_attention         head_exchange              heads_flash, heads_flash_backward
     flash_decode              cached_attention           flash_decoding
+    append_to_cache           cached_attention           flash_decoding
 
 The kernels of matmuls are made of `tiles`, `gathers` or `copy_engines`, `partial_sums`, `splits`
 and `turns`; those of attention, of `attention_tiles`, `ring_keys`, `ring_dkv` and `head_units`.
@@ -23,7 +24,7 @@ if not __name__.startswith("weft."):
 
 from weft.kernels import library as library  # registers torch.ops.weft
 from weft.kernels import library_attention as library_attention
-from weft.kernels.cached_attention import flash_decode
+from weft.kernels.cached_attention import append_to_cache, flash_decode
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.head_exchange import ulysses_attention
 from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
@@ -31,11 +32,14 @@ from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
 from weft.kernels.sequence_attention import ring_attention
 from weft.kernels.sharded_sequence import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.vocabulary import VocabParallelEmbedding, vocab_parallel_argmax
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
     "all_gather_matmul",
+    "append_to_cache",
     "flash_decode",
     "from_zigzag",
     "matmul_all_reduce",
@@ -43,5 +47,6 @@ __all__ = [
     "ring_attention",
     "to_zigzag",
     "ulysses_attention",
+    "vocab_parallel_argmax",
     "zigzag_sizes",
 ]

@@ -412,6 +412,11 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
                 torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
+        if case == "decode, pages":
+            new = empty(batch, kv_heads, tokens, D)
+            with catching(flash_decoding) as caught:
+                flash_decoding.launch_append(new, new, cache, lengths)
+            yield "append, pages", caught[0]
 
 
 def _factors(rows: int, columns: int) -> torch.Tensor:

@@ -13,9 +13,11 @@ shows (out_r, lse_r) in fp32 to all; every rank merges them in rank order:
 
 so that all ranks have the same bits. What moves is B * H * T * (D + 1) numbers a rank, however long
 the sequences are. Sharded by head, a rank holds all tokens of its key heads, and the results of
-other heads come from their ranks.
+other heads come from their ranks. With shard=None nobody needs another: tensor-parallel layers have
+queries of their own heads alone, and go on with what these give.
 
-The triton engine, one launch with the merge in it, is in `flash_decoding`.
+`append_to_cache` stores new tokens where they belong. The kernels are in `flash_decoding`, that of
+flash_decode with the merge in it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from weft import settings
 from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
 from weft.kernels.engines import Problem, choose, too_wide
+
+Shard: TypeAlias = Literal["sequence", "head"] | None
 
 # Of a query of one head: of longer ones not even the smallest tile, 16 of them, fits a core.
 WIDEST_BYTES = 2048
@@ -81,7 +86,7 @@ def flash_decode(
     group: GroupLike = None,
     *,
     scale: float | None = None,
-    shard: Literal["sequence", "head"] = "sequence",
+    shard: Shard = "sequence",
     block_size: int | None = None,
     block_table: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -89,8 +94,8 @@ def flash_decode(
     """Attention of the last T tokens of each sequence to the whole of it, for inference.
 
     Args:
-        q: (B, H, T, D), the same on every rank; T is small, say 1 to 8. Query t of sequence b is at
-            position lengths[b] - T + t, and sees the positions up to its own.
+        q: (B, H, T, D), the same on every rank unless shard is None; T is small, say 1 to 8. Query
+            t of sequence b is at position lengths[b] - T + t, and sees the positions up to its own.
         k_cache, v_cache: (B, H_kv, S, D), this rank's part, new tokens included; with a
             `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H.
         lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank.
@@ -98,7 +103,8 @@ def flash_decode(
         scale: of the scores; None: 1 / sqrt(D).
         shard: "sequence": block g of P tokens of every sequence lies on rank g % W, as local block
             g // W. "head": the caches hold all tokens of the rank's share of the key heads, as many
-            on each rank; q still has all heads.
+            on each rank; q still has all heads. None: the caches hold all that q asks for, and no
+            rank has a part in it.
         block_size: P, where the cache is not paged; None: S, one block a rank.
         block_table: (B, blocks) int32, where pages are: the page that holds local block j of b.
         return_lse: also return the log-sum-exp of the scores.
@@ -124,23 +130,21 @@ def flash_decode(
     if is_call_traced(q):  # see `library_attention`
         op: Any = torch.ops.weft.flash_decode
         out, lse = op(
-            q, k_cache, v_cache, lengths, group_name(group), scale, shard, block_size, block_table
-        )
+            q, k_cache, v_cache, lengths, name_of(group, shard), scale, shard or "sequence",
+            block_size, block_table,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
-    where = resolve(group)
+    where = alone() if shard is None else resolve(group)
     by_head = shard == "head"
-    _check(q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
+    cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
     B, H, T, D = q.shape
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    paged = block_table is not None
-    block = k_cache.shape[2] if paged or block_size is None else block_size
     check_call(
-        where, lambda: f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {block}, by {shard}"
+        where,
+        lambda: f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {cache.block}, by {shard}",
     )
-    split = (0, 1) if by_head else (where.rank, where.world_size)
-    cache = Cache(k_cache, v_cache, block_table, max(block, 1), *split)
-    _check_room(cache, lengths, where)
-    held = k_cache.shape[0] * k_cache.shape[2] if paged else k_cache.shape[2]
+    _check_room(cache, lengths, where, "flash_decode")
+    held = k_cache.shape[2] * (1 if block_table is None else k_cache.shape[0])
     problem = Problem(
         "flash_decode",
         M=B * H * T,
@@ -172,40 +176,129 @@ def flash_decode(
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: torch.Tensor,
+def append_to_cache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    shard: Shard = "sequence",
+    block_size: int | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    """Store keys and values of the last T tokens of each sequence, where flash_decode finds them.
+
+    Args:
+        k, v: (B, H_kv, T, D), of the caches' dtype. Token t of sequence b is at position
+            lengths[b] - T + t; those before position 0 are not stored. With shard="sequence" and
+            "head" they are the same on every rank and hold all key heads, with None this rank's.
+        k_cache, v_cache, lengths, group, shard, block_size, block_table: as in `flash_decode`;
+            `lengths` counts the new tokens.
+
+    Nothing is exchanged: each rank stores what is its own. On a GPU one launch, of which the host
+    reads nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or sequences longer than the cache (checked
+            on the CPU only).
+        NotImplementedError: a gradient is wanted.
+
+    Example:
+        2 ranks, P = 1, lengths 3, T = 2: position 1 goes to rank 1, block 0, and position 2 to rank
+        0, block 1.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, k_cache, v_cache)):
+        raise NotImplementedError("append_to_cache has no gradient: call it under torch.no_grad()")
+    if is_call_traced(k):
+        torch.ops.weft.append_to_cache(
+            k, v, k_cache, v_cache, lengths, name_of(group, shard), shard or "sequence",
+            block_size, block_table,
+        )  # fmt: skip
+        return
+    where = alone() if shard is None else resolve(group)
+    if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
+        raise ValueError(
+            f"k and v must be alike, got {tuple(k.shape)} {k.dtype} on {k.device} and "
+            f"{tuple(v.shape)} {v.dtype} on {v.device}"
+        )
+    cache = _checked("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, where)
+    ranks = where.world_size if shard == "head" else 1
+    if k.shape[1] != k_cache.shape[1] * ranks:
+        raise ValueError(
+            f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} ranks, "
+            f"got {tuple(k.shape)}"
+        )
+    _check_room(cache, lengths, where, "append_to_cache")
+    if ranks > 1:
+        k, v = (x.chunk(ranks, 1)[where.rank] for x in (k, v))
+    if where.on_gpus(k.device) or settings.current_engine() == "triton":
+        from weft.kernels import flash_decoding
+
+        flash_decoding.launch_append(k, v, cache, lengths)
+    else:
+        _append(k, v, cache, lengths)
+
+
+def name_of(group: GroupLike, shard: Shard) -> str:
+    """A group as the ops of torch.library take it; "" is this process by itself."""
+    return "" if shard is None else group_name(group)
+
+
+def _append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch.Tensor) -> None:
+    T = k.shape[2]
+    positions = lengths.long().unsqueeze(1) + torch.arange(-T, 0)
+    turn = positions // cache.block
+    rows, steps = ((positions >= 0) & (turn % cache.world_size == cache.rank)).nonzero().unbind(1)
+    positions, turn = positions[rows, steps], turn[rows, steps] // cache.world_size
+    at = positions % cache.block
+    if cache.table is None:
+        into, at = rows, at + turn * cache.block
+    else:
+        into = cache.table[rows, turn].long()
+    cache.k[into, :, at] = k[rows, :, steps]
+    cache.v[into, :, at] = v[rows, :, steps]
+
+
+def _checked(
+    name: str,
+    x: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: torch.Tensor,
-    shard: str,
+    shard: Shard,
     block_size: int | None,
     table: torch.Tensor | None,
     group: Group,
-) -> None:
-    """Raise for what does not fit."""
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if shard not in ("sequence", "head"):
-        raise ValueError(f'shard must be "sequence" or "head", got {shard!r}')
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[3] != q.shape[3]:
-        raise ValueError(f"q must be (B, H, T, D), k and v (B or pages, H_kv, S or P, D), {shapes}")
-    if not q.shape[3] or k.stride(3) != 1 or v.stride(3) != 1:
+) -> Cache:
+    """This rank's part of the cache that x (B, .., T, D) asks, or adds to; raises for what does not
+    fit. `name` is what x is called."""
+    shapes = f"got {name} {tuple(x.shape)}, caches {tuple(k.shape)} and {tuple(v.shape)}"
+    if shard not in ("sequence", "head", None):
+        raise ValueError(f'shard must be "sequence", "head" or None, got {shard!r}')
+    if x.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[3] != x.shape[3]:
+        raise ValueError(
+            f"{name} must be (B, heads, T, D), the caches (B or pages, H_kv, S or P, D), {shapes}"
+        )
+    if not x.shape[3] or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError(f"D must be at least 1, and contiguous in the caches, {shapes}")
-    for name, other in (("k_cache", k), ("v_cache", v)):
-        if (other.dtype, other.device) != (q.dtype, q.device):
+    for of, other in (("k_cache", k), ("v_cache", v)):
+        if (other.dtype, other.device) != (x.dtype, x.device):
             raise ValueError(
-                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got "
+                f"{of} must have {name}'s dtype and device, {x.dtype} on {x.device}, got "
                 f"{other.dtype} on {other.device}"
             )
-    if not q.dtype.is_floating_point:
-        raise ValueError(f"q and the caches must be of a floating-point dtype, got {q.dtype}")
-    B = q.shape[0]
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name} and the caches must be of a floating-point dtype, got {x.dtype}")
+    B = x.shape[0]
     if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
         )
-    for name, where in (("lengths", lengths), ("block_table", table)):
-        if where is not None and where.device != q.device:
-            raise ValueError(f"{name} must be on {q.device}, as q is, got {where.device}")
+    for of, where in (("lengths", lengths), ("block_table", table)):
+        if where is not None and where.device != x.device:
+            raise ValueError(f"{of} must be on {x.device}, as {name} is, got {where.device}")
     if table is not None:
         if table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32:
             raise ValueError(
@@ -216,23 +309,27 @@ def _check(
                 f"pages hold {k.shape[2]} tokens, dim 2 of the caches: leave out {block_size=}"
             )
     elif k.shape[0] != B:
-        raise ValueError(f"the caches must hold the {B} sequences of q, {shapes}")
+        raise ValueError(f"the caches must hold the {B} sequences of {name}, {shapes}")
     if table is None and block_size is not None and (block_size < 1 or k.shape[2] % block_size):
         raise ValueError(f"{block_size=} must divide the {k.shape[2]} tokens of the cache")
     ranks = group.world_size if shard == "head" else 1
-    if not k.shape[1] or q.shape[1] % (k.shape[1] * ranks):
+    if not k.shape[1] or x.shape[1] % (k.shape[1] * ranks):
         raise ValueError(
-            f"H_kv, here on each of {ranks} ranks, must be at least 1 and divide H, {shapes}"
+            f"H_kv, here on each of {ranks} ranks, must be at least 1 and divide {name}'s heads, "
+            f"{shapes}"
         )
+    block = k.shape[2] if table is not None or block_size is None else block_size
+    split = (0, 1) if shard == "head" else (group.rank, group.world_size)
+    return Cache(k, v, table, max(block, 1), *split)
 
 
-def _check_room(cache: Cache, lengths: torch.Tensor, group: Group) -> None:
+def _check_room(cache: Cache, lengths: torch.Tensor, group: Group, op: str) -> None:
     """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only."""
     if lengths.is_cuda or not lengths.numel():
         return
     why = _no_room(cache, lengths)
     if not group.why:  # their caches may differ in size
-        fits = agree(group, "flash_decode", not why)
+        fits = agree(group, op, not why)
         if not (why or all(fits)):
             rank = fits.index(0)
             why = (

@@ -8,7 +8,8 @@
     torch.ops.weft.head_attention               the same without a ring group: on GPUs one launch
     torch.ops.weft.head_attention_backward      its gradients
     torch.ops.weft.ulysses_attention            made of these: see `_ulysses_attention`
-    torch.ops.weft.flash_decode                 without a gradient, as the function
+    torch.ops.weft.flash_decode                 without a gradient, as the functions
+    torch.ops.weft.append_to_cache
 
 How ops are registered, and what traced calls assume: `weft.collectives.library`. The lengths of
 shards are found out when attention runs: its results do not depend on them. The swaps take
@@ -27,7 +28,7 @@ from weft.collectives.collective_ops import even_sizes
 from weft.collectives.group import alone
 from weft.collectives.library import compose, define, differentiate, gathered_sizes, world_of
 from weft.kernels import head_exchange
-from weft.kernels.cached_attention import flash_decode
+from weft.kernels.cached_attention import append_to_cache, flash_decode
 from weft.kernels.sequence_attention import (
     Plan,
     plan,
@@ -249,7 +250,7 @@ def _flash_decode(
     block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = flash_decode(
-        q, k_cache, v_cache, lengths, resolve(group_name), scale=scale, shard=shard,
+        q, k_cache, v_cache, lengths, _group(group_name), scale=scale, shard=shard,
         block_size=block_size, block_table=block_table, return_lse=True,
     )  # fmt: skip
     return out, lse
@@ -259,6 +260,23 @@ def _flash_decode_fake(
     q: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _append_to_cache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    group_name: str,
+    shard: Any = "sequence",
+    block_size: int | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    append_to_cache(
+        k, v, k_cache, v_cache, lengths, _group(group_name), shard=shard, block_size=block_size,
+        block_table=block_table,
+    )  # fmt: skip
 
 
 _OPTIONS = (
@@ -302,4 +320,9 @@ define(
     "float? scale=None, str shard='sequence', int? block_size=None, Tensor? block_table=None) "
     "-> (Tensor, Tensor)",
     _flash_decode, _flash_decode_fake,
+)  # fmt: skip
+define(
+    "append_to_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
+    "str group_name, str shard='sequence', int? block_size=None, Tensor? block_table=None) -> ()",
+    _append_to_cache, lambda *args, **kwargs: None, ordered=False,
 )  # fmt: skip

@@ -19,24 +19,18 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from weft.collectives import Group, all_gather, resolve
+from weft.collectives import Group, resolve
 from weft.collectives.group import GroupLike, is_traced
-from weft.collectives.movement import chunk_sizes
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import WeightGrad, as_rows, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
+from weft.kernels.parallel_module import ParallelModule, Split
 from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
 
 
-class _ParallelLinear(nn.Module):
-    """What the two share: a weight cut along one dim, created, saved and loaded as a whole.
-
-    Attributes:
-        cut: the dim along which each parameter is cut over the ranks; absent: replicated.
-    """
-
-    cut: ClassVar[dict[str, int]]
+class _ParallelLinear(ParallelModule):
+    """What the two linear layers share."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -52,6 +46,7 @@ class _ParallelLinear(nn.Module):
         group: GroupLike = None,
         sequence_dim: int | None = 0,
         merged_sizes: Sequence[int] | None = None,
+        copies: Sequence[int] | None = None,
         gather_output: bool = False,
     ) -> None:
         """Draw the weights of an nn.Linear and keep this rank's part.
@@ -65,15 +60,18 @@ class _ParallelLinear(nn.Module):
             merged_sizes: how many of the features that are cut belong to each of the layers that
                 are merged in this one (Q, K and V; gate and up), so that every rank gets its part
                 of each, side by side; None: it is one layer.
+            copies: of a ColumnParallelLinear, for each of those layers: on how many ranks, one
+                after another, every part of it lies. W // heads for K and V that have fewer heads
+                than there are ranks, so that each rank has a whole one. None: 1.
             gather_output: of a ColumnParallelLinear; see there.
 
         Raises:
-            ValueError: merged_sizes that do not add up to the features, or gather_output of a
-                RowParallelLinear.
+            ValueError: merged_sizes that do not add up to the features, copies that do not divide
+                the ranks, or copies or gather_output of a RowParallelLinear.
         """
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._take(whole, group, sequence_dim, merged_sizes, gather_output)
+        self._take(whole, group, sequence_dim, merged_sizes, copies, gather_output)
 
     @classmethod
     def from_linear(
@@ -83,6 +81,7 @@ class _ParallelLinear(nn.Module):
         *,
         sequence_dim: int | None = 0,
         merged_sizes: Sequence[int] | None = None,
+        copies: Sequence[int] | None = None,
         gather_output: bool = False,
     ) -> Any:
         """This rank's part of `linear`, which must hold the same values on every rank.
@@ -98,7 +97,7 @@ class _ParallelLinear(nn.Module):
         _check_plain(linear)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._take(linear, group, sequence_dim, merged_sizes, gather_output)
+        module._take(linear, group, sequence_dim, merged_sizes, copies, gather_output)
         return module
 
     def _take(
@@ -107,28 +106,32 @@ class _ParallelLinear(nn.Module):
         group: GroupLike,
         sequence_dim: int | None,
         merged_sizes: Sequence[int] | None,
+        copies: Sequence[int] | None,
         gather_output: bool,
     ) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.sequence_dim = resolve(group), sequence_dim
-        self.gather_output = gather_output
-        if gather_output and not isinstance(self, ColumnParallelLinear):
-            raise ValueError(
-                "gather_output is of a ColumnParallelLinear: a RowParallelLinear returns all "
-                "features, and with sequence_dim=None of all tokens"
-            )
+        self.gather_output, W = gather_output, self.group.world_size
         cut_features = linear.weight.shape[self.cut["weight"]]
-        self.merged_sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
-        if sum(self.merged_sizes) != cut_features or min(self.merged_sizes, default=0) < 0:
+        sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
+        if sum(sizes) != cut_features or min(sizes, default=0) < 0:
             raise ValueError(
                 f"merged_sizes must add up to the {cut_features} features that "
-                f"{type(self).__name__} cuts, got {self.merged_sizes}"
+                f"{type(self).__name__} cuts, got {sizes}"
             )
-        for name, whole in (("weight", linear.weight), ("bias", linear.bias)):
-            part = None if whole is None else self._part(name, whole.detach()).clone()
-            self.register_parameter(
-                name, None if part is None else nn.Parameter(part, whole.requires_grad)
+        shared = (1,) * len(sizes) if copies is None else tuple(copies)
+        if len(shared) != len(sizes) or any(count < 1 or W % count for count in shared):
+            raise ValueError(
+                f"copies must hold, for each of {len(sizes)} merged layers, a divisor of the {W} "
+                f"ranks, got {shared}"
             )
+        if not isinstance(self, ColumnParallelLinear) and (gather_output or max(shared) > 1):
+            raise ValueError(
+                "gather_output and copies are of a ColumnParallelLinear: a RowParallelLinear "
+                "returns all features, and with sequence_dim=None of all tokens"
+            )
+        self.split = Split(sizes, shared, W)
+        self.take(linear, ("weight", "bias"))
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as the constructor does: with one seed on every rank."""
@@ -138,70 +141,22 @@ class _ParallelLinear(nn.Module):
         )
         with torch.no_grad():
             for name, value in whole.named_parameters():
-                getattr(self, name).copy_(self._part(name, value))
+                getattr(self, name).copy_(self.part(name, value))
 
-    def _sizes(self) -> list[list[int]]:
-        """How many features of each merged layer every rank has: [layer][rank]."""
-        return [chunk_sizes(size, self.group.world_size) for size in self.merged_sizes]
-
-    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        dim = self.cut.get(name)
-        return whole if dim is None else _own_part(whole, dim, self._sizes(), self.group)
-
-    def _whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        dim = self.cut.get(name)
-        return part if dim is None else _all_parts(part, dim, self._sizes(), self.group)
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        # Collective: state_dict() must be called on every rank.
-        for name, part in self._parameters.items():
-            if part is not None:
-                destination[prefix + name] = self._whole(name, part if keep_vars else part.detach())
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        state_dict = dict(state_dict)  # the caller's keeps the whole
-        whole_shapes = {
-            "weight": (self.out_features, self.in_features),
-            "bias": (self.out_features,),
-        }
-        for name, shape in whole_shapes.items():
-            value = state_dict.get(prefix + name)
-            if value is not None and tuple(value.shape) == shape:
-                state_dict[prefix + name] = self._part(name, value)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the nn.Linear."""
+        return {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with what is different."""
-        merged = f"merged_sizes={self.merged_sizes}, " if len(self.merged_sizes) > 1 else ""
+        sizes, copies = self.split.sizes, self.split.copies
+        merged = f"merged_sizes={sizes}, " if len(sizes) > 1 else ""
+        merged += f"copies={copies}, " if max(copies) > 1 else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, sequence_dim={self.sequence_dim}, {merged}"
             f"rank {self.group.rank} of {self.group.world_size}"
         )
-
-
-def _own_part(whole: torch.Tensor, dim: int, sizes: list[list[int]], group: Group) -> torch.Tensor:
-    """This rank's part of each merged layer, side by side; `sizes` as of `_sizes`."""
-    layers = whole.split([sum(of_ranks) for of_ranks in sizes], dim)
-    parts = [
-        layer.split(of_ranks, dim)[group.rank]
-        for layer, of_ranks in zip(layers, sizes, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _all_parts(part: torch.Tensor, dim: int, sizes: list[list[int]], group: Group) -> torch.Tensor:
-    """What `_own_part` was taken from, the parts brought from all ranks."""
-    by_rank = list(zip(*sizes, strict=True))
-    whole = all_gather(part, group, dim=dim, sizes=[sum(of_layers) for of_layers in by_rank])
-    if len(sizes) > 1:
-        pieces = whole.split([size for of_layers in by_rank for size in of_layers], dim)
-        whole = torch.cat([x for i in range(len(sizes)) for x in pieces[i :: len(sizes)]], dim)
-    return whole.contiguous()
 
 
 def _check_plain(linear: nn.Linear) -> None:
@@ -241,15 +196,26 @@ class ColumnParallelLinear(_ParallelLinear):
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
+    @property
+    def output_sizes(self) -> list[int]:
+        """How many features of each merged layer `forward` returns, side by side.
+
+        Example: q, k, v = qkv(x).split(qkv.output_sizes, -1)
+        """
+        split = self.split
+        return list(split.sizes) if self.gather_output else split.by_rank[self.group.rank]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole sequence's output, this rank's features or all."""
+        weight, bias, split, group = self.weight, self.bias, self.split, self.group
+        if max(split.copies) > 1 and torch.is_grad_enabled():
+            weight = _Shared.apply(weight, split, group)
+            bias = None if bias is None else _Shared.apply(bias, split, group)
         if self.sequence_dim is None:
-            y = _of_whole_input(x, self.weight, self.bias, self.group)
+            y = _of_whole_input(x, weight, bias, group)
         else:
-            y = all_gather_matmul(
-                x, self.weight.t(), self.group, bias=self.bias, gather_dim=self.sequence_dim
-            )
-        return _Gathered.apply(y, self._sizes(), self.group) if self.gather_output else y
+            y = all_gather_matmul(x, weight.t(), group, bias=bias, gather_dim=self.sequence_dim)
+        return _Gathered.apply(y, split, group) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -310,9 +276,9 @@ class _Gathered(torch.autograd.Function):
     """All ranks' features, for ranks that all do the same with them: gradients are not summed."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, sizes: list[list[int]], group: Group) -> torch.Tensor:
-        ctx.where = sizes, group
-        return _all_parts(y, -1, sizes, group)
+    def forward(ctx: Any, y: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
+        ctx.where = split, group
+        return split.whole(y, -1, group)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -320,13 +286,39 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Scattered(torch.autograd.Function):
-    """This rank's features of what is the same on all ranks."""
+    """This rank's features of what is the same on all ranks, each on one rank alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: list[list[int]], group: Group) -> torch.Tensor:
-        ctx.where = sizes, group
-        return _own_part(x, -1, sizes, group).clone()
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
+        ctx.where = split, group
+        return split.first_copies(split.own(x, -1, group.rank), -1, group.rank)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _Gathered.apply(dy, *ctx.where), None, None
+
+
+class _Shared(torch.autograd.Function):
+    """A parameter whose copies are one: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
+        ctx.where = split, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Summed.apply(grad, *ctx.where), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of all copies, on each of them: its own mirror."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
+        ctx.where = split, group
+        return split.summed(grad, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Summed.apply(grad, *ctx.where), None, None

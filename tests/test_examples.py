@@ -34,7 +34,7 @@ def example(name: str) -> Any:
     path = EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -75,6 +75,25 @@ def long_context() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_long_context(ranks: Any, world_size: int) -> None:
     ranks(world_size, long_context)
+
+
+def serve_llama(by_head: bool, kv_heads: int, draft: int) -> int:
+    told: list[str] = []
+    ours, alone = example("serve_llama").run(
+        by_head, kv_heads, draft, [5, 14, 2], new=40, pages=18 if by_head else 9, tell=told.append
+    )
+    assert ours == alone and [len(text) for text in ours] == [45, 54, 42]
+    assert "begins, 1 under way" in told[0] and told[-1].startswith("120 tokens in")
+    return int(told[-1].split()[3])
+
+
+@pytest.mark.parametrize(
+    ("by_head", "kv_heads", "draft"), [(True, 2, 3), (True, 1, 0), (False, 2, 0), (False, 1, 3)]
+)
+def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> None:
+    steps, other = ranks(2, serve_llama, by_head, kv_heads, draft)
+    assert steps == other
+    assert steps < 117 if draft else steps == 117  # of three requests, after their first tokens
 
 
 def scripts(ports: dict[str, int]) -> dict[str, str]:

@@ -87,6 +87,25 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol, msg=str(case))
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4, msg=str(case))
 
+    # Caches that are filled by the ranks themselves, and by the new tokens once more.
+    filled = [torch.full_like(x, torch.nan) for x in shards]
+    for count in (longest, T):
+        positions = lengths.unsqueeze(1) + torch.arange(-count, 0)
+        index = positions.clamp(0, longest - 1).view(B, 1, count, 1).expand(B, H_kv, count, D)
+        with weft.engine(engine):  # type: ignore[arg-type]
+            weft.append_to_cache(
+                k.gather(2, index), v.gather(2, index), *filled, lengths, **options
+            )
+    with weft.engine(engine):  # type: ignore[arg-type]
+        again = weft.flash_decode(q, *filled, lengths, **options)
+    assert torch.equal(again, out), case
+    held = [
+        sum(p // block % world_size == rank or by_head for p in range(length))
+        for length in lengths.tolist()
+    ]
+    stored = ~filled[0][..., 0].isnan()
+    assert int(stored.sum()) == sum(held) * shards[0].shape[1], case
+
 
 def cases(engine: str, seed: int, count: int) -> bytes:
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -176,7 +195,7 @@ def errors() -> None:
         return torch.tensor([[page] for page in pages], dtype=torch.int32)
 
     for change, text in [
-        ({"shard": "heads"}, 'must be "sequence" or "head"'),
+        ({"shard": "heads"}, 'must be "sequence", "head" or None'),
         ({"block_size": 3}, "must divide the 8 tokens"),
         ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
         ({"block_table": table(0, 2), "shard": "head"}, r"pages 0\.\.1 .* got \[0, 2\]"),
@@ -192,6 +211,18 @@ def errors() -> None:
             weft.flash_decode(**(arguments | change))
     with pytest.raises(NotImplementedError, match="no gradient"):
         weft.flash_decode(q.clone().requires_grad_(), k, k, lengths)
+    new = torch.randn(2, 2, 1, 8)
+    for more, text in [
+        ((new, new[:, :1]), "k and v must be alike"),
+        ((q, q), "must hold the 2 key heads"),
+        ((new.double(), new.double()), "k_cache must have k's dtype"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            weft.append_to_cache(*more, k, k, lengths)
+    with pytest.raises(ValueError, match=r"has room for 8|not so on rank 0"):
+        weft.append_to_cache(new, new, k, k, torch.tensor([3, 17]))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        weft.append_to_cache(new.clone().requires_grad_(), new, k, k, lengths)
 
 
 def test_errors(ranks) -> None:

@@ -130,7 +130,7 @@ def merged_body() -> None:
         wholes = {name: torch.randn_like(value) for name, value in state.items()}
         part.load_state_dict(wholes)
         torch.testing.assert_close(part.state_dict(), wholes)
-    with pytest.raises(ValueError, match="gather_output is of a ColumnParallelLinear"):
+    with pytest.raises(ValueError, match="gather_output and copies are of a ColumnParallelLinear"):
         weft.RowParallelLinear(6, 15, gather_output=True)
     for layers in ([7, 4], [-1, 16], []):
         with pytest.raises(ValueError, match="merged_sizes must add up to the 15 features"):
@@ -139,6 +139,72 @@ def merged_body() -> None:
 
 def test_merged_layers_are_cut_one_by_one(ranks: Any) -> None:
     ranks(3, merged_body)
+
+
+def copied_body(sequence_dim: int | None) -> None:
+    """4 query heads on 2 key heads of 3 features, over 4 ranks: two have each key head."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    qkv = nn.Linear(6, 24).double()
+    layers, copies = (12, 6, 6), (1, 2, 2)
+    cut: dict[str, Any] = {"merged_sizes": layers, "copies": copies, "sequence_dim": sequence_dim}
+    module = weft.ColumnParallelLinear.from_linear(qkv, **cut)
+    gathered = weft.ColumnParallelLinear.from_linear(qkv, gather_output=True, **cut)
+    assert "copies=(1, 2, 2)" in repr(module) and module.weight.shape == (9, 6)
+    torch.testing.assert_close(module.state_dict(), qkv.state_dict())
+    wholes = {name: torch.randn_like(value) for name, value in qkv.state_dict().items()}
+    for layer in (qkv, module, gathered):
+        layer.load_state_dict(wholes)
+    torch.testing.assert_close(module.state_dict(), wholes)
+
+    def mine(whole: torch.Tensor) -> torch.Tensor:
+        q, k, v = whole.split(layers, -1)
+        return torch.cat([q.chunk(4, -1)[rank], *(x.chunk(2, -1)[rank // 2] for x in (k, v))], -1)
+
+    x = torch.randn(8, 6, dtype=torch.float64)
+    shard = (x if sequence_dim is None else x.chunk(world_size)[rank]).clone().requires_grad_()
+    x.requires_grad_()
+    whole = qkv(x)
+    torch.testing.assert_close(module(shard), mine(whole))
+    # A loss that every rank has a part of: what its own query heads, and its copies, give.
+    factors = torch.randn(4, 8, 9, dtype=torch.float64)
+    q, k, v = whole.split(layers, -1)
+    total = torch.zeros((), dtype=torch.float64)
+    for r in range(world_size):
+        parts = q.chunk(4, -1)[r], k.chunk(2, -1)[r // 2], v.chunk(2, -1)[r // 2]
+        total = total + (factors[r] * torch.cat(parts, -1).sin()).sum()
+    total.backward()
+    (factors[rank] * module(shard).sin()).sum().backward()
+    expected = x.grad if sequence_dim is None else x.grad.chunk(world_size)[rank]
+    torch.testing.assert_close(shard.grad, expected)
+    torch.testing.assert_close(module.weight.grad, mine(qkv.weight.grad.mT).mT)
+    torch.testing.assert_close(module.bias.grad, mine(qkv.bias.grad))
+    # Gathered, it is one value with one gradient, and so may be differentiated again.
+    qkv.zero_grad()
+    x_all, grads = x.detach().clone().requires_grad_(), []
+    for layer, at in ((qkv, x_all), (gathered, shard.detach().clone().requires_grad_())):
+        y = layer(at)
+        torch.testing.assert_close(y, whole)
+        loss = y.sin().square().sum()
+        if sequence_dim is None:
+            (dx,) = torch.autograd.grad(loss, at, create_graph=True)
+            loss = loss + dx.square().sum()
+        loss.backward()
+        grads.append(at.grad)
+    torch.testing.assert_close(gathered.weight.grad, mine(qkv.weight.grad.mT).mT)
+    torch.testing.assert_close(gathered.bias.grad, mine(qkv.bias.grad))
+    ours = grads[0] if sequence_dim is None else grads[0].chunk(world_size)[rank]
+    torch.testing.assert_close(grads[1], ours)
+    for wrong in ((1, 2), (1, 3, 1), (1, 0, 1)):
+        with pytest.raises(ValueError, match="copies must hold, for each of 3 merged layers"):
+            weft.ColumnParallelLinear(6, 24, merged_sizes=layers, copies=wrong)
+    with pytest.raises(ValueError, match="gather_output and copies are of a Column"):
+        weft.RowParallelLinear(24, 6, copies=(2,))
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_fewer_key_heads_than_ranks(ranks: Any, sequence_dim: int | None) -> None:
+    ranks(4, copied_body, sequence_dim)
 
 
 class _Packed(nn.Linear):

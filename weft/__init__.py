@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from weft.errors import WeftError as WeftError
     from weft.kernels import ColumnParallelLinear as ColumnParallelLinear
     from weft.kernels import RowParallelLinear as RowParallelLinear
+    from weft.kernels import VocabParallelEmbedding as VocabParallelEmbedding
     from weft.kernels import all_gather_matmul as all_gather_matmul
+    from weft.kernels import append_to_cache as append_to_cache
     from weft.kernels import flash_decode as flash_decode
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
     from weft.kernels import ring_attention as ring_attention
     from weft.kernels import ulysses_attention as ulysses_attention
+    from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -47,6 +50,9 @@ _HOME = {
     "ring_attention": "weft.kernels",
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",
+    "append_to_cache": "weft.kernels",
+    "VocabParallelEmbedding": "weft.kernels",
+    "vocab_parallel_argmax": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
 }
@@ -58,8 +64,11 @@ __all__ = [  # noqa: RUF022 - grouped, not sorted
     "ring_attention",
     "ulysses_attention",
     "flash_decode",
+    "append_to_cache",
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "vocab_parallel_argmax",
     "engine",
     "explain",
     "close",

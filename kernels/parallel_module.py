@@ -1,0 +1,145 @@
+"""Modules whose parameters are cut over the ranks of a group, and saved and loaded as a whole.
+
+Layers that are merged in one are cut one by one, and some of them into fewer parts than there are
+ranks: Q, K and V with 4 query heads on 2 key heads, on 4 ranks, `copies=(1, 2, 2)`:
+
+    whole   q0 q1 q2 q3 | k0 k1 | v0 v1
+
+    rank 0: q0 k0 v0    rank 1: q1 k0 v0    rank 2: q2 k1 v1    rank 3: q3 k1 v1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from weft.collectives import Group, all_gather, all_reduce
+from weft.collectives.movement import chunk_sizes
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the features of merged layers lie on the ranks.
+
+    Attributes:
+        sizes: features of each layer.
+        copies: on how many neighbouring ranks each part of a layer lies.
+        world_size: ranks.
+    """
+
+    sizes: tuple[int, ...]
+    copies: tuple[int, ...]
+    world_size: int
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """The sizes of each layer's parts: [layer][part]."""
+        shared = zip(self.sizes, self.copies, strict=True)
+        return [chunk_sizes(size, self.world_size // copies) for size, copies in shared]
+
+    @cached_property
+    def by_rank(self) -> list[list[int]]:
+        """How many features of each layer the ranks have: [rank][layer]."""
+        layers = list(zip(self.parts, self.copies, strict=True))
+        ranks = range(self.world_size)
+        return [[parts[rank // copies] for parts, copies in layers] for rank in ranks]
+
+    def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """A rank's part of each layer, side by side."""
+        layers = zip(whole.split(self.sizes, dim), self.parts, self.copies, strict=True)
+        mine = [layer.split(parts, dim)[rank // copies] for layer, parts, copies in layers]
+        return mine[0] if len(mine) == 1 else torch.cat(mine, dim)
+
+    def whole(self, part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        """What `own` was taken from, the parts brought from all ranks."""
+        lengths = [sum(sizes) for sizes in self.by_rank]
+        whole = all_gather(part, group, dim=dim, sizes=lengths)
+        if len(self.sizes) > 1 or self.copies != (1,):
+            pieces = whole.split([size for sizes in self.by_rank for size in sizes], dim)
+            layers = len(self.sizes)
+            firsts = [pieces[i::layers][::copies] for i, copies in enumerate(self.copies)]
+            whole = torch.cat([piece for of_layer in firsts for piece in of_layer], dim)
+        return whole.contiguous()
+
+    def first_copies(self, part: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """`part`, with 0 for what a rank before this one has as well."""
+        pieces = part.split(self.by_rank[rank], dim)
+        kept = [
+            torch.zeros_like(piece) if rank % copies else piece
+            for piece, copies in zip(pieces, self.copies, strict=True)
+        ]
+        return torch.cat(kept, dim)
+
+    def summed(self, part: torch.Tensor, group: Group) -> torch.Tensor:
+        """The sum over its copies of what lies on several ranks, along dim 0."""
+        pieces = list(part.split(self.by_rank[group.rank]))
+        shared = [i for i, copies in enumerate(self.copies) if copies > 1]
+
+        def own(i: int, whole: torch.Tensor) -> torch.Tensor:
+            mine: torch.Tensor = whole.split(self.parts[i])[group.rank // self.copies[i]]
+            return mine
+
+        spread = [part.new_zeros(self.sizes[i], *part.shape[1:]) for i in shared]
+        for i, whole in zip(shared, spread, strict=True):
+            own(i, whole).copy_(pieces[i])
+        total = all_reduce(torch.cat(spread), group).split([self.sizes[i] for i in shared])
+        for i, whole in zip(shared, total, strict=True):
+            pieces[i] = own(i, whole)
+        return torch.cat(pieces)
+
+
+class ParallelModule(nn.Module):
+    """Parameters cut along one dim over the ranks of a group, saved and loaded as a whole.
+
+    Attributes:
+        cut: the dim along which each parameter is cut over the ranks; absent: replicated.
+        split: how.
+    """
+
+    cut: ClassVar[dict[str, int]]
+    group: Group
+    split: Split
+
+    def take(self, whole: nn.Module, names: Sequence[str]) -> None:
+        """This rank's part of the parameters `names` of a whole module."""
+        for name in names:
+            value = getattr(whole, name)
+            part = None if value is None else self.part(name, value.detach()).clone()
+            self.register_parameter(
+                name, None if part is None else nn.Parameter(part, value.requires_grad)
+            )
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole parameter."""
+        dim = self.cut.get(name)
+        return whole if dim is None else self.split.own(whole, dim, self.group.rank)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of the whole module."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        # Collective: state_dict() must be called on every rank.
+        for name, part in self._parameters.items():
+            if part is not None:
+                value, dim = part if keep_vars else part.detach(), self.cut.get(name)
+                if dim is not None:
+                    value = self.split.whole(value, dim, self.group)
+                destination[prefix + name] = value
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        state_dict = dict(state_dict)  # the caller's keeps the whole
+        for name, shape in self.whole_shapes().items():
+            value = state_dict.get(prefix + name)
+            if value is not None and tuple(value.shape) == shape:
+                state_dict[prefix + name] = self.part(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
