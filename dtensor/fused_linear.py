@@ -24,7 +24,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from weft.collectives.group import is_traced
+from weft.collectives.group import here, is_traced
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.grad_recording import is_nothing, needs_grad, record
@@ -55,7 +55,8 @@ _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 def _settle_all() -> None:
     # Which tensor is written, and who shares its memory, does not matter: writes are rare between a
     # matmul and the use of its result. Versions cannot tell: below autograd nobody counts them.
-    for pending in list(_pending) if len(_pending) else ():
+    # Another virtual rank's are not this rank's to settle: it would go another way than its peers.
+    for pending in [p for p in _pending if p.world is here.world] if len(_pending) else ():
         pending.value()
         pending.settled = True
         _pending.discard(pending)
@@ -77,6 +78,7 @@ class PendingMatmul:
         self.result: torch.Tensor | None = None
         self.result_version = 0
         self.settled = False
+        self.world = here.world
         _pending.add(self)
 
     def _unchanged(self) -> bool:

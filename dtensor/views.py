@@ -11,11 +11,13 @@ follows from the calls alone: all ranks gather, or none does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from weft.collectives.group import here
 from weft.dtensor.call import leaves
 from weft.dtensor.layout import Layout
 from weft.dtensor.redistribute import move
@@ -26,12 +28,12 @@ class NoViewError(Exception):
     """A rank's part has not the strides of the whole: what is a view of that must copy this."""
 
 
-class _Clock:
-    writes = 0
+# How often anything was written, by virtual rank: ranks that share a process must not part.
+_writes: Counter[int] = Counter()
 
 
 def _tick() -> None:
-    _Clock.writes += 1
+    _writes[id(here.world)] += 1
 
 
 before_write.append(_tick)
@@ -74,13 +76,13 @@ class Copy:
                 self.local = move(own, self.base._layout, self.target)
             self.views = self.view(self.local)
             self.version = None if self.counted.is_inference() else self.counted._version
-            self.clock = _Clock.writes
+            self.clock = _writes[id(here.world)]
         return self.views
 
     def _is_old(self) -> bool:
         # Versions are exact, but inference tensors have none.
         if self.version is None:
-            return self.clock != _Clock.writes
+            return self.clock != _writes[id(here.world)]
         return self.counted._version != self.version
 
     def store(self) -> None:

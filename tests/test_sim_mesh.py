@@ -16,6 +16,7 @@ import weft
 from weft import collectives, sim
 from weft.dtensor import (
     DTensor,
+    Replicate,
     Shard,
     distribute_tensor,
 )
@@ -243,6 +244,22 @@ def test_tensors_on_a_mesh_of_some_ranks() -> None:
 
     for schedule in range(2):
         assert not torch.stack(sim.run(8, body, seed=schedule)).any()
+
+
+def test_a_write_of_one_rank_leaves_the_matmuls_of_others_pending() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, w = (DTensor.from_local(torch.ones(n, 2), mesh, [Shard(1)]) for n in (4, 3))
+        written = distribute_tensor(torch.ones(2), mesh)
+        with torch.no_grad():
+            collectives.barrier()
+            written.add_(1)
+            y = nn.functional.linear(x, w)
+            collectives.barrier()
+            told = weft.explain(y.redistribute, placements=[Replicate()])
+        assert told[0].op == "matmul_all_reduce"
+
+    sim.run(2, body, schedules=2)
 
 
 def test_calls_that_differ_or_are_left_out() -> None:
