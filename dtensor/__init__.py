@@ -17,6 +17,7 @@ from weft.dtensor import optimizer_step as optimizer_step
 from weft.dtensor import rules_index as rules_index
 from weft.dtensor import rules_matmul as rules_matmul
 from weft.dtensor import rules_nn as rules_nn
+from weft.dtensor import rules_norm as rules_norm
 from weft.dtensor import rules_pointwise as rules_pointwise
 from weft.dtensor import rules_random as rules_random
 from weft.dtensor import rules_reduce as rules_reduce

@@ -29,7 +29,7 @@ from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.tensor import DTensor, before_write, no_function, wrap
 from weft.dtensor.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
@@ -292,7 +292,8 @@ def _follow(
     local_kwargs: dict[str, Any],
 ) -> Any:
     if plan.decomposed is not None:
-        return plan.decomposed(*args, **kwargs)
+        with no_function():  # in a backward, what it calls would pass for calls of the user
+            return plan.decomposed(*args, **kwargs)
     if plan.is_view:
         return _view(plan, args, local_args, local_kwargs)
     tensors: list[torch.Tensor] = []

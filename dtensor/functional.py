@@ -100,6 +100,24 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     return _row_norm(functional.rms_norm, x, normalized_shape, (weight,), eps)
 
 
+def instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`F.instance_norm` where no rank shares a sample: group norm, of groups of one channel."""
+    if not is_dtensor(x) or running_mean is not None or 0 not in x._layout.cut_dims:
+        return NotImplemented
+    if x.shape[2:].numel() < 2:
+        return NotImplemented  # torch says what is wrong with that
+    return functional.group_norm(x, x.shape[1], weight, bias, eps)
+
+
 def one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """`F.one_hot`; without `num_classes` it takes the largest index of all ranks."""
     if num_classes == -1:
@@ -230,6 +248,7 @@ _handlers: dict[Any, _Handler] = {
     functional.layer_norm: layer_norm,
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
+    functional.instance_norm: instance_norm,
     torch.Tensor.to: to,
     torch.Tensor.numpy: numpy,
     torch.Tensor.__array__: numpy,

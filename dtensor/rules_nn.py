@@ -1,8 +1,7 @@
-"""Rules of layers: norms, softmax, embedding, cross-entropy."""
+"""Rules of layers: softmax, embedding, cross-entropy. Norms are in `rules_norm.py`."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.group import is_traced
 from weft.dtensor.agreement import all_agree
-from weft.dtensor.call import Call, Choices, Decomposed, Meta, Op, Strategy, map_tree, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -30,154 +29,6 @@ from weft.dtensor.tensor import DTensor, local_as, wrap
 
 _MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
 _NONE = 0
-
-
-def _row_norm(call: Call, rows: tuple[int, ...], summed: int, n_normalized: int) -> Choices:
-    """Norms over the last dims: rows are independent, gradients of weights sum over them.
-
-    Args:
-        rows: positions of the tensor arguments that have rows (the others are weights).
-        summed: how many of the last results are sums over rows.
-        n_normalized: how many dims make up a row.
-    """
-    count, n_out = len(call.inputs), len(call.outputs)
-    n_batch = len(call.inputs[rows[0]].shape) - n_normalized
-    strategies = [call.whole]
-    seen: set[Placement] = set()
-    for row in rows:
-        for placement in call.inputs[row].placements:
-            if is_shard(placement) and shard_dim(placement) < n_batch and placement not in seen:
-                seen.add(placement)
-                inputs = tuple(placement if i in rows else Replicate() for i in range(count))
-                outputs = (placement,) * (n_out - summed) + (Partial("sum"),) * summed
-                strategies.append(Strategy(inputs, outputs))
-    return Choices(strategies)
-
-
-@rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(call: Call) -> Choices:
-    """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
-    return _row_norm(call, (0,), 0, len(call.args[1]))
-
-
-@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
-def layer_norm_backward(call: Call) -> Choices:
-    """(grad, input, normalized_shape, statistics, weight, ...) -> (of input, of weight, ...)."""
-    n_statistics = 2 if call.name == "native_layer_norm_backward" else 1
-    mask = call.bound["output_mask"]
-    summed = sum(bool(wanted) for wanted in mask[1:])
-    choices = _row_norm(call, tuple(range(2 + n_statistics)), summed, len(call.args[2]))
-    sums = linear_sums(call.inputs[0].placements)
-    return Choices(choices.strategies + list(map(call.with_first, sums)))
-
-
-def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
-    """Samples are independent, gradients of weights sum over them.
-
-    Args:
-        n_samples: how many of the first tensor arguments hold samples (the others are weights).
-        summed: how many of the last results are sums over samples.
-    """
-    n_weights, n_out = len(call.inputs) - n_samples, len(call.outputs)
-    strategies = [call.whole]
-    for p in call.placements:
-        if is_shard(p) and shard_dim(p) == 0:
-            inputs = (p,) * n_samples + (Replicate(),) * n_weights
-            outputs = (p,) * (n_out - summed) + (Partial("sum"),) * summed
-            strategies.append(Strategy(inputs, outputs))
-
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
-        names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
-        at, op = names.index("N"), call.op
-
-        def run(*args: Any) -> Any:
-            return op(*args[:at], args[0].shape[0], *args[at + 1 :])
-
-        return _of_something(call, outputs, run)
-
-    return Choices(strategies, localize)
-
-
-def _of_something(call: Call, outputs: list[Layout], op: Op) -> Op:
-    """`op`, of which torch divides by the size: zeros where this rank has none of the samples."""
-
-    def run(*args: Any) -> Any:
-        if args[0].numel():
-            return op(*args)
-        zeros = partial(torch.zeros, device=args[0].device)
-        each = iter([zeros(o.local_shape, dtype=o.dtype) for o in outputs])
-        return map_tree(call.output_tree, lambda a: None if a is None else next(each))
-
-    return run
-
-
-@rule("native_group_norm")
-def group_norm(call: Call) -> Choices:
-    """(input (N, C, ...), weight, bias, N, ...) -> (out, statistics of each sample's groups)."""
-    return _group_norm(call, 1, 0)
-
-
-@rule("native_group_norm_backward")
-def group_norm_backward(call: Call) -> Choices:
-    """(grad, input, statistics, weight, N, ...) -> (of input, of weight, of bias)."""
-    return _group_norm(call, 4, sum(map(bool, call.bound["output_mask"][1:])))
-
-
-def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
-    """By samples or by channels, where the statistics are given.
-
-    Args:
-        of_samples: how a result of each channel lies, where samples are cut.
-    """
-    channels = call.inputs[0].shape[1:2]
-
-    def strategy(cut: Placement) -> Strategy:
-        by_channel = shard_dim(cut) == 1
-
-        def placed(t: Layout | Meta, else_: Placement) -> Placement:
-            if len(t.shape) > 1:
-                return cut
-            if t.shape != channels:  # saved statistics, of which there are none
-                return Replicate()
-            return moved(cut, 0) if by_channel else else_
-
-        inputs = tuple(placed(t, Replicate()) for t in call.inputs)
-        return Strategy(inputs, tuple(placed(t, of_samples) for t in call.outputs))
-
-    shards = distinct(p for t in call.inputs if len(t.shape) > 1 for p in t.placements)
-    return Choices([call.whole, *map(strategy, filter(is_shard, shards))], _of_samples)
-
-
-def _of_samples(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
-    op = _of_something(call, outputs, call.op)
-
-    def run(first: torch.Tensor, *args: Any) -> Any:
-        of_input, *others = op(first, *args)
-        # torch announces a gradient of the input also where it then gives none, as nobody asked.
-        return first if of_input is None else of_input, *others
-
-    return run
-
-
-@rule("native_batch_norm", "_native_batch_norm_legit_no_training")
-def batch_norm(call: Call) -> Choices:
-    """(input (N, C, ...), weight, bias, running statistics, ..) -> (out, statistics).
-
-    In training the statistics are those of all samples, and the running ones are written.
-    """
-    if call.bound.get("training"):
-        return Choices([call.whole], _of_samples)
-    if call.mesh.device_type == "cpu":  # there it saves none, whatever its meta kernel says
-        call.outputs[1:] = [Meta((0,), (1,), saved.dtype) for saved in call.outputs[1:]]
-    return _fixed_norm(call, Replicate())
-
-
-@rule("native_batch_norm_backward")
-def batch_norm_backward(call: Call) -> Choices:
-    """(grad, input, weight, running, saved statistics, ...) -> (of input, of weight, of bias)."""
-    if call.bound["train"]:
-        return Choices([call.whole], _of_samples)
-    return _fixed_norm(call, Partial("sum"))
 
 
 def _replicate_sums(x: DTensor) -> DTensor:

@@ -496,8 +496,10 @@ def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def local_as(tensor: DTensor, target: Layout) -> torch.Tensor:
+def local_as(tensor: torch.Tensor, target: Layout) -> torch.Tensor:
     """This rank's part of `tensor` as `target` places it, apart from autograd."""
+    if not isinstance(tensor, DTensor):  # a plain one that counts as replicated
+        return move(tensor, target.replicated(), target)
     return move(tensor._local_tensor, tensor._layout, target)
 
 

@@ -118,6 +118,7 @@ def reductions() -> dict[str, Case]:
         "all": (lambda x: (x > -9).all(), [small]),
         "var": (lambda x: x.var(0), [a]),
         "std": (lambda x: x.std(), [a]),
+        "var_mean": (lambda x: torch.var_mean(x + 100, (0, 2), correction=2, keepdim=True), [a]),
         "norm": (lambda x: torch.linalg.vector_norm(x), [a]),
         "norm 1 dim": (lambda x: torch.linalg.vector_norm(x, 1, dim=(0, 2)), [a]),
         "norm inf": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), [a]),
@@ -229,6 +230,14 @@ def layers() -> dict[str, Case]:
                 functional.batch_norm(x, m.detach() + 0, v.detach().exp(), w, b) + 0 * (m + v).sum()
             ),
             [r(2, 6, 5), w, b, r(6), r(6)],
+        ),
+        "batch_norm in training": (
+            lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+            [r(4, 6, 2), w, b],
+        ),
+        "instance_norm": (
+            lambda x, w, b: functional.instance_norm(x, weight=w, bias=b),
+            [r(5, 6, 3), w, b],
         ),
         "rfft2": (lambda x: torch.fft.rfft2(x, dim=(0, 2)).abs(), [x]),
         "irfft": (lambda x: torch.fft.irfft(torch.fft.fft(x, dim=1) ** 2, dim=1), [x]),
@@ -394,6 +403,54 @@ def gradients_of_weights_only() -> None:
 
 def test_gradients_of_weights_only(ranks: Any) -> None:
     ranks(2, gradients_of_weights_only)
+
+
+def batch_norms_in_training() -> None:
+    """All that torch makes of batch norm: each writes its running statistics, cut or not."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    of_channels = [r(4), r(4), r(4), torch.rand(4).double()]
+    momentum, aten = (0.1, 1e-5), torch.ops.aten
+    for rows, dim, stats in itertools.product((7, 2), (0, 1, 2), (Replicate(), Shard(0))):
+        x, seed = r(rows, 4, 3), r(rows, 4, 3)
+        wants = None
+        for op in (
+            aten.native_batch_norm,
+            aten._native_batch_norm_legit,
+            aten._batch_norm_with_update,
+            aten.cudnn_batch_norm,
+            aten.miopen_batch_norm,
+            aten._native_batch_norm_legit_functional,
+            aten._batch_norm_with_update_functional,
+        ):
+            plain = [t.clone() for t in (x, *of_channels)]
+            ours = [
+                distribute_tensor(t.clone(), mesh, [p])
+                for t, p in zip(plain, [Shard(dim), *[stats] * 4], strict=True)
+            ]
+            for t in (*plain[:3], *ours[:3]):
+                t.requires_grad_()
+            flag = () if "with_update" in str(op) else (True,)
+            got = op(*ours, *flag, *momentum)
+            if str(op).endswith("functional"):  # no gradient, and what it would write is returned
+                new = got[-2:]
+                assert all(map(close, ours[3:], of_channels[2:]))
+            else:
+                got[0].backward(distribute_tensor(seed, mesh))
+                new = [*ours[3:], *(t.grad for t in ours[:3])]
+            if wants is None:
+                out = op(*plain, *flag, *momentum)
+                out[0].backward(seed)
+                wants = [*out, *plain[3:], *(t.grad for t in plain[:3])]
+            assert got[0].placements == (Shard(dim),)
+            values = [t.detach() for t in (*got[:3], *new)]
+            assert all(map(close, values, wants)), (str(op), rows, dim, stats)
+    with pytest.raises(ValueError, match="at least one sample"):
+        aten.native_batch_norm(distribute_tensor(x[:0], mesh), *[None] * 4, True, *momentum)
+
+
+def test_batch_norm_in_training(ranks: Any) -> None:
+    ranks(3, batch_norms_in_training)
 
 
 @pytest.mark.sweep

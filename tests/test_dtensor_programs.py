@@ -490,6 +490,12 @@ def second(x: Any) -> Any:
     return torch.autograd.grad(first.square().sum(), x, create_graph=True)[0]
 
 
+def of_norm(x: Any) -> Any:
+    """A gradient whose own passes plain zeros to what torch takes apart in a backward."""
+    norm = torch.linalg.vector_norm(functional.mish(x), 1)
+    return torch.autograd.grad(norm, x, create_graph=True)[0]
+
+
 # What random programs have found: (function, inputs); run in every layout of the first input.
 def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
     torch.manual_seed(0)
@@ -503,6 +509,7 @@ def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
         "weight_norm": (lambda v, g: torch._weight_norm(v, g, 0), [x[0], x[0, :, :1].abs()]),
         "weight_norm, last": (lambda v, g: torch._weight_norm(v, g, 1), [x[0], x[0, :1].abs()]),
         "second derivatives": (second, [x[0]]),
+        "zeros in a backward": (of_norm, [x[0]]),
         "of size 1": (lambda a: a.clone().squeeze_(1).add_(1), [x[:, :1].contiguous()]),
         "batch_norm of nothing": (lambda a: functional.batch_norm(a[:0], None, None), [x]),
     }
