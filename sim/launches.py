@@ -6,8 +6,10 @@ after all programs, and programs of one launch are in no order among each other.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _LARGEST_TABLE = 4096  # elements
 _LOWEST_ADDRESS = 1 << 32
-_LANES = 8  # programs of a launch that have a clock of their own, if they run in turn
+_LANES = 16  # clocks of a launch's programs, if these run in turn
 
 Program = tuple[int, int, int]
 
@@ -89,7 +91,14 @@ class Launches:
         host.confined = confined
         try:
             for number, program in enumerate(programs):
-                host.slot, host.what = slots[number % len(slots)], _program(kernel, program)
+                slot = slots[_lane(number, len(slots))]
+                if number >= len(slots):
+                    if world.detector:
+                        world.detector.restart(slot, own[0])
+                    if world.tape:
+                        places = world.tape.places((slot, own[0]))
+                        world.tape.sync(host, "restart", places[0], places[1:])
+                host.slot, host.what = slot, _program(kernel, program)
                 host.lane = timed[number] if timed else None
                 host.to_come = len(programs) - number - 1
                 if world.tape:
@@ -187,6 +196,14 @@ class Launches:
             return False
         values = tensor.detach().numpy().ravel().tolist()
         return any(v > _LOWEST_ADDRESS and detector.find(v) is None for v in values)
+
+
+@cache
+def _lane(number: int, lanes: int) -> int:
+    """Whose clock program `number` has. Those of one clock are in an order that no signal makes:
+    at random, lest kernels with a period of `lanes` programs hide all their races so."""
+    turn, at = divmod(number, lanes)
+    return random.Random(turn).sample(range(lanes), lanes)[at] if turn else at
 
 
 def _program(kernel: str, program: Program) -> str:

@@ -258,6 +258,8 @@ class Player:
             for place in step[2]:
                 clocks.join(place, [step[1]])
                 clocks.barrier(place)
+        elif kind == "restart":
+            clocks.restart(step[1], step[2][0])
         elif kind == "join":
             clocks.join(step[1], step[2])
         elif kind == "arrive":

@@ -278,7 +278,8 @@ class Detector(Clocks):
                 raise RaceError(
                     f"rank {strand.rank}, {strand.what}, {kind} "
                     f"{self._where(region, index[never], event)}"
-                    f", which nobody has written: symmetric memory is not cleared\n"
+                    f", which nobody has written yet: a wait for its writer is missing, or there "
+                    f"is none (symmetric memory is not cleared)\n"
                     f"  {self._sites.text(event.site)}"
                 )
         if region.atomics is not None:
@@ -337,7 +338,7 @@ class Detector(Clocks):
                 f"{'programs of one rank need gpu' if rank == strand.rank else 'ranks need sys'}"
             )
         else:
-            why = self._missing(slot, number, rank, strand)
+            why = self._missing(slot, number, strand, earlier.kind, event.kind)
         raise RaceError(
             f"{self._where(region, index, event)}:\n"
             f"  rank {rank}, {earlier.what}, {earlier.kind} it at "
@@ -347,7 +348,8 @@ class Detector(Clocks):
             f"  with nothing between to order them: {why}"
         )
 
-    def _missing(self, slot: int, number: int, rank: int, strand: Strand) -> str:
+    def _missing(self, slot: int, number: int, strand: Strand, earlier: str, later: str) -> str:
+        rank = self.ranks[slot]
         after = [site for upto, site in self._releases[slot] if upto >= number]
         if rank == strand.rank:
             return "between programs of one launch only signals order, at gpu scope or wider"
@@ -356,10 +358,12 @@ class Detector(Clocks):
                 f"rank {rank} has signalled after it, first at {self._sites.text(after[0])}, but "
                 f"rank {strand.rank} has not waited for that (acquire, scope sys)"
             )
+        early = f"; or it should not write before rank {strand.rank} has read what was there"
         return (
             f"rank {rank} has released nothing to other ranks since (sem release, scope sys"
             + ("" if BARRIER_BEFORE_ATOMICS else "; in a kernel after a tl.debug_barrier")
             + ")"
+            + (early if (earlier, later) == (WRITE, READ) else "")
         )
 
     @staticmethod

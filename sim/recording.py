@@ -6,7 +6,7 @@ strand has read the same: memory goes by names, not by addresses.
 
     touch    accesses to memory between two signals        wait, await    until a word has a value
     atomic, post     a word is read or changed, or both    look, put, poke    as plain memory
-    barrier, fork, join, place     of clocks               start          concurrent programs
+    barrier, fork, join, restart, place    of clocks       start          concurrent programs
     arrive, attend, send, receive  meetings and messages   progress       polls are not in vain
 
 `weft.sim.replay` learns from tapes, `weft.sim.player` plays them in another order.

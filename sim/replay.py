@@ -174,7 +174,7 @@ class Recording:
                 steps.append((kind, self._word(op[1]), *op[2:]))
             elif kind in ("barrier", "place"):
                 steps.append((kind, self._place(op[1])))
-            elif kind in ("fork", "join"):
+            elif kind in ("fork", "join", "restart"):
                 steps.append((kind, self._place(op[1]), [self._place(place) for place in op[2]]))
             elif kind == "start":
                 steps.append((kind, op[1], [self._place(place) for place in op[2]]))

@@ -103,6 +103,7 @@ class Scheduler:
     def __init__(self, policy: Policy, sites: Sites) -> None:
         self.policy, self.sites = policy, sites
         self.live: list[Strand] = []
+        self._ranks: set[int] = set()  # that were ever live
         self.versions: dict[Hashable, int] = {}  # address of a signal word -> times it changed
         # Tells what a word is, given its address and the value that is wanted in it.
         self.explain: Callable[[Any, int | None], str] = lambda address, wanted: str(address)
@@ -120,6 +121,7 @@ class Scheduler:
     def start(self, strand: Strand, body: Callable[[], None]) -> None:
         """Let `body` run as `strand`, from when it is first picked."""
         self.live.append(strand)
+        self._ranks.add(strand.rank)
 
         def run_strand() -> None:
             local.strand = strand
@@ -261,6 +263,9 @@ class Scheduler:
                 told = [self.explain(word, strand.wanted.get(word)) for word in strand.words]
                 strand.waits_for = lambda told=told: ", ".join(told)
         text = f"no rank can move:\n{self.describe()}"
+        if returned := self._ranks - {strand.rank for strand in self.live}:
+            ranks = ", ".join(map(str, sorted(returned)))
+            text += f"\nRank {ranks} has returned: what it has not signalled will never come."
         if behind := {strand.rank: strand.to_come for strand in self.live if strand.to_come}:
             counts = ", ".join(f"{count} of rank {rank}" for rank, count in behind.items())
             text += (

@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 import torch
 import triton
 
+from weft.collectives import signals
+
 # Frames of these are machinery, not the code that is looked at.
 _MACHINERY = (
     str(Path(triton.__file__).parent),
@@ -16,8 +18,9 @@ _MACHINERY = (
     str(Path(__file__).parent),
     str(Path(__file__).resolve().parent),
 )
-_SIGNALS = "signals.py"
-_DEPTH = 4
+_SIGNALS = (str(signals.__file__), str(Path(str(signals.__file__)).resolve()))
+_DEPTH = 3
+_MACHINE, _HELPER, _OWN = range(3)
 
 Frames = tuple[tuple[CodeType, int], ...]
 
@@ -28,26 +31,28 @@ class Sites:
     def __init__(self) -> None:
         self._numbers: dict[Frames, int] = {}
         self._frames: list[Frames] = []
-        self._machinery: dict[CodeType, bool] = {}
+        self._kinds: dict[CodeType, int] = {}
 
     def here(self) -> int:
-        """The number of the caller's call path: the innermost frames that are not machinery."""
+        """The number of the caller's call path: the innermost frames that are not machinery, and
+        of weft's signals only if there is no other."""
         frame: FrameType | None = sys._getframe(1)
         found: list[tuple[CodeType, int]] = []
-        machinery = self._machinery
+        helper: tuple[tuple[CodeType, int], ...] = ()
+        kinds = self._kinds
         while frame is not None and len(found) < _DEPTH:
             code = frame.f_code
-            skip = machinery.get(code)
-            if skip is None:
-                skip = code.co_filename.startswith((*_MACHINERY, "<"))
-                machinery[code] = skip
-            if skip:
-                if found and code.co_name == "run_strand":
-                    break
-            else:
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _kind(code.co_filename)
+            if kind == _OWN:
                 found.append((code, frame.f_lasti))
+            elif kind == _HELPER:
+                helper = helper or ((code, frame.f_lasti),)
+            elif code.co_name == "run_strand":
+                break
             frame = frame.f_back
-        key = tuple(found)
+        key = tuple(found) or helper
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._frames)
@@ -55,12 +60,15 @@ class Sites:
         return number
 
     def text(self, number: int) -> str:
-        """`file:line function`, innermost first; helpers of weft's signals only if all are."""
+        """`file:line function`, innermost first."""
         frames = self._frames[number] if number >= 0 else ()
-        if not frames:
-            return "before its first signal"
-        outside = [f for f in frames if not f[0].co_filename.endswith(_SIGNALS)]
-        return " < ".join(_place(*frame) for frame in (outside or list(frames))[:3])
+        return " < ".join(_place(*frame) for frame in frames) or "before its first signal"
+
+
+def _kind(filename: str) -> int:
+    if filename.startswith((*_MACHINERY, "<")):
+        return _MACHINE
+    return _HELPER if filename in _SIGNALS else _OWN
 
 
 def _place(code: CodeType, instruction: int) -> str:

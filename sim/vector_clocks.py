@@ -36,6 +36,7 @@ class Clocks:
         self.ranks: list[int] = []
         self._barriers: list[int] = []  # number of the last access before a slot's last barrier
         self._signals: dict[Hashable, Signal] = {}
+        self._ended: dict[int, Array] = {}  # slot -> clock of programs that it was before
 
     def new_slot(self, rank: int) -> int:
         """A clock for one more strand of `rank`."""
@@ -50,6 +51,7 @@ class Clocks:
     def _widen(self) -> None:
         before, self._capacity = self._capacity, self._capacity * 2
         self.clocks = [np.pad(clock, (0, before)) for clock in self.clocks]
+        self._ended = {slot: np.pad(clock, (0, before)) for slot, clock in self._ended.items()}
         for signal in self._signals.values():
             signal.within = {r: np.pad(c, (0, before)) for r, c in signal.within.items()}
             if signal.everywhere is not None:
@@ -60,6 +62,18 @@ class Clocks:
         clock = self.clocks[slot]
         for other in others:
             np.maximum(clock, self.clocks[other], out=clock)
+            ended = self._ended.pop(other, None)
+            if ended is not None:
+                np.maximum(clock, ended, out=clock)
+
+    def restart(self, slot: int, host: int) -> None:
+        """A program of a launch has ended, and `slot` is another one's: that comes after what
+        `host` had done before the launch, whatever the one before it has waited for."""
+        clock, ended = self.clocks[slot], self._ended.get(slot)
+        self._ended[slot] = clock if ended is None else np.maximum(ended, clock)
+        fresh = self.clocks[slot] = self.clocks[host].copy()
+        fresh[slot] = clock[slot]
+        self.barrier(slot)
 
     def barrier(self, slot: int) -> None:
         """The threads of a program have met."""

@@ -275,3 +275,52 @@ def test_looking_costs_less_than_ten_times_the_interpreter() -> None:
 
     checked, unchecked = cost(2, KERNELS["gather of the contraction"], "sequential", 3)
     assert checked < 10 * unchecked
+
+
+@triton.jit
+def _many_programs_kernel(
+    scratch_ptr, buffer_ptrs, signal_ptrs, rank, WAITING: tl.constexpr, PERIOD: tl.constexpr
+) -> None:
+    """Every program reads what program 0 of the other rank has sent; the first WAITING wait."""
+    program, offs = tl.program_id(0), tl.arange(0, 8)
+    mine = signals.peer_ptr(buffer_ptrs, rank, tl.float32)
+    if program == 0:
+        tl.store(signals.peer_ptr(buffer_ptrs, 1 - rank, tl.float32) + offs, offs * 1.0)
+        signals.signal(signals.slot_ptr(signal_ptrs, 1 - rank, 2, 0, rank, 0), 1)
+    if program < WAITING:
+        signals.wait_for(signal_ptrs, rank, 2, 0, 1 - rank, 0, 1, 1 << 30)
+    tl.store(scratch_ptr + program % PERIOD * 8 + offs, tl.load(mine + offs))
+
+
+@needs_interpreter
+def test_programs_of_a_large_grid_order_nothing_for_each_other() -> None:
+    def body(waiting: int = 24, period: int = 24) -> Callable[[int], None]:
+        def of_rank(rank: int) -> None:
+            tables, scratch = collectives.empty((8,)), torch.empty(24, 8)
+            _many_programs_kernel[(24,)](
+                scratch, tables.buffer_ptrs, tables.signal_ptrs, rank,
+                WAITING=waiting, PERIOD=period,
+            )  # fmt: skip
+
+        return of_rank
+
+    sim.run(2, body())
+    sim.run(2, body(), schedules=50, replay=True)
+    late = "program 23, reads it at .*has signalled after it, .*has not waited for that"
+    assert re.search(late, found(body(waiting=23)), re.DOTALL)
+    for period in (8, 16):
+        assert "between programs of one launch" in found(body(period=period))
+
+
+@needs_interpreter
+def test_a_deadlock_shows_the_line_that_waits_and_who_has_left() -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((8,))
+        if rank == 0:
+            _many_programs_kernel[(1,)](
+                torch.empty(8), buffer.buffer_ptrs, buffer.signal_ptrs, rank, WAITING=1, PERIOD=1
+            )
+
+    text = found(body, sim.DeadlockError)
+    line = r"rank 0, kernel _many_programs_kernel, program 0: tests/test_sim_races\.py:\d+ _many"
+    assert re.search(line, text) and "\nRank 1 has returned: " in text, text
