@@ -72,6 +72,7 @@ from weft.kernels.ring_keys import (
     count_rows,
     count_tiles,
     fetch_shard,
+    first_chunk,
     having,
     head_keys,
     is_needed,
@@ -172,10 +173,11 @@ def _publish(out_ptr, dlse_ptr, queries, keys, areas, ring, B, SHAPE: tl.constex
     publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
     make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
     shown = area_ptr(ring, rank, areas.lse, tl.float32)
-    count = tl.cast(B * H, tl.int64) * n
-    for block in range(tl.program_id(0), tiles.cdiv(count, SHAPE.copy_m), SHAPE.copy_programs):
-        at = tl.cast(block, tl.int64) * SHAPE.copy_m + tl.arange(0, SHAPE.copy_m)
-        tl.store(shown + at, tl.load(queries.lse + at, mask=at < count), mask=at < count)
+    chunks = tiles.cdiv(n, SHAPE.copy_m)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
+        rows = unit % chunks * SHAPE.copy_m + tl.arange(0, SHAPE.copy_m)
+        at = tl.cast(unit // chunks, tl.int64) * n + rows
+        tl.store(shown + at, tl.load(queries.lse + at, mask=rows < n), mask=rows < n)
 
 
 @triton.jit
@@ -191,24 +193,26 @@ def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
     q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
     lse = area_ptr(ring, source, areas.lse, tl.float32)
     delta = area_ptr(ring, source, areas.delta, tl.float32)
-    for unit in range(tl.program_id(0), B * fetched.count * chunks, SHAPE.copy_programs):
-        head, row = unit // chunks, unit % chunks * COPY_M
-        rows = tl.minimum(COPY_M, n - row)
-        to = tl.cast(head, tl.int64) * n + row
-        head = head // fetched.count * H + fetched.first + head % fetched.count
-        at = tl.cast(head, tl.int64) * n + row
-        tiles.copy_block(
-            to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
-            SHAPE.block_d,
-        )  # fmt: skip
-        tiles.copy_block(
-            to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1,
-            COPY_M, SHAPE.block_d,
-        )  # fmt: skip
-        offs = tl.arange(0, COPY_M)
-        inside = offs < rows
-        tl.store(to_lse + to + offs, tl.load(lse + at + offs, mask=inside), mask=inside)
-        tl.store(to_lse + size + to + offs, tl.load(delta + at + offs, mask=inside), mask=inside)
+    for head in range(B * fetched.count):
+        of_all = head // fetched.count * H + fetched.first + head % fetched.count
+        for chunk in range(first_chunk(of_all, chunks, SHAPE), chunks, SHAPE.copy_programs):
+            row = chunk * COPY_M
+            rows = tl.minimum(COPY_M, n - row)
+            to = tl.cast(head, tl.int64) * n + row
+            at = tl.cast(of_all, tl.int64) * n + row
+            tiles.copy_block(
+                to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
+                SHAPE.block_d,
+            )  # fmt: skip
+            tiles.copy_block(
+                to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH,
+                1, COPY_M, SHAPE.block_d,
+            )  # fmt: skip
+            offs = tl.arange(0, COPY_M)
+            inside = offs < rows
+            tl.store(to_lse + to + offs, tl.load(lse + at + offs, mask=inside), mask=inside)
+            to_delta = to_lse + size + to + offs
+            tl.store(to_delta, tl.load(delta + at + offs, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -302,6 +302,14 @@ def head_keys(keys, ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def first_chunk(head, chunks, SHAPE: tl.constexpr):
+    """Of the `chunks` of a published head, the first that is this program's, to fetch as to
+    publish: it waits for its namesake alone, which must have published all that it fetches."""
+    before = head * chunks % SHAPE.copy_programs
+    return (tl.program_id(0) + SHAPE.copy_programs - before) % SHAPE.copy_programs
+
+
+@triton.jit
 def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     """`rows` rows of `heads` = B * H heads of x (Heads), every chunk that is this program's."""
     COPY_M: tl.constexpr = SHAPE.copy_m
@@ -327,23 +335,23 @@ def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexp
     """The keys or values of `source` that are needed here, every chunk that is this program's."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), _fetched_heads(keys) * chunks, SHAPE.copy_programs):
-        first = unit % chunks * COPY_M
-        last = tl.minimum(first + COPY_M, rows)
-        if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
-            head = unit // chunks
-            of_all = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
-            tiles.copy_block(
-                out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
-                shard_ptr + (tl.cast(of_all, tl.int64) * rows + first) * SHAPE.pitch,
-                last - first,
-                SHAPE.head_dim,
-                SHAPE.pitch,
-                SHAPE.pitch,
-                1,
-                COPY_M,
-                SHAPE.block_d,
-            )
+    for head in range(_fetched_heads(keys)):
+        of_all = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
+        for chunk in range(first_chunk(of_all, chunks, SHAPE), chunks, SHAPE.copy_programs):
+            first = chunk * COPY_M
+            last = tl.minimum(first + COPY_M, rows)
+            if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
+                tiles.copy_block(
+                    out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
+                    shard_ptr + (tl.cast(of_all, tl.int64) * rows + first) * SHAPE.pitch,
+                    last - first,
+                    SHAPE.head_dim,
+                    SHAPE.pitch,
+                    SHAPE.pitch,
+                    1,
+                    COPY_M,
+                    SHAPE.block_d,
+                )
 
 
 @triton.jit

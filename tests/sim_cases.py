@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -268,17 +269,14 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
 
 
 def causal(
-    rank: int, W: int, heads: int = 1
+    rank: int, W: int, heads: int = 1, kv_heads: int = 1
 ) -> tuple[Geometry, list[torch.Tensor], list[torch.Tensor]]:
-    """A causal attention over uneven shards: its geometry, and q, k, v whole and of this rank.
-
-    `heads` of queries, on one of keys.
-    """
+    """A causal attention over uneven shards: its geometry, and q, k, v whole and of this rank."""
     sizes = (17, *(1 + r % 3 for r in range(1, W)))
     geometry = Geometry(sizes, sizes, "contiguous", Visibility(sum(sizes), after=0))
     whole = [
         matrix(count * sum(sizes), 4, seed).view(1, count, -1, 4)
-        for seed, count in enumerate((heads, 1, 1))
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
     ]
     return geometry, whole, [x.split(sizes, 2)[rank].clone() for x in whole]
 
@@ -305,10 +303,11 @@ def forward(
     shards: tuple[torch.Tensor, ...],
     ws: Any,
     launch: Callable[..., Any],
+    calls: int = CALLS,
 ) -> None:
     want, want_lse = attention_reference(*whole, causal=True)
     q, k, v = shards
-    for call in range(CALLS):
+    for call in range(calls):
         out, lse = launch(q, k, v * (call + 1), ws, geometry, 0.5)
         mine = want.split(geometry.q_sizes, 2)[rank] * (call + 1)
         torch.testing.assert_close(out, mine, rtol=1e-4, atol=1e-4)
@@ -332,6 +331,22 @@ def heads_backward(rank: int, ours: Modules = OURS) -> None:
     backward(rank, geometry, whole, (q, k, v), ws, launch)
 
 
+def heads_copied_by_several(rank: int) -> None:
+    """Forward and backward with heads of keys for every rank, and several copy programs, as GPUs
+    have: here there is one of them otherwise."""
+    W = resolve(None).world_size
+    geometry, whole, (q, k, v) = causal(rank, W, W, W)
+    sizes = W, W, 17, 4, q.dtype, W, INTERPRETER
+    several = {"copy_programs": 2, "programs": 3, "copy_m": 4}
+    for op, run, launch in (
+        (heads_flash, forward, heads_flash.launch_head_attention),
+        (heads_flash_backward, backward, heads_flash_backward.launch_head_attention_backward),
+    ):
+        ws = op.workspace_for(q, k, resolve(None), geometry)
+        config = replace(op.config_for(*sizes), **several)
+        run(rank, geometry, whole, (q, k, v), ws, partial(launch, config=config), 1)
+
+
 def backward(
     rank: int,
     geometry: Geometry,
@@ -339,6 +354,7 @@ def backward(
     shards: tuple[torch.Tensor, ...],
     ws: Any,
     launch: Callable[..., Any],
+    calls: int = CALLS,
 ) -> None:
     leaves = [x.clone().requires_grad_() for x in whole]
     out, lse = attention_reference(*leaves, causal=True)
@@ -349,7 +365,7 @@ def backward(
         return x.detach().split(geometry.q_sizes, 2)[rank].clone()
 
     q, k, v = shards
-    for call in range(CALLS):
+    for call in range(calls):
         saved = Saved(q, k, v, mine(out), mine(lse), mine(grad_out) * (call + 1), None)
         grads = launch(saved, ws, geometry, 0.5)
         for grad, leaf in zip(grads, leaves, strict=True):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sim_cases import COLLECTIVES, HOST, KERNELS, triton_attention, triton_training
+from sim_cases import (
+    COLLECTIVES,
+    HOST,
+    KERNELS,
+    heads_copied_by_several,
+    triton_attention,
+    triton_training,
+)
 from sweeps import Key, row, wanted
 
 from weft import sim
@@ -28,6 +35,11 @@ def test_kernels(case: Callable[..., None]) -> None:
 @pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:
     sim.run(2, case, schedules=2, programs="concurrent", replay=True)
+
+
+@needs_interpreter
+def test_attention_by_heads_with_several_copy_programs() -> None:
+    sim.run(2, heads_copied_by_several)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
