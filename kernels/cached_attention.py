@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -35,6 +35,9 @@ from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
 from weft.kernels.engines import Problem, choose, too_wide
+
+# Among fewer keys torch's kernel for CPUs loses nan.
+_FEWEST = 16
 
 Shard: TypeAlias = Literal["sequence", "head"] | None
 
@@ -60,14 +63,18 @@ class Cache:
     rank: int
     world_size: int
 
-    def seen(self, limit: torch.Tensor) -> torch.Tensor:
-        """How many of this rank's tokens lie before each position of `limit`: always a prefix.
+    @property
+    def room(self) -> int:
+        """Tokens of a sequence that this part can hold."""
+        return self.k.shape[2] if self.table is None else self.table.shape[1] * self.block
+
+    def seen(self, limit: int) -> int:
+        """How many of this rank's tokens lie before a position: always a prefix.
 
         Example: blocks of 4 on 2 ranks, limit 11: rank 0 has 0..3 and 8..10, 7 tokens.
         """
-        cycle = self.block * self.world_size
-        rounds, rest = limit // cycle, limit % cycle
-        return rounds * self.block + (rest - self.rank * self.block).clamp(0, self.block)
+        rounds, rest = divmod(max(limit, 0), self.block * self.world_size)
+        return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
     def keys(self, rows: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `count` keys and values of some sequences, (rows, H_kv, count, D)."""
@@ -341,22 +348,27 @@ def _check_room(cache: Cache, lengths: torch.Tensor, group: Group, op: str) -> N
 
 def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
     """Why this rank's cache cannot hold the sequences; empty if it can."""
-    count = cache.table.shape[1] * cache.block if cache.table is not None else cache.k.shape[2]
-    seen = cache.seen(lengths.long())
-    needed = int(seen.max())
-    if needed > count or int(lengths.min()) < 0:
+    tokens = lengths.tolist()
+    needed = cache.seen(max(tokens))
+    if needed > cache.room or min(tokens) < 0:
         return (
-            f"lengths must be >= 0 and fit the caches: of {int(lengths.max())} tokens rank "
-            f"{cache.rank} would hold {needed}, and has room for {count}"
+            f"lengths must be >= 0 and fit the caches: of {max(tokens)} tokens rank "
+            f"{cache.rank} would hold {needed}, and has room for {cache.room}"
         )
-    if cache.table is not None:
-        blocks, pages = cache.table.shape[1], cache.k.shape[0]
-        read = torch.arange(blocks) * cache.block < seen.unsqueeze(1)
-        if ((cache.table < 0) | (cache.table >= pages))[read].any():
-            return (
-                f"block_table must name pages 0..{pages - 1} for all blocks up to lengths, got "
-                f"{cache.table[read].tolist()[:8]}{' ...' if read.sum() > 8 else ''}"
-            )
+    if cache.table is not None and needed:
+        pages = cache.k.shape[0]
+        low, high = (int(end) for end in cache.table.aminmax())
+        if low < 0 or high >= pages:  # which may be so behind a sequence's end
+            read = [
+                page
+                for row, count in zip(cache.table.tolist(), map(cache.seen, tokens), strict=True)
+                for page in row[: -(-count // cache.block)]
+            ]
+            if any(page < 0 or page >= pages for page in read):
+                return (
+                    f"block_table must name pages 0..{pages - 1} for all blocks up to lengths, got "
+                    f"{read[:8]}{' ...' if len(read) > 8 else ''}"
+                )
     return ""
 
 
@@ -364,31 +376,99 @@ def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
 def _attend(
     q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to this rank's part of the cache: out (B, H, T, D) and lse (B, H, T), fp32."""
-    B, H, T, D = q.shape
-    H_kv = cache.k.shape[1]
-    out = torch.zeros(B, H, T, D, dtype=torch.float32, device=q.device)
-    lse = torch.full((B, H, T), -torch.inf, dtype=torch.float32, device=q.device)
-    if not (q.numel() and H_kv):
-        return out, lse
-    limits = lengths.long().unsqueeze(1) - T + 1 + torch.arange(T, device=q.device)
-    seen = cache.seen(limits.clamp(min=0)).tolist()
+    """Attention to this rank's part of the cache: out (B, H, T, D) and lse (B, H, T)."""
+    B, T = q.shape[0], q.shape[2]
+    if not q.numel():
+        return _nothing(q)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _attend_captured(q, cache, lengths, scale)
+    seen = [[cache.seen(length - T + t) for t in range(1, T + 1)] for length in lengths.tolist()]
     # Sequences side by side that are as long as each other share their calls.
-    for (*early, count), run in itertools.groupby(range(B), seen.__getitem__):
+    parts = []
+    for visible, run in itertools.groupby(range(B), seen.__getitem__):
         same = list(run)
         rows = slice(same[0], same[-1] + 1)
-        if not count:
-            continue
-        k, v = (x.float() for x in cache.keys(rows, count))
-        # Query heads of one key head are more rows of its matmul: keys are read once.
-        asked = q[rows].float().reshape(len(same), H_kv, -1, D) * scale
-        scores = (asked @ k.mT).view(-1, H, T, count)
-        for t, visible in enumerate(early):
-            scores[:, :, t, visible:] = -torch.inf
-        lse[rows] = scores.logsumexp(-1)
-        weights = _weights(scores, lse[rows].unsqueeze(-1))
-        out[rows] = (weights.view(-1, H_kv, H // H_kv * T, count) @ v).view(-1, H, T, D)
+        if visible[-1]:
+            parts.append(_attend_run(q[rows], *cache.keys(rows, visible[-1]), visible, scale))
+        else:
+            parts.append(_nothing(q[rows]))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of queries that see no key."""
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    return torch.zeros_like(q), lse
+
+
+def _attend_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: list[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (n, H, T, D) to k, v (n, H_kv, S, D), of which query t sees the first
+    visible[t], and the last one all."""
+    n, H, T, D = q.shape
+    mask = None
+    if visible[0] < visible[-1]:
+        limits = torch.tensor(visible, device=q.device).unsqueeze(1)
+        hidden = torch.arange(visible[-1], device=q.device) >= limits
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill_(hidden, -torch.inf).repeat(H // k.shape[1], 1)
+    # Query heads of one key head are more rows of its matmul: keys are read once.
+    rows = q.reshape(n, k.shape[1], -1, D)
+    out, lse = _softmax(rows, k, v, mask, scale)
+    out, lse = out.reshape(q.shape), lse.reshape(n, H, T)
+    blind = visible.count(0)
+    if blind:
+        out[:, :, :blind], lse[:, :, :blind] = 0, -torch.inf
     return out, lse
+
+
+def _softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q @ k^T + mask) @ v and the log-sum-exp, in q's dtype or a wider one."""
+    if q.device.type == "cpu" and k.shape[2] >= _FEWEST:
+        if q.stride(3) != 1:
+            q = q.contiguous()
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
+        return out, lse
+    scores = (q.float() * scale) @ k.float().mT
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return _weights(scores, lse.unsqueeze(-1)) @ v.float(), lse
+
+
+def _attend_captured(
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend` of lengths and a table that a CUDA graph will find other values in: the host reads
+    neither, all that there is room for is looked at."""
+    T, room = q.shape[2], cache.room
+    limits = (lengths.long().unsqueeze(1) + torch.arange(1 - T, 1, device=q.device)).clamp(min=0)
+    cycle = cache.block * cache.world_size
+    rest = (limits % cycle - cache.rank * cache.block).clamp(0, cache.block)
+    seen = limits // cycle * cache.block + rest
+    hidden = torch.arange(room, device=q.device) >= seen.unsqueeze(-1)  # (B, T, room)
+    table = None if cache.table is None else cache.table.clamp(0, cache.k.shape[0] - 1)
+    held = replace(cache, table=table)
+    parts = []
+    for row in range(len(q)):
+        k, v = held.keys(slice(row, row + 1), room)
+        # What lies behind the end may be anything, and 0 * nan is nan.
+        v = v.masked_fill(hidden[row, -1].unsqueeze(-1), 0)
+        mask = torch.zeros_like(hidden[row], dtype=torch.float32)
+        mask = mask.masked_fill(hidden[row], -torch.inf).repeat(q.shape[1] // k.shape[1], 1)
+        rows = q[row].reshape(1, k.shape[1], -1, q.shape[3])
+        k = k.masked_fill(hidden[row, -1].unsqueeze(-1), 0)
+        parts.append(_softmax(rows, k, v, mask, scale))
+    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -401,7 +481,7 @@ def _merged(
     out: torch.Tensor, lse: torch.Tensor, group: Group, by_process_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks' partial results, merged in rank order."""
-    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
+    packed = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
     if by_process_group:
         every = all_gather(packed.unsqueeze(0), group, sizes=[1] * group.world_size)
     else:
@@ -415,7 +495,7 @@ def _merged(
     lses = every[..., -1]
     lse = lses.logsumexp(0)
     weights = _weights(lses, lse)
-    total = torch.zeros_like(out)
+    total = torch.zeros(out.shape, dtype=packed.dtype, device=out.device)
     for weight, part in zip(weights, every, strict=True):
         total += weight.unsqueeze(-1) * part[..., :-1]
     return total, lse

@@ -207,6 +207,7 @@ class _Hooks:
 
     def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
         live = np.asarray(mask.data if hasattr(mask, "data") else mask)
+        live = live.astype(bool, copy=False)  # of a scalar and a vector the interpreter makes int32
         addresses = ptrs.data
         if live.all():
             live_addresses = addresses.reshape(-1)
