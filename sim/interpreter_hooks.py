@@ -206,8 +206,8 @@ class _Hooks:
         return hooks
 
     def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
-        live = np.asarray(mask.data if hasattr(mask, "data") else mask)
-        live = live.astype(bool, copy=False)  # of a scalar and a vector the interpreter makes int32
+        # Of a scalar and a vector the interpreter makes an int32 mask: its numbers would pick addresses.
+        live = np.asarray(mask.data if hasattr(mask, "data") else mask, bool)
         addresses = ptrs.data
         if live.all():
             live_addresses = addresses.reshape(-1)
@@ -281,7 +281,7 @@ class _Hooks:
         wanted: int | None = None,
         effect: Effect | None = None,
     ) -> Any:
-        live = np.broadcast_to(mask.data, ptr.data.shape)
+        live = np.broadcast_to(np.asarray(mask.data, bool), ptr.data.shape)
         if not self._observer.active() or not live.any():
             return run()[0]
         order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
