@@ -302,8 +302,6 @@ class DTensor(torch.Tensor):
                 f"the data of a DTensor can only be set to a DTensor, got a torch.Tensor of shape "
                 f"{tuple(value.shape)}: distribute_tensor it first"
             )
-        for hook in before_write:
-            hook()
         become(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -373,6 +371,8 @@ class DTensor(torch.Tensor):
 
 def become(tensor: DTensor, other: DTensor) -> None:
     """Give `tensor` the shape, layout and memory of `other`, apart from autograd."""
+    for hook in before_write:
+        hook()
     with no_function():
         torch._C.TensorBase.data.__set__(tensor, other)  # type: ignore[attr-defined]
     tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending

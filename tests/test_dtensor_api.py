@@ -433,6 +433,10 @@ def pending() -> None:
     torch.testing.assert_close(y.redistribute(placements=[Shard(1)]).full_tensor(), 2 * want)
     x, w, b = operands(False)
     y = functional.linear(x, w, b)
+    x.unsqueeze_(0)
+    torch.testing.assert_close(y.redistribute(placements=[Shard(1)]).full_tensor(), want)
+    x, w, b = operands(False)
+    y = functional.linear(x, w, b)
     x._local_tensor.zero_()
     with pytest.raises(RuntimeError, match="modified in place"):
         y.full_tensor()
