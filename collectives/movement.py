@@ -310,7 +310,7 @@ def _all_to_all_into(
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
     way = _way("all_to_all", group, x, nbytes)
     if way == "generic":
-        dist.all_to_all_single(_sendable(out), _sendable(x), receives, sends, group=group.pg)
+        dist.all_to_all_single(sendable(out), sendable(x), receives, sends, group=group.pg)
         return
     if way == "triton":
         with _kernels("all_to_all", group, x, nbytes) as (kernels, ws, config):
@@ -378,7 +378,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
     if _way("broadcast", group, x, x.numel() * x.element_size()) == "generic":
         if group.rank == src:
             out.copy_(x)
-        dist.broadcast(_sendable(out), group.ranks[src], group=group.pg)
+        dist.broadcast(sendable(out), group.ranks[src], group=group.pg)
         return
     name = f"broadcast of {x.numel()} elements from rank {src}"
     if _read_directly(x.numel(), group, x):
@@ -521,7 +521,7 @@ def _part_windows(sizes: list[int], group: Group, dtype: torch.dtype) -> list[tu
     return _windows(max(sizes), dtype, group.world_size)
 
 
-def _sendable(x: torch.Tensor) -> torch.Tensor:
+def sendable(x: torch.Tensor) -> torch.Tensor:
     """x as process groups take it: as bytes, where its dtype is none of theirs."""
     if x.dtype in REDUCIBLE and x.dtype != torch.int16:
         return x
@@ -529,7 +529,7 @@ def _sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
-    parts, x = [_sendable(part) for part in parts], _sendable(x)
+    parts, x = [sendable(part) for part in parts], sendable(x)
     # Gloo takes equal sizes only: shorter shards travel padded.
     longest = max(len(part) for part in parts)
     even = all(len(part) == longest for part in parts)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.group import Group, is_traced, kept_by_group, resolve
+from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
 from weft.dtensor.layout import Layout, Shape, contiguous_stride
 from weft.dtensor.library import name_of
@@ -324,8 +325,8 @@ def _all_to_all(
     outgoing = torch.cat(packed) if packed else local.new_empty(0)
     incoming = local.new_empty(sum(receives.values()))
     work = dist.all_to_all_single(
-        incoming,
-        outgoing,
+        sendable(incoming),
+        sendable(outgoing),
         [receives[rank] for rank in group.ranks],
         [sum(block.numel() for block in sends[rank]) for rank in group.ranks],
         group=group.pg,

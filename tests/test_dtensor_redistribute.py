@@ -42,6 +42,11 @@ def all_pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool) 
             y = x.redistribute(placements=target)
             assert y.placements == target
             torch.testing.assert_close(y.full_tensor(), whole, msg=f"{source} -> {target}")
+    for dtype in (torch.int16, torch.float8_e4m3fn):  # of which process groups know nothing
+        exact = whole.to(dtype)
+        x = distribute_tensor(exact, mesh, [Shard(0)] * mesh.ndim)
+        y = x.redistribute(placements=[Shard(1)] * mesh.ndim).full_tensor()
+        assert torch.equal(y.double(), exact.double())
     object.__setattr__(group, "why", why)
 
 
