@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 from torch import nn
 
 import weft
-from weft.collectives import signals
 
 HALF = torch.bfloat16
 
@@ -50,14 +50,12 @@ def layers_body(engine: weft.settings.Engine, sequence_dim: int | None) -> None:
         assert torch.equal(got, want.to(got.dtype))
 
 
-ENGINES = ["host", "generic", "triton"]
+ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
 
 
 @pytest.mark.parametrize("sequence_dim", [0, None])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layers(ranks: Any, engine: str, sequence_dim: int | None) -> None:
-    if engine == "triton" and not signals.interpreter_ready()[0]:
-        pytest.skip(signals.interpreter_ready()[1])
     ranks(2, layers_body, engine, sequence_dim)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
 import weft
 from weft import settings, sim
-from weft.collectives import Group, cost, resolve, signals
+from weft.collectives import Group, cost, resolve
 from weft.dtensor import DTensor, Shard, init_device_mesh
 from weft.kernels import chips, engines
 from weft.sim.hardware import H100
@@ -189,7 +190,7 @@ def test_auto_on_gpus_does_not_ask_for_what_ranks_may_differ_in(
     assert "triton" in seen and (op != "all_gather_matmul" or "generic" in seen)
 
 
-@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+@needs_interpreter
 def test_auto_agrees_where_shards_are_uneven() -> None:
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
 

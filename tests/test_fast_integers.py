@@ -7,17 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from weft.collectives import signals  # before triton  # isort: skip
-
 import triton.language as tl
+from needs import needs_interpreter
 from triton.runtime import interpreter
 
 from weft.sim import fast_integers
 
-pytestmark = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
+pytestmark = needs_interpreter
 BUILDER = interpreter.interpreter_builder
 
 

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives import signals
 from weft.kernels import flash_decoding
 from weft.kernels.cached_attention import flash_decode_reference
 
-ENGINES = ["host", "generic", "triton"]
+ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -129,8 +125,6 @@ def cases(engine: str, seed: int, count: int) -> bytes:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_cases(ranks, virtual_ranks, engine: str, world_size: int) -> None:
-    if engine == "triton" and not signals.interpreter_ready()[0]:
-        pytest.skip(signals.interpreter_ready()[1])
     run = virtual_ranks if (engine, world_size) == ("triton", 2) else ranks
     found = run(world_size, cases, engine, world_size, 5 if engine == "triton" else 12)
     assert len(set(found)) == 1

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
-from weft.collectives import signals, workspace
+from weft.collectives import workspace
 from weft.collectives.pad import MAX_PROGRAMS
 from weft.errors import PeerTimeout
 from weft.kernels import (
@@ -28,9 +29,7 @@ from weft.kernels import (
 )
 from weft.kernels.chips import INTERPRETER, KNOWN, Chip, Tiling
 
-pytestmark = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
+pytestmark = needs_interpreter
 
 
 def tolerance(dtype: torch.dtype, K: int) -> dict[str, float]:

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from needs import needs_interpreter
 
 import weft
-from weft.collectives import resolve, signals
+from weft.collectives import resolve
 from weft.kernels import partial_sums
 
-import triton  # isort: skip - after weft, which has kernels interpreted
-import triton.language as tl  # isort: skip
-
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 ROWS, COLUMNS = 16, 64
 
 

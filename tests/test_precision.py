@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives import resolve, signals
+from weft.collectives import resolve
 from weft.collectives.cost import onednn_is_quicker
 from weft.kernels import dense
 
@@ -94,7 +95,7 @@ def test_partial_sums_are_not_rounded(monkeypatch: Any, dtype: torch.dtype, gain
         )
 
 
-@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+@needs_interpreter
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_offsets_beyond_int32(op: str) -> None:
     # Rows so far apart that the last one lies 2^31 elements from the first: memory that is never

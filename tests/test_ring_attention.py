@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives import signals
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import (
     heads_flash_backward,
@@ -26,10 +26,6 @@ from weft.kernels.sequence_attention import attention_reference
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -9,12 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from needs import needs_interpreter
 
 from weft.collectives import pad, signals
 
-pytestmark = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
+pytestmark = needs_interpreter
 
 
 def pads(world_size: int) -> SimpleNamespace:

@@ -13,20 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from needs import needs_interpreter
+from triton.runtime.errors import InterpreterError
 
 import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, signals, workspace
 from weft.sim import interpreter_hooks, progress_bar, runner
 
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
-from triton.runtime.errors import InterpreterError  # isort: skip
-
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 def mean(rank: int) -> torch.Tensor:

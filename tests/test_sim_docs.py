@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs_interpreter
 
 from weft.cli import main
-from weft.collectives import signals
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = re.findall(r"^weft (sim .*)$", (ROOT / "docs" / "sim.md").read_text(), re.MULTILINE)
 
-pytestmark = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
+pytestmark = needs_interpreter
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from needs import needs_interpreter
 from sim_cases import (
     COLLECTIVES,
     HOST,
@@ -16,12 +17,8 @@ from sim_cases import (
 from sweeps import Key, row, wanted
 
 from weft import sim
-from weft.collectives import signals
 
 ALL_KERNELS = KERNELS | COLLECTIVES
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 # Two ranks, with programs in turn, are in the sweep.

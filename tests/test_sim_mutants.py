@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import triton.language as tl
+from needs import needs_interpreter
 from sim_faults import Fault
 from sim_planting import FAULTS, PAGE, found_in, moved_texts, with_table
 
-from weft.collectives import signals
-
-import triton.language as tl  # isort: skip - after weft, which has kernels interpreted
-
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 needs_older_triton = pytest.mark.skipif(
     hasattr(tl, "atomic_load"), reason="faults are planted in what Triton before 3.9 runs"
 )

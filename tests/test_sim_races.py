@@ -8,18 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from needs import needs_interpreter
 from sim_cases import KERNELS
 
 from weft import collectives, sim
 from weft.collectives import signals
 from weft.sim.cli import cost
-
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
-
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 def found(

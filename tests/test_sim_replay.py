@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
+from needs import needs_interpreter
 from sim_cases import COLLECTIVES, HOST, KERNELS
 from sweeps import HEAD, rows_of, with_rows
 
@@ -17,13 +20,7 @@ from weft.collectives import signals
 from weft.sim import runner
 from weft.sim.player import outcome
 
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
-
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-needs_interpreter = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
 
 
 def same_hand_overs(

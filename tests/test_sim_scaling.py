@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from needs import needs_interpreter
 
-from weft.collectives import signals
 from weft.sim import scaling
 from weft.sim.hardware import H100
 
-pytestmark = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
-)
+pytestmark = needs_interpreter
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives import signals
 from weft.kernels.chips import KNOWN
 from weft.sim import timing_hooks
 from weft.sim.clock import play
@@ -28,10 +28,6 @@ from weft.sim.trace import (
     Update,
     Wait,
     Work,
-)
-
-interpreted = pytest.mark.skipif(
-    not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1]
 )
 
 # Round numbers: a core multiplies 1 Mflop/us and moves 1 kB/us, HBM and L2 4 kB/us, a link 2 kB/us.
@@ -197,7 +193,7 @@ def gather(M: int, N: int, K: int, engine: Any = "triton") -> Any:
     return body
 
 
-@interpreted
+@needs_interpreter
 def test_without_numerics_the_timeline_is_the_same() -> None:
     full = sim.run(2, gather(160, 96, 320), hardware="h100")
     quick = sim.run(2, gather(160, 96, 320), hardware="h100", numerics=False)
@@ -209,7 +205,7 @@ def test_without_numerics_the_timeline_is_the_same() -> None:
     assert again and again.makespan_us == quick.timeline.makespan_us
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("engine", ["triton", "host", "generic"])
 def test_real_sizes_keep_to_their_bounds(engine: str) -> None:
     M, N, K, W = 512, 512, 4096, 2
@@ -229,7 +225,7 @@ def test_real_sizes_keep_to_their_bounds(engine: str) -> None:
         assert timeline.on("mi300x").makespan_us > timeline.makespan_us
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_one_rank_stands_for_all_that_do_the_same(op: str) -> None:
     def body(rank: int) -> torch.Tensor:
@@ -247,7 +243,7 @@ def test_one_rank_stands_for_all_that_do_the_same(op: str) -> None:
     assert one.summary() == pytest.approx(every.summary(), rel=0.02, abs=0.02)
 
 
-@interpreted
+@needs_interpreter
 def test_pictures_and_traces(tmp_path: Path) -> None:
     timeline = sim.run(2, gather(64, 64, 64), hardware="h100", numerics=False).timeline
     assert timeline is not None
