@@ -206,7 +206,7 @@ class _Hooks:
         return hooks
 
     def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
-        # Of a scalar and a vector the interpreter makes an int32 mask: its numbers would pick addresses.
+        # The interpreter makes int32 of a scalar and a vector, which would pick by their numbers.
         live = np.asarray(mask.data if hasattr(mask, "data") else mask, bool)
         addresses = ptrs.data
         if live.all():
