@@ -45,6 +45,7 @@ examples:
   weft bench mlp --shapes 1024,1024,4096    a training step of your MLP
   weft bench collectives --filter all_reduce --ranks 4
   weft bench all --out report               every suite, one report
+  weft bench mine.py --out report           kernels of your own: docs/bench.md
   weft bench compare old/ops.json report/ops.json --max-regression 10
 """
 
@@ -70,11 +71,15 @@ def _run(given: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(given)
     options = options_of(args, parser)
-    unknown = [name for name in args.suites if name not in (*SUITES, "all")]
+    known = (*SUITES, "all")
+    unknown = [name for name in args.suites if name not in known and not name.endswith(".py")]
     if unknown:
-        parser.error(f"no suite {unknown[0]!r}: there are {', '.join(SUITES)} and all")
-    wanted = suites.named(args.suites or ["ops"])
+        parser.error(
+            f"no suite {unknown[0]!r}: there are {', '.join(SUITES)} and all; or name a .py file "
+            f"of your own"
+        )
     try:
+        wanted = suites.named(args.suites or ["ops"])
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
@@ -155,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="what to time (ops)")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help="what to time (ops), or a .py file of your own"
+    )
     add_machine_options(parser)
     parser.add_argument(
         "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", help="problems of your own"

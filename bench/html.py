@@ -59,8 +59,9 @@ def _e(text: object) -> str:
 
 def _section(result: Result, folder: Path) -> str:
     table = table_of(result)
+    about = f": {SUITES[result.suite]}" if result.suite in SUITES else ""
     parts = [
-        f"<h2 id='{_e(result.suite)}'>{_e(result.suite)}: {_e(SUITES[result.suite])}</h2>",
+        f"<h2 id='{_e(result.suite)}'>{_e(result.suite)}{_e(about)}</h2>",
         f"<p class='small'>made by <code>{_e(result.command)}</code></p>",
         *(f"<p class='warn'>{_e(note)}</p>" for note in table.notes if "not quiet" in note),
         "<ul>" + "".join(f"<li>{_e(line)}</li>" for line in advice(result)) + "</ul>",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,11 +26,38 @@ SUITES = {
 
 
 def suite(name: str) -> Suite:
-    """The suite of this name."""
-    found: Suite = importlib.import_module(f"weft.bench.{name}_suite")
+    """The suite of this name; of a name that ends in .py, the one in that file.
+
+    Raises:
+        ValueError: there is no such file, or it is no suite.
+    """
+    own = name.endswith(".py")
+    found: Suite = (
+        _in_file(Path(name)) if own else importlib.import_module(f"weft.bench.{name}_suite")
+    )
+    return found
+
+
+def _in_file(path: Path) -> Suite:
+    """A suite of the user's own: imported by its plain name, as the ranks will do it again."""
+    if not path.is_file():
+        raise ValueError(f"no file {str(path)!r}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path.resolve():
+        raise ValueError(f"{path} has the name of another module, {module.__file__}: rename it")
+    wanted = ("NAME", "WORLD", "cases", "prepare")
+    if missing := [each for each in wanted if not hasattr(module, each)]:
+        raise ValueError(f"{path} is no suite, it lacks {', '.join(missing)}: see docs/bench.md")
+    if module.NAME in SUITES:
+        raise ValueError(f"{path} has the NAME of a suite of weft's, {module.NAME!r}: take another")
+    found: Suite = module
     return found
 
 
 def named(names: Sequence[str]) -> list[Suite]:
-    """The suites of these names, each once; "all" is every one."""
-    return [suite(name) for name in (SUITES if "all" in names else dict.fromkeys(names))]
+    """The suites of these names, each once; "all" is every one of weft's."""
+    every = [each for name in names for each in (SUITES if name == "all" else (name,))]
+    return [suite(name) for name in dict.fromkeys(every)]

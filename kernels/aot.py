@@ -37,6 +37,9 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
@@ -166,6 +169,8 @@ def source(launch: Launch) -> ASTSource:
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return _TYPES[value.dtype]
+        if isinstance(value, bool):
+            return "u1"
         if isinstance(value, float):
             return "fp32"
         if value is None or (specialize and value == 1):
@@ -250,7 +255,9 @@ def _blocks(config: Mapping[str, Any]) -> str:
     """The blocks of a configuration, its warps and stages, in a few characters."""
     names = ("block_m", "block_n", "block_k", "BLOCK_M", "BLOCK_N", "dkv_m", "dkv_n")
     sizes = [str(config[name]) for name in names if name in config]
-    return f"{'x'.join(sizes) or '-'} w{config['num_warps']} s{config.get('num_stages', '-')}"
+    return (
+        f"{'x'.join(sizes) or '-'} w{config.get('num_warps', 4)} s{config.get('num_stages', '-')}"
+    )
 
 
 @cache
@@ -329,6 +336,7 @@ examples:
   weft aot --arch sm_90                        all kernels on a Hopper GPU, in bf16
   weft aot --arch sm_90,sm_100 --case up down  two of them on two chips
   weft aot --dtype float8_e4m3fn --json        for a program to read
+Kernels of your own: weft sim FILE:FUNCTION --hardware h100 --compile
 """
 
 

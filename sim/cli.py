@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 from weft.collectives import pad
+from weft.sim import compiling
 from weft.sim.errors import SimError
 from weft.sim.hardware import PRESETS
 from weft.sim.runner import run
@@ -24,7 +25,7 @@ examples:
   weft sim mine.py:fn --ranks 3 --schedule 17:2,40:0      that schedule again
   weft sim mine.py:fn --ranks 8 --schedules 5000 --replay
   weft sim train.py --ranks 4 -- --steps 2                a script for torchrun
-  weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --plot out.png
+  weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --compile --plot out.png
 docs/sim.md teaches it by one bug, from start to end.
 """
 _MOST_TIMED = 20  # schedules, with and without races
@@ -36,8 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
-    if args.hardware is None and (args.no_numerics or args.trace or args.plot):
-        parser.error("--no-numerics, --trace and --plot are for virtual time: add --hardware")
+    if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
+        parser.error(
+            "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
+        )
+    if args.compile and ":" not in args.script:
+        parser.error(f"--compile is for kernels of a function: give {args.script}:FUNCTION")
     if args.hardware and args.schedules is None and args.schedule is None:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
@@ -96,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
+    if args.compile:
+        sys.stdout.flush()
+        path = Path(args.script.partition(":")[0])
+        return compiling.tell(results.launched, path, PRESETS[args.hardware].chip)
     return 0
 
 
@@ -153,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     timing.add_argument(
         "--plot", metavar="FILE", type=Path, help="draw what the cores do, as a PNG"
     )
+    timing.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what was launched: registers, spills (then the exit status is 1), ..",
+    )
     return parser
 
 
@@ -182,16 +196,15 @@ def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
 def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
     name, _, function = script.partition(":")
     path = Path(name)
-    code = compile(path.read_text(), str(path.resolve()), "exec")
-    sys.path.insert(0, str(path.resolve().parent))
     sys.argv = [name, *arguments]
     if not function:
+        code = compile(path.read_text(), str(path.resolve()), "exec")
+        sys.path.insert(0, str(path.resolve().parent))
         return lambda rank: _run_script(code, path)
-    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
-    exec(code, names)
-    if function not in names:
+    module = compiling.load(path)
+    if not hasattr(module, function):
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
-    return names[function]  # type: ignore[no-any-return]
+    return getattr(module, function)  # type: ignore[no-any-return]
 
 
 def _run_script(code: CodeType, path: Path) -> None:

@@ -60,6 +60,9 @@ class Observer(Protocol):
     def barrier(self) -> None:
         """tl.debug_barrier."""
 
+    def launches(self, fn: Callable[..., Any], grid: Any, given: dict[str, Any]) -> None:
+        """`fn` is about to be launched on `grid`, with the arguments and options `given`."""
+
     def launch(
         self,
         kernel: str,
@@ -314,6 +317,8 @@ def _patched(observer: Observer, quick: bool) -> Iterator[None]:
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         if observer.active():
             warps = int(kwargs.get("num_warps", 4))
+            given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+            observer.launches(self.fn, self.grid, given)
             self.fn = _Collected(self.fn, observer, [*args, *kwargs.values()], warps, grid)
             # Arguments are on the CPU already: there is nothing to bring back, and much to copy.
             self._restore_args_dev = lambda *_: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch
 from weft.collectives import pad, signals
 from weft.collectives.group import forget_meshes
 from weft.sim import distributed_hooks, interpreter_hooks, rotation, timing_hooks
+from weft.sim.compiling import Launched
 from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware, named
 from weft.sim.host_access import python_reads
@@ -54,6 +55,7 @@ class Results(list[Any]):
         played: with `replay`, how many of `schedules` followed from others and were not run.
         distinct: with `replay`, in how many different orders the signals have come.
         timeline: of the first schedule, if `hardware` was given.
+        launched: likewise, what its kernels would be compiled from (`weft.sim.compiling`).
     """
 
     schedules: int = 0
@@ -62,6 +64,7 @@ class Results(list[Any]):
     played: int = 0
     distinct: int = 0
     timeline: Timeline | None = None
+    launched: Sequence[Launched] = ()
 
 
 def run(
@@ -196,6 +199,7 @@ def run(
                 results = Results(values)
                 if world.recorder and machine:
                     results.timeline = Timeline(world.recorder.trace, machine)
+                    results.launched = world.launched
             schedules_run += 1
             switches += world.scheduler.switches
             advance()

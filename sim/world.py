@@ -19,6 +19,7 @@ from weft.collectives import pad
 from weft.collectives.workspace import forget
 from weft.errors import MismatchError
 from weft.sim import distributed_hooks
+from weft.sim.compiling import Launched, launched
 from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses
@@ -73,6 +74,7 @@ class World:
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
         self._launches = Launches(self)
+        self.launched: list[Launched] = []
         self._alive: list[Any] = []
 
     def new_strand(self, rank: int) -> Strand:
@@ -380,6 +382,12 @@ class World:
         writers = self.detector.writers(region, address)
         who = f", written by rank {', '.join(map(str, writers))}" if writers else ", never written"
         return f"{want} at byte {address - region.start} of {region.name}{who}, which is {seen}"
+
+    def launches(self, fn: Callable[..., Any], grid: Any, given: dict[str, Any]) -> None:
+        """Keep what a kernel for these GPUs would be compiled from."""
+        if self.recorder:
+            programs = grid(given) if callable(grid) else grid
+            self.launched.append(launched(strand_here().rank, fn, programs, given))
 
     def launch(
         self,

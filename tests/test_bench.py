@@ -136,15 +136,18 @@ def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, rows.Case]:
-    """The cases of the planted suite that end by themselves."""
+    """The cases of the planted suite that end by themselves, and that of a suite in a file."""
     os.environ["WEFT_TIMEOUT_S"], before = "3", os.environ["WEFT_TIMEOUT_S"]
     try:
         without = _Without("slow")
-        (result,) = runner.run([without], Options(rounds=5))  # type: ignore[list-item]
+        own = suite(str(ROOT / "examples" / "own_kernel.py"))
+        options = Options(rounds=5, shapes=((4, 16),))
+        result, of_own = runner.run([without, own], options)  # type: ignore[list-item]
     finally:
         os.environ["WEFT_TIMEOUT_S"] = before
     assert [case.name for case in result.cases] == [s.name for s in without.cases(Options())]
-    return {case.name: case for case in result.cases}
+    assert of_own.suite == "own_kernel" and tables.table_of(of_own).rows
+    return {case.name: case for case in (*result.cases, *of_own.cases)}
 
 
 class _Without:
@@ -158,6 +161,22 @@ class _Without:
 
     def cases(self, options: Options) -> list[Spec]:
         return [spec for spec in bench_cases.cases(options) if spec.name != self._name]
+
+
+def test_a_suite_of_ones_own(planted: dict[str, rows.Case], tmp_path: Path) -> None:
+    case = planted["scatter_norm 4x16"]
+    assert case.gain is not None and case.fraction("fused") is not None
+    (tmp_path / "json.py").touch()
+    (tmp_path / "not_a_suite.py").write_text("NAME = 'mine'\n")
+    (tmp_path / "taken.py").write_text("NAME, WORLD, cases, prepare = 'ops', 'ranks', None, None\n")
+    for name, text in (
+        ("json.py", "has the name of another module"),
+        ("not_a_suite.py", "lacks WORLD, cases, prepare"),
+        ("taken.py", "has the NAME of a suite of weft's, 'ops'"),
+        ("nowhere.py", "no file"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            suite(str(tmp_path / name))
 
 
 def test_what_is_wrong_has_no_time(planted: dict[str, rows.Case]) -> None:

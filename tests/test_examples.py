@@ -96,6 +96,14 @@ def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> No
     assert steps < 117 if draft else steps == 117  # of three requests, after their first tokens
 
 
+def own_kernel() -> None:
+    example("own_kernel").check(dist.get_rank())
+
+
+def test_own_kernel(ranks: Any) -> None:
+    ranks(2, own_kernel)
+
+
 def scripts(ports: dict[str, int]) -> dict[str, str]:
     """What scripts print where torchrun has set the environment: the port of each is its own."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -64,9 +64,27 @@ def test_a_script_finds_its_arguments_and_its_rank(
         main([*command, "4"])
 
 
+def test_a_kernel_of_ones_own_is_checked_and_compiled(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["weft"])
+    command = ["sim", "examples/own_kernel.py:check", "--ranks", "2"]
+    assert main([*command, "--schedules", "200", "--replay"]) == 0
+    assert main([*command, "--hardware", "h100", "--compile"]) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"^sm_90 +float32 +_scatter_norm_kernel +ranks 0 to 1 .* 0 +\d", said, re.M)
+    for line in (ROOT / "docs" / "own_kernels.md").read_text().splitlines():
+        if line.startswith(("weft ", "torchrun ")):
+            script, _, function = line.partition("examples/")[2].partition(" ")[0].partition(":")
+            assert not function or f"def {function}(" in (ROOT / "examples" / script).read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["examples/sim_ring.py", "--hardware", "h100", "--compile"], "ring.py:FUNCTION"),
         (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
         (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
         (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
