@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _ask(case: Case, prepared: Prepared, ranks: Ranks) -> None:
     """Fill in the times of a case whose calls know them."""
     for kind, calls in ((case.variants, prepared.variants), (case.bounds, prepared.bounds)):
         for name, call in calls.items():
-            us, failure, _ = _attempt(lambda call=call: call(0), ranks)  # type: ignore[misc]
+            us, failure, _ = _attempt(partial(call, 0), ranks)
             times = [] if failure else [us]
             kind[name] = Timing(times, times, failure=failure)
             ranks.alive()

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _rank_main(
 
         best, trials = tuning.search(
             choices,
-            lambda call=call: call(0),  # type: ignore[misc] # this turn's call
+            partial(call, 0),
             measured,
             ranks.gather,
             ops_suite.TOLERANCE[options.dtype],

@@ -25,11 +25,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from weft.collectives.group import forget_meshes, is_traced
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
+from weft.dtensor.grad_recording import no_function
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, before_write, no_function, wrap
+from weft.dtensor.tensor import DTensor, before_write, wrap
 from weft.dtensor.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 

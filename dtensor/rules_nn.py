@@ -31,7 +31,7 @@ _MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
 _NONE = 0
 
 
-def _replicate_sums(x: DTensor) -> DTensor:
+def _replicate_sums(x: Any) -> DTensor:
     """Reduce what is Partial, leave the shards."""
     target = x._layout.reduced()
     return x if target == x._layout else wrap(local_as(x, target), target)
@@ -51,9 +51,9 @@ def softmax(call: Call) -> Choices | Decomposed:
 
     def run(x: DTensor, *_: Any) -> torch.Tensor:
         wide = x.to(torch.float32) if x.dtype.itemsize < 4 else x
-        shifted = wide - _replicate_sums(wide.amax(dim, True))  # type: ignore[arg-type]
+        shifted = wide - _replicate_sums(wide.amax(dim, True))
         exponentials = shifted.exp()
-        total = _replicate_sums(exponentials.sum(dim, True))  # type: ignore[arg-type]
+        total = _replicate_sums(exponentials.sum(dim, True))
         result = shifted - total.log() if log else exponentials / total
         return result if result.dtype == dtype else result.to(dtype)
 
@@ -72,10 +72,10 @@ def softmax_backward(call: Call) -> Choices | Decomposed:
     def run(grad: DTensor, output: DTensor, *_: Any) -> torch.Tensor:
         g, y = (t.to(torch.float32) if t.dtype.itemsize < 4 else t for t in (grad, output))
         if log:
-            result = g - y.exp() * _replicate_sums(g.sum(dim, True))  # type: ignore[arg-type]
+            result = g - y.exp() * _replicate_sums(g.sum(dim, True))
         else:
             product = g * y
-            result = product - y * _replicate_sums(product.sum(dim, True))  # type: ignore[arg-type]
+            result = product - y * _replicate_sums(product.sum(dim, True))
         return result if result.dtype == dtype else result.to(dtype)
 
     return Decomposed(run)

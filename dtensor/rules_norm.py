@@ -78,8 +78,7 @@ def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
             strategies.append(Strategy(inputs, outputs))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
-        names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
-        at, op = names.index("N"), call.op
+        at, op = list(call.bound).index("N"), call.op
 
         def run(*args: Any) -> Any:
             return op(*args[:at], args[0].shape[0], *args[at + 1 :])

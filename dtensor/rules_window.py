@@ -134,17 +134,13 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     return strategies + list(map(call.with_first, linear_sums(call.inputs[0].placements)))
 
 
-def _with_groups(call: Call, x: Layout, args: list[Any]) -> list[Any]:
-    """The arguments of the local op: of as many groups as lie here."""
-    names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
-    values = [call.bound[name] for name in names]
-    cuts = [n for p, n in zip(x.placements, x.place.sizes, strict=True) if shard_dim(p) == 1]
+def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
+    """What follows the first arguments, with as many groups as lie here."""
     groups = call.bound["groups"]
     if groups > 1:
-        for n in cuts:
-            groups //= n
-    values[names.index("groups")] = groups
-    return [*args, *values[len(args) :]]
+        for p, n in zip(x.placements, x.place.sizes, strict=True):
+            groups //= n if shard_dim(p) == 1 else 1
+    return list((call.bound | {"groups": groups}).values())[tensors:]
 
 
 def _convolved(
@@ -180,7 +176,7 @@ def convolution(call: Call) -> Choices:
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         x, y = inputs[0], outputs[0]
         cut = _cut_dims(x)
-        rest = _with_groups(call, x, [None] * 3)[3:]
+        rest = _options(call, x, 3)
         if not cut:
             return lambda local, w, b, *_: _convolved(local, w, b, y.local_shape, rest)
         windows = _Windows(call, inputs[1])
@@ -233,7 +229,7 @@ def convolution_backward(call: Call) -> Choices:
         of_y, x, w = inputs
         mask = list(call.bound["output_mask"])
         cut = _cut_dims(x)
-        rest = _with_groups(call, x, [None] * 4)[4:]
+        rest = _options(call, x, 4)
 
         if not cut:
             return lambda grad, local, weight, *_: _gradients(grad, local, weight, rest)
@@ -337,7 +333,7 @@ def images(call: Call) -> Choices:
 
 
 def _of_images(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
-    names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]
+    names = list(call.bound)
     at = names.index("input_size") if "input_size" in names else None
     size, op = outputs[0].local_shape, call.op
 

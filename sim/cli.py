@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 from weft.collectives import pad
 from weft.sim import compiling
@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--schedule: {error}")
     if args.schedules != "exhaustive" and not args.schedules.isdecimal():
         parser.error(f"--schedules must be a number or `exhaustive`, got {args.schedules!r}")
-    schedules = "exhaustive" if args.schedules == "exhaustive" else int(args.schedules)
+    schedules: int | Literal["exhaustive"] = "exhaustive"
+    if args.schedules != "exhaustive":
+        schedules = int(args.schedules)
     if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
         parser.error("--replay is for races, in a number of --schedules, without --hardware")
     if not Path(args.script.partition(":")[0]).is_file():
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.ranks,
             function,
             seed=args.seed,
-            schedules=schedules,  # type: ignore[arg-type]
+            schedules=schedules,
             schedule=args.schedule,
             races=not args.no_races,
             programs=programs,
@@ -204,7 +206,8 @@ def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
     module = compiling.load(path)
     if not hasattr(module, function):
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
-    return getattr(module, function)  # type: ignore[no-any-return]
+    found: Callable[[int], Any] = getattr(module, function)
+    return found
 
 
 def _run_script(code: CodeType, path: Path) -> None:

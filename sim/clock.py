@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 from weft.sim.hardware import Hardware
 from weft.sim.trace import (
@@ -309,7 +310,7 @@ class Clock:
             while waiting and free:
                 core, (_, events) = free.pop(), waiting.pop()
                 program = self._engine.start(self._program(rank, core, launch.kernel, events))
-                program.then(lambda core=core: ended(core))  # type: ignore[misc]
+                program.then(partial(ended, core))
 
         def ended(core: int) -> None:
             free.append(core)
