@@ -193,7 +193,7 @@ def _attend(q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, CUT:
     offs_r = item % CUT.row_tiles * CUT.rows + tl.arange(0, CUT.rows)
     offs_d = tl.arange(0, CUT.block_d)
     group_head, t = offs_r // T, offs_r % T
-    row = tl.cast(row, tl.int64)
+    row, head = tl.cast(row, tl.int64), tl.cast(head, tl.int64)
     q_rows = row * q.stride_b + (head * CUT.group + group_head) * q.stride_h + t * q.stride_m
     inside = (offs_r < CUT.group * T)[:, None] & (offs_d < CUT.D)[None, :]
     rows = tl.load(q.ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)

@@ -121,3 +121,33 @@ def test_offsets_beyond_int32(op: str) -> None:
     apart = sim.run(W, lambda rank: call(rank, far_x, far_w), races=False)
     for got, want in zip(apart, near, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+def test_offsets_of_keys_beyond_int32() -> None:
+    # As above: of three heads, or of six rows, the last one lies 2^31 elements from the first.
+    far, D = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16), 16
+
+    def spread(x: torch.Tensor, start: int) -> torch.Tensor:
+        _, heads, rows, _ = x.shape
+        pitch = (1 << 31) // (heads - 1 or rows - 1) + 16
+        strides = (0, pitch, D, 1) if heads > 1 else (0, 0, pitch, 1)
+        return far.as_strided(x.shape, strides, start).copy_(x)
+
+    def decode(rank: int, *qkv: torch.Tensor) -> torch.Tensor:
+        with weft.engine("triton"):
+            return weft.flash_decode(*qkv, torch.tensor([11]), block_size=2)
+
+    def ring(rank: int, *qkv: torch.Tensor) -> torch.Tensor:
+        with weft.engine("triton"):
+            return weft.ring_attention(*qkv, sizes=[6, 6])
+
+    for call, heads in ((decode, 3), (ring, 3), (ring, 1)):
+        q, k, v = (
+            matrix(heads * 6, D, torch.float16, seed).view(1, heads, 6, D) for seed in range(3)
+        )
+        near = sim.run(2, lambda rank, call=call, x=(q, k, v): call(rank, *x))
+        x = q, spread(k, 0), spread(v, 1 << 10)
+        apart = sim.run(2, lambda rank, call=call, x=x: call(rank, *x), races=False)
+        for got, want in zip(apart, near, strict=True):
+            assert torch.equal(got, want), (call.__name__, heads)
