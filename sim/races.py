@@ -9,7 +9,9 @@ later one's clock covers the earlier one's number.
 Scopes: between ranks a release and its acquire count at `sys` scope only, between programs of a
 rank at `gpu` or `sys`. What a program has stored since its last `tl.debug_barrier` may be on its
 way in other threads than the one that signals, and is not published, where Triton puts no barrier
-before an atomic itself (before 3.9).
+before an atomic itself (before 3.9). Nor is it there for loads of the program itself, whose threads
+may hold other elements than in the store: only what loads the very elements of one store, and no
+others, is taken to have them in the same threads.
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ class Event:
     kind: str
     scope: str
     itemsize: int
+    granules: int
 
 
 class Detector(Clocks):
@@ -249,9 +252,8 @@ class Detector(Clocks):
         index = offsets // granule
         if itemsize > granule:
             index = (index[:, None] + np.arange(itemsize // granule)).reshape(-1)
-        self._check(
-            region, strand, index, Event(self._sites.here(), strand.what, kind, scope, itemsize)
-        )
+        event = Event(self._sites.here(), strand.what, kind, scope, itemsize, index.size)
+        self._check(region, strand, index, event)
 
     def _check(self, region: Region, strand: Strand, index: Array, event: Event) -> None:
         slot, kind = strand.slot, event.kind
@@ -270,6 +272,10 @@ class Detector(Clocks):
         if late.any():
             at = int(np.argmax(late))
             self._race(region, strand, event, index[late], int(writer[at]) - 1, int(written[at]))
+        if kind == READ and strand.what != "host":
+            mine = (writer == slot + 1) & (written > self._barriers[slot])
+            if mine.any():
+                self._check_own(region, strand, event, index, written, mine)
         if not region.defined and kind != WRITE and not writer.all():
             never = writer == 0
             if region.atomics is not None:
@@ -296,6 +302,29 @@ class Detector(Clocks):
         if region.atomics is None:
             region.atomics = zeros(region.reads.shape, np.int32)
         region.atomics[index, column] = number
+
+    def _check_own(
+        self,
+        region: Region,
+        strand: Strand,
+        event: Event,
+        index: Array,
+        written: Array,
+        mine: Array,
+    ) -> None:
+        """Loads, after no barrier, of what threads of the same program have stored."""
+        number = int(written[np.argmax(mine)])
+        earlier = self._events[strand.slot][number]
+        assert earlier is not None
+        alike = mine.all() and (written == number).all() and earlier.granules == index.size
+        if not alike:
+            raise RaceError(
+                f"{self._where(region, index[mine], event)}:\n"
+                f"  rank {strand.rank}, {earlier.what}, {earlier.kind} it at "
+                f"{self._sites.text(earlier.site)}\n"
+                f"  and {event.kind} it at {self._sites.text(event.site)}\n"
+                f"  perhaps in other threads, with no tl.debug_barrier between"
+            )
 
     def _check_reads(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
         late = region.reads[index] > self.clocks[strand.slot][region.slots]

@@ -312,6 +312,14 @@ IN_KERNELS = [
         ("reduce-scatter",),
     ),
     fault(
+        "an own tile is read back without a barrier",
+        gemm_reduce_scatter,
+        "                    tl.debug_barrier()\n",
+        "",
+        ("reduce-scatter",),
+        message="no tl.debug_barrier between",
+    ),
+    fault(
         "one-shot does not wait",
         gemm_one_shot,
         "complete &= signals.wait_for_peers(",

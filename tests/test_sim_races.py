@@ -128,6 +128,31 @@ def _count_kernel(buffer_ptrs, SCOPE: tl.constexpr, PLAIN: tl.constexpr) -> None
         tl.atomic_add(word, 1, sem="relaxed", scope=SCOPE)
 
 
+@triton.jit
+def _read_back_kernel(x_ptr, COUNT: tl.constexpr, BARRIER: tl.constexpr) -> None:
+    """Stores 64 numbers, and doubles the first COUNT of them."""
+    offs = tl.arange(0, 64)
+    tl.store(x_ptr + offs, offs)
+    if BARRIER:
+        tl.debug_barrier()
+    first = tl.arange(0, COUNT)
+    tl.store(x_ptr + first, 2 * tl.load(x_ptr + first))
+
+
+@needs_interpreter
+def test_what_other_threads_of_a_program_have_stored() -> None:
+    def body(rank: int, count: int, barrier: bool) -> None:
+        buffer = collectives.empty((64,), torch.int32)
+        _read_back_kernel[(1,)](buffer.local, COUNT=count, BARRIER=barrier)
+        assert buffer.local[count - 1] == 2 * (count - 1)
+
+    sim.run(2, lambda rank: body(rank, 32, True))
+    sim.run(2, lambda rank: body(rank, 64, False))  # each thread what it has stored itself
+    text = found(lambda rank: body(rank, 32, False))
+    assert "elements 0 to 31" in text and text.count("_read_back_kernel") >= 2
+    assert "no tl.debug_barrier between" in text
+
+
 @needs_interpreter
 def test_atomics_on_data() -> None:
     def body(rank: int, scope: str, plain: bool, early: bool) -> None:
