@@ -57,12 +57,12 @@ def virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
-    def run(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(world_size: int, body: Callable[..., Any], *args: Any, races: bool = True) -> list[Any]:
         def on_rank(rank: int) -> Any:
             dist.init_process_group("gloo")
             return body(*args)
 
-        return list(sim.run(world_size, on_rank, timeout=120))
+        return list(sim.run(world_size, on_rank, races=races, timeout=120))
 
     return run
 

@@ -167,6 +167,110 @@ def test_a_matmul_of_few_rows_takes_as_long_as_reading_its_weight() -> None:
     touched = (64 + 64 * 64 + 64) * 4
     assert machine.matmul_us(1, 64, 64, torch.float32) == pytest.approx(touched / 2e3)
     assert machine.matmul_us(4096, 4096, 4096, torch.float32) == 2 * 4096**3 / 1e6
+    assert machine.memory_us(4e3, syncs=3) == 19.0
+    assert machine.memory_us(4e3, syncs=0) == 4.0
+    assert machine.wire_time_us(4e3) == 140.0
+
+
+# On `round_rates` 200 us of multiplications in bf16, 400 us of transfers; by the wire 4,100 us.
+ROUND = {"M": 1000, "N": 500, "K": 400, "dtype": torch.bfloat16, "moved_bytes": 4_000_000}
+TILE = 2 * 128 * 256 * 400 / 2e6 * 132
+
+
+def round_rates(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """Four ranks on sm_90, 132 cores: 5 us a signal, 1e4 bytes/us from peers, 1e3 by the wire."""
+    flops = {"torch.float32": 1e6, "torch.bfloat16": 2e6}
+    machine = cost.Machine(flops, 1e4, 5.0, 1e3, 100.0)
+    monkeypatch.setattr(cost, "machine", lambda *_: machine)
+    monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[1])
+    return Group(None, 0, 4, (0, 1, 2, 3), ())
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "expected"),
+    [
+        (
+            "all_gather_matmul",
+            {},
+            {
+                "triton": (400 + 80 + TILE / 16, 80 + TILE / 16),  # 16 signals
+                "host": (400 + 100 + 80, 100 + 80),
+                "generic": (200 + 4100, 4100),
+            },
+        ),
+        ("all_gather_matmul", {"N": 5000}, {"triton": (2000 / 0.95 + 80 + TILE / 16, None)}),
+        (
+            "matmul_reduce_scatter",  # 24 bits on the way; the process group has an all-reduce
+            {},
+            {
+                "triton": (300 + 10, 300 + 10),
+                "host": (400 + 100 + 80, 400 + 80),
+                "generic": (200 + 8100 + 5, 8100 + 5),
+            },
+        ),
+        (
+            "matmul_reduce_scatter",
+            {"dtype": torch.float32},
+            {"triton": (400 / 0.95 + 10, 400 + 10), "generic": (400 + 8100, 8100)},
+        ),
+        ("matmul_all_reduce", {}, {"generic": (200 + 2100 + 5, 2100 + 5)}),
+        ("ring_attention", {}, {"triton": (410, 410), "host": (580, 580), "generic": (4300, 4300)}),
+        ("on a CPU", {}, {"host": (200 + 400 + 10, 410), "generic": (200 + 800 + 10, 810)}),
+    ],
+)
+def test_prices_add_up(
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    changes: dict[str, Any],
+    expected: dict[engines.RunnableEngine, tuple[float, float | None]],
+) -> None:
+    group = round_rates(monkeypatch)
+    device = torch.device("cpu" if op == "on a CPU" else "cuda")
+    prices = engines.predict(engines.Problem(op, **(ROUND | changes)), group, device)
+    for engine, (us, beyond_us) in expected.items():
+        assert prices[engine].us == pytest.approx(us), engine
+        assert beyond_us is None or prices[engine].beyond_us == pytest.approx(beyond_us), engine
+
+
+def test_what_auto_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, device = round_rates(monkeypatch), torch.device("cuda")
+    gather = engines.Problem("all_gather_matmul", **ROUND)
+    prices = engines.predict(gather, group, device)
+    assert prices["host"].beyond_us < prices["triton"].beyond_us
+    assert engines._cheapest(gather, group, device)[0] == "triton"
+    refused = engines.Problem("all_gather_matmul", **ROUND, host_refusal="no")
+    assert "host" not in engines.predict(refused, group, device)
+    alone = Group(None, 0, 1, (0,), ())
+    assert engines._cheapest(gather, alone, device)[0] == "host"
+    assert engines._cheapest(refused, alone, device)[0] == "triton"
+    eight_bits = engines.Problem("op", **(ROUND | {"dtype": torch.float8_e4m3fn}))
+    assert engines.is_supported("triton", eight_bits, group, device)[0]
+    monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[0])
+    refusal = "sm_80 has no float8_e4m3fn"
+    assert engines.is_supported("triton", eight_bits, group, device) == (False, refusal)
+
+
+def measured_body() -> None:
+    """Rates from times that a clock made up: of matmuls, of exchanges, of the process group's."""
+    group, device = resolve(None), torch.device("cpu")
+    times = {5: 300.0, 50: 60.0, 20: 40.0, 3: 540.0}  # by how often a call is timed
+
+    def timed(call: Callable[[], object], repeats: int, device: Any = None) -> float:
+        call()
+        return times[repeats]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "_timed", timed)
+        found = cost._measure(group, device)
+    flops, nbytes = 2 * 384**3 / 300, 4 << 20
+    assert found.flops == {"torch.float32": flops, "torch.bfloat16": flops}
+    assert (found.sync_us, found.wire_us) == (60.0, 40.0)
+    assert found.copy == nbytes / (300 - 60)
+    assert found.wire == nbytes * (group.world_size - 1) / (540 - 40)
+
+
+def test_rates_are_made_of_what_is_measured(virtual_ranks: Any) -> None:
+    virtual_ranks(3, measured_body, races=False)  # what is copied is memory as it was
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])

@@ -47,6 +47,10 @@ def activated_body(engine: Any, dtype: torch.dtype) -> None:
             assert all(torch.equal(*pair) for pair in zip(ys, plain, strict=True))
             dys = [tensor(tuple(y.shape), dtype, 900 + i, False) for i, y in enumerate(ys)]
             torch.autograd.backward(ys, dys)
+            if activation == "relu":  # lets NaN through
+                spoilt = torch.where(torch.arange(len(x))[:, None] == 2, torch.nan, x.detach())
+                y = weft.all_gather_matmul(spoilt, w[0].detach(), activation="relu")
+                assert y.isnan().all(1).nonzero().flatten().tolist() == [2, sizes[0] + 2]
         xs64 = [each.double().requires_grad_() for each in xs]
         w64 = [[each.double().requires_grad_() for each in row] for row in ws]
         b64 = [[each.double().requires_grad_() for each in row] for row in bs]
@@ -143,6 +147,9 @@ def fp8_body(engine: Any, by_row: bool) -> None:
             check("all-reduce", y, want, 16 * W * K, W)
             y = weft.matmul_reduce_scatter(xs[rank], ws[rank], **options)
             check("reduce-scatter", y, want.split(chunk_sizes(M, W))[rank], 16 * W * K, W)
+        spoilt = torch.where(torch.arange(M)[:, None] == 2, torch.nan, xs[rank].float()).to(fp8)
+        y = weft.all_gather_matmul(spoilt, ws[rank], **scales)
+        assert y.isnan().all(1).nonzero().flatten().tolist() == [2, M + 2]
         bias = torch.zeros(N, dtype=torch.bfloat16, requires_grad=True)
         with pytest.raises(NotImplementedError, match="has no gradient"):
             weft.all_gather_matmul(xs[rank], ws[rank], bias=bias, **scales)

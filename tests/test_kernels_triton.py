@@ -16,13 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from needs import needs_interpreter
+from torch.nn import functional
 
 from weft.collectives import workspace
-from weft.collectives.pad import MAX_PROGRAMS
+from weft.collectives.pad import KERNEL_SLOTS, MAX_PROGRAMS
 from weft.errors import PeerTimeout
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
+    gathers,
     gemm_all_reduce,
     gemm_one_shot,
     gemm_reduce_scatter,
@@ -39,12 +41,15 @@ def tolerance(dtype: torch.dtype, K: int) -> dict[str, float]:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, layout: str = "rows"):
-    """The same on every rank. layout: "rows" or "columns" contiguous, or "strided" (neither)."""
+    """The same on every rank. layout: "rows" or "columns" contiguous, "strided" (neither), or
+    "negated"."""
     generator = torch.Generator().manual_seed(seed)
     if layout == "columns":
         return torch.randn(columns, rows, generator=generator).to(dtype).T
     if layout == "strided":
         return torch.randn(rows, 2 * columns, generator=generator).to(dtype)[:, ::2]
+    if layout == "negated":  # a view whose numbers have the other sign in memory
+        return torch._neg_view(torch.randn(rows, columns, generator=generator).to(dtype))
     return torch.randn(rows, columns, generator=generator).to(dtype)
 
 
@@ -68,7 +73,7 @@ def cases(count: int, seed: int, limit: int = 70):
             rng.choice([1, 2, 3, 7, 16, 17, 31, 32, 33, rng.randint(1, limit)]) for _ in range(3)
         ]
         dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-        layouts = [rng.choice(["rows", "columns", "strided"]) for _ in range(3)]
+        layouts = [rng.choice(["rows", "columns", "strided", "negated"]) for _ in range(3)]
         yield index, sizes, dtype, layouts
 
 
@@ -180,7 +185,7 @@ def reduce_scatter(count: int, seed: int) -> None:
             random.Random(index).shuffle(sizes)
         depths = [[(K + r * i) % 70 for i in range(terms)] for r in range(W)]  # 0 among them
         if index % 4 < 2:
-            depths = [[K] * terms] * W
+            depths = [[K, 32][:terms]] * W  # the second in whole steps
         xs = [
             [matrix(M, k, dtype, 10 * r + i, layouts[0]) for i, k in enumerate(ks)]
             for r, ks in enumerate(depths)
@@ -295,6 +300,14 @@ def gpu_like_tiles() -> None:
             xs[rank], [weights[rank]], ws, [M] * W, config=gather
         ).ys
         torch.testing.assert_close(y.double(), whole @ weights[rank].double(), **close)
+        if layouts[0] == layouts[1]:  # two weights by descriptor, or by descriptor of the transpose
+            pair = [weights[rank] / 8, weights[1 - rank] / 8]
+            (y,) = all_gather_gemm.launch_all_gather_matmul(
+                xs[rank], pair, ws, [M] * W, activation="swiglu",
+                config=replace(gather, tiling=replace(tiling, block_n=128)),
+            ).ys  # fmt: skip
+            gate, up = (whole @ w.double() for w in pair)
+            torch.testing.assert_close(y.double(), functional.silu(gate) * up, **close)
         contract = all_gather_contract.Config(tiling, 4, 2, 4, 32, descriptors=True)
         for rows in (M, 32):  # w by descriptor only where shards are whole steps of the contraction
             dy, whole = matrix(rows * W, N, dtype, 9, layouts[1]), torch.cat([x[:rows] for x in xs])
@@ -309,12 +322,94 @@ def test_gpu_like_tiles(ranks):
     ranks(2, gpu_like_tiles)
 
 
+def scaled_ways() -> None:
+    """Factors of the rows come with them by every way, several chunks a shard; one for all, too."""
+    ws = workspace(None, 1 << 14, channel="scaled")
+    engines_ws = workspace(None, 1 << 14, channel="scaled, by copy engines")
+    rank, W, K, N, fp8 = ws.rank, ws.world_size, 40, 20, torch.float8_e4m3fn
+    sizes = [35, 19]
+    assert gathers.workspace_bytes(35, K, fp8) == 35 * 48 + 35 * 4
+    whole, w = matrix(sum(sizes), K, fp8, 1), matrix(K, N, fp8, 2 + rank)
+    columns = torch.linspace(0.5, 2.0, N)
+    for rows in (torch.linspace(0.5, 2.0, sum(sizes)), torch.full((1,), 0.7)):
+        mine = rows.split(sizes)[rank] if len(rows) > 1 else rows.expand(sizes[rank])
+        want = rows.double()[:, None] * (whole.double() @ w.double()) * columns.double()
+        for way in WAYS:
+            made = all_gather_gemm.launch_all_gather_matmul(
+                whole.split(sizes)[rank], [w], engines_ws if way == "copy engines" else ws, sizes,
+                scale_a=mine, scales_b=[columns], out_dtype=torch.float32,
+                config=gather_config(way, sum(sizes), N, K, fp8, W),
+            )  # fmt: skip
+            torch.testing.assert_close(made.ys[0].double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_factors_by_every_way(virtual_ranks):
+    virtual_ranks(2, scaled_ways)
+
+
+def test_workspaces_hold_what_is_sent():
+    """A slot a rank, of whole tiles; 24 bits of each sum for a result in half precision."""
+    t, bf16, fp32 = Tiling(32, 64, 32), torch.bfloat16, torch.float32
+    scatter = gemm_reduce_scatter.Config(t, 3, 16, False)
+    one_shot = gemm_one_shot.Config(t, 3, 1, 8, False)
+    two_shot = gemm_all_reduce.Config(t, 3, 16, False)
+    tile = 32 * 64
+    for dtype, sent in ((fp32, 4 * tile), (bf16, 3 * tile)):
+        # 33 x 65: 2 x 2 tiles. Of 3 chunks, or in one: 99 x 65 is 4 x 2.
+        assert gemm_reduce_scatter.workspace_bytes(33, 65, dtype, 3, scatter) == 3 * 4 * sent
+        assert gemm_reduce_scatter.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 8 * sent
+        assert gemm_all_reduce.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 4 * sent
+        # Of 4 tiles an owner has two at most; then the finished ones.
+        finished = 4 * tile * dtype.itemsize
+        assert gemm_all_reduce.workspace_bytes(33, 65, dtype, 3, two_shot) == 6 * sent + finished
+
+
+def parts_of_two_sums() -> None:
+    """Several tiles, each of two sums, which three programs make a part of each."""
+    ws = workspace(None, 1 << 14, channel="two sums")
+    M, N, K = 10, 40, 70
+    xs = [matrix(M, K, torch.float32, r) for r in range(ws.world_size)]
+    pair = [matrix(K, N, torch.float32, 5 + i) / 8 for i in range(2)]
+    config = gather_config(
+        "split", M * len(xs), 2 * N, K, torch.float32, len(xs), activation="swiglu"
+    )
+    made = all_gather_gemm.launch_all_gather_matmul(
+        xs[ws.rank], pair, ws, [M] * len(xs), activation="swiglu", config=config
+    )
+    gate, up = (torch.cat(xs) @ w for w in pair)
+    torch.testing.assert_close(made.ys[0], functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_two_sums(virtual_ranks):
+    virtual_ranks(2, parts_of_two_sums)
+
+
+def many_chunks() -> None:
+    """More chunks are asked for than a peer has words: they are made larger."""
+    ws = workspace(None, 1 << 15, channel="chunks")
+    rank, W, rows = ws.rank, ws.world_size, MAX_PROGRAMS + 40
+    whole, w = matrix(rows * W, 4, torch.float32, 1), torch.eye(4)
+    config = replace(gather_config("fetched", rows * W, 4, 4, torch.float32, W), chunk_rows=1)
+    shard = whole.split(rows)[rank]
+    made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, [rows] * W, config=config)
+    assert torch.equal(made.ys[0], whole)
+    # Behind the words of a peer are those of the next rank: on rank 1, which is the last one, its
+    # own, and nobody announces those.
+    words = KERNEL_SLOTS + (W + 1) * MAX_PROGRAMS
+    assert rank == 0 or not any(ws.own[words + chunk] for chunk in range(MAX_PROGRAMS))
+
+
+def test_as_many_chunks_as_there_are_words(virtual_ranks):
+    virtual_ranks(2, many_chunks)
+
+
 def calls_in_a_row() -> list[torch.Tensor]:
     """Different kernels in turn on one channel, every rank the slowest once: same bits again."""
     ws = workspace(None, 1 << 18, channel="row")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     x, w = matrix(20, 24, torch.float32, rank), matrix(24, 40, torch.float32, 5 + rank)
+    same = matrix(24 * W, 40, torch.float32, 4)  # on all ranks, which add up in the same order
     rounds = []
     for call in range(W + 1):
         if call % W == rank:
@@ -326,6 +421,7 @@ def calls_in_a_row() -> list[torch.Tensor]:
                     [x], [w], ws, chunk_sizes(len(x), ws.world_size)
                 ),
                 gemm_all_reduce.launch_matmul_all_reduce(x, w, ws),
+                all_gather_contract.launch_all_gather_contract(x, same, ws, [24] * W)[1],
             ]
         )
     ws.check("calls_in_a_row")
@@ -338,6 +434,7 @@ def test_calls_in_a_row_on_one_workspace(ranks):
     results = ranks(3, calls_in_a_row)
     scattered, whole = torch.cat([r[0] for r in results]), [r[1] for r in results]
     assert all(torch.equal(whole[0], other) for other in whole[1:])
+    assert all(torch.equal(results[0][2], other[2]) for other in results[1:])
     torch.testing.assert_close(scattered, whole[0])
 
 

@@ -123,7 +123,7 @@ def test_offsets_beyond_int32(op: str) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.skipif(not signals.interpreter_ready()[0], reason=signals.interpreter_ready()[1])
+@needs_interpreter
 def test_offsets_of_keys_beyond_int32() -> None:
     # As above: of three heads, or of six rows, the last one lies 2^31 elements from the first.
     far, D = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16), 16

@@ -5,20 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from needs import needs_interpreter
 from sim_cases import (
+    CALLS,
     COLLECTIVES,
     HOST,
     KERNELS,
     heads_copied_by_several,
+    matrix,
     triton_attention,
     triton_training,
 )
 from sweeps import Key, row, wanted
 
 from weft import sim
+from weft.collectives import workspace
+from weft.kernels import gemm_reduce_scatter
+from weft.kernels.chips import Tiling
 
 ALL_KERNELS = KERNELS | COLLECTIVES
+
+
+def no_rows_on_the_last_rank(rank: int) -> None:
+    """It has nothing to add up, and must not run ahead of those who read what it sends."""
+    W, K, N, sizes = 3, 4, 17, [17, 16, 0]
+    config = gemm_reduce_scatter.Config(Tiling(16, 16, 32, group_m=2), 3, 16, False)
+    ws = workspace(None, 1 << 15, channel="no rows")
+    xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
+    for call in range(CALLS):
+        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+            [xs[rank] * (call + 1)], [w], ws, sizes, config=config
+        )
+        torch.testing.assert_close(y, (sum(xs) @ w).split(sizes)[rank] * (call + 1))
+
+
+@needs_interpreter
+def test_a_rank_without_rows() -> None:
+    sim.run(3, no_rows_on_the_last_rank, schedules=20, replay=True)
 
 
 # Two ranks, with programs in turn, are in the sweep.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ import torch.distributed as dist
 
 import weft
 from weft.bench import tune
-from weft.kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, tuning
+from weft.kernels import (
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_one_shot,
+    gemm_reduce_scatter,
+    tuning,
+)
 from weft.kernels.chips import INTERPRETER, KNOWN, Tiling
 from weft.kernels.tuning import Choice
 
@@ -65,6 +72,44 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
     table.unlink()
     tuning.load.cache_clear()
     assert gather(8192)[0] != TILING
+
+
+def test_the_way_of_a_launch_goes_by_size() -> None:
+    """On an H100, bf16, 8 ranks: each way up to the size that its comment names."""
+    bf16 = torch.bfloat16
+
+    def way(M: int, N: int, K: int, W: int = 8, **options: Any) -> str:
+        config = all_gather_gemm.config_for(M, N, K, bf16, W, H100, **options)
+        assert config.split == 1 or config.direct
+        return "engines" if config.copy_engines else "direct" if config.direct else "fetched"
+
+    # 8 column tiles read 7/8 of 64 rows of 2 KiB: 0.9 MiB. Twice as many rows are fetched.
+    assert [way(M, 512, 1024) for M in (64, 128)] == ["direct", "fetched"]
+    assert way(64, 512, 1024, keep=True) == "fetched"
+    # Shards of 4 MiB: whatever N, of which ranks may have their own.
+    for N in (1, 3584):
+        assert [way(M, N, 8192) for M in (2047, 2048)] == ["fetched", "engines"]
+    assert way(1 << 20, 64, 8192, W=1) != "engines"
+    large = all_gather_gemm.config_for(65536, 3584, 8192, bf16, 8, H100)
+    assert large.chunk_rows == 8192 // 4  # a quarter of a shard, of 4 MiB at least
+    assert all_gather_gemm.config_for(2048, 3584, 8192, bf16, 8, H100).chunk_rows == 256
+    assert large.programs == H100.cores - 1
+    few = all_gather_gemm.config_for(1024, 3584, 8192, bf16, 8, H100)
+    assert (few.copy_programs, few.tiling.group_m) == (16, 1)  # a shard is one tile high
+
+    def one_shot(config: object) -> bool:
+        return isinstance(config, gemm_one_shot.Config)
+
+    # 1 MiB of sums in fp32; two ranks have no second shot.
+    whole = [gemm_all_reduce.config_for(M, 8192, bf16, 8, H100) for M in (32, 33)]
+    assert [one_shot(config) for config in whole] == [True, False]
+    assert one_shot(gemm_all_reduce.config_for(8192, 8192, bf16, 2, H100))
+    chunks = [gemm_reduce_scatter.config_for(rows, 8192, bf16, 8, H100) for rows in (127, 128)]
+    assert [one_shot(config) for config in chunks] == [True, False]
+    assert isinstance(chunks[1], gemm_reduce_scatter.Config) and chunks[1].senders == 8
+    # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
+    assert gemm_one_shot.config_for(16, 512, bf16, H100).split == 8
+    assert all_gather_gemm.config_for(64, 512, 256, bf16, 8, H100).split == 2
 
 
 def test_what_is_written_adds_to_what_was(table: Path) -> None:
