@@ -29,7 +29,7 @@ from weft.collectives.exchange import Exchange, agree, exchange
 from weft.collectives.group import Group, ranks_group, resolve, spanning_group
 from weft.collectives.movement import chunk_sizes
 from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
-from weft.collectives.workspace import Workspace, close, workspace
+from weft.collectives.workspace import Workspace, check_peers, close, workspace
 
 __all__ = [
     "Exchange",
@@ -42,6 +42,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "check_peers",
     "chunk_sizes",
     "close",
     "empty",

@@ -104,13 +104,9 @@ class Workspace:
         also in another stream.
         """
         self.buffer.check_open()
+        self.check_peers(op)
         if self._on_host:
-            self.waiter.check(op)
             return
-        if self._fetched[0]:
-            _, waiter, peer, generation = self._fetched.tolist()
-            blamed = peer if peer != self.rank else waiter
-            raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
             return
@@ -118,6 +114,15 @@ class Workspace:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+    def check_peers(self, op: str) -> None:
+        """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
+        if self._on_host:
+            self.waiter.check(op)
+        elif self._fetched[0]:
+            _, waiter, peer, generation = self._fetched.tolist()
+            blamed = peer if peer != self.rank else waiter
+            raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
 
     def launched(self, op: str) -> None:
         """Call after launching kernels that wait on this workspace: fetches their status."""
@@ -200,6 +205,23 @@ def workspace(
         _outgrown.append(found)
     _workspaces[key] = Workspace(where, on, -(-half // _ALIGN) * _ALIGN, channel)
     return _workspaces[key]
+
+
+def check_peers() -> None:
+    """Raise if a call of this process has waited in vain for a rank, and its results are no good.
+
+    Every call looks at that first. What only replays CUDA graphs makes none: it asks here each time
+    that it has waited for the GPU, say for the tokens of a step. Takes a few us, and no GPU's time.
+
+    Raises:
+        PeerTimeout: naming the rank that did not come.
+    """
+    world = here.world
+    for ws in (*_workspaces.values(), *_outgrown):
+        virtual = ws.group.virtual is not None
+        mine = world is not None and ws.group.ranks[ws.rank] == world.rank
+        if mine if virtual else world is None:
+            ws.check_peers(ws.name)
 
 
 def close() -> None:

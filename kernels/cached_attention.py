@@ -255,7 +255,7 @@ def name_of(group: GroupLike, shard: Shard) -> str:
 
 def _append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch.Tensor) -> None:
     T = k.shape[2]
-    positions = lengths.long().unsqueeze(1) + torch.arange(-T, 0)
+    positions = lengths.long().unsqueeze(1) + torch.arange(-T, 0, device=lengths.device)
     turn = positions // cache.block
     rows, steps = ((positions >= 0) & (turn % cache.world_size == cache.rank)).nonzero().unbind(1)
     positions, turn = positions[rows, steps], turn[rows, steps] // cache.world_size

@@ -406,8 +406,10 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
 
 
 def _held(cache: Cache) -> Held:
-    """A cache as the kernels take it, who count the table's elements one after another."""
-    table = None if cache.table is None else cache.table.contiguous()
+    """A cache as the kernels take it, who count the elements of a table's row one after another."""
+    table = cache.table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     stride = 0 if table is None else table.stride(0)
     return Held(heads_of(cache.k), heads_of(cache.v), table, stride, cache.block, cache.world_size)
 

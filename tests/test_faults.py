@@ -91,6 +91,8 @@ def absent_body(timeout_s: float) -> Any:
         collectives.all_reduce(x)
     first = time.monotonic() - start
     start = time.monotonic()
+    with pytest.raises(weft.PeerTimeout, match="rank"):
+        weft.collectives.check_peers()
     with pytest.raises(weft.PeerTimeout):  # the group stays broken, and says so at once
         collectives.all_reduce(x)
     return first, time.monotonic() - start, caught.value.peer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.kernels import flash_decoding
+from weft.kernels import cached_attention, flash_decoding
 from weft.kernels.cached_attention import flash_decode_reference
 
 ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
@@ -136,6 +137,30 @@ def test_random_cases(ranks, virtual_ranks, engine: str, world_size: int) -> Non
 def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     count = 60 if engine == "triton" else 300
     ranks(world_size, cases, engine, 100 + world_size, count, timeout_s=1800)
+
+
+@pytest.mark.parametrize("paged_cache", [False, True])
+def test_what_a_graph_captures_of_the_other_engines(
+    monkeypatch: pytest.MonkeyPatch, paged_cache: bool
+) -> None:
+    """It looks at all that there is room for; what lies behind the ends may be anything."""
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(cached_attention, "_FEWEST", 1 << 30)  # torch's kernel is for CPUs
+    lengths = torch.tensor([37, 2, 0, 9], dtype=torch.int32)
+    for T, rank in itertools.product((1, 3), (0, 1)):
+        q = torch.randn(4, 4, T, 8, generator=generator)
+        k, v = (cut(torch.randn(4, 2, 40, 8, generator=generator), 4, rank, 2, 24) for _ in "kv")
+        table = None
+        if paged_cache:
+            table = torch.randperm(24, generator=generator).view(4, 6).int()
+            k, v = (paged(x, 4, table) for x in (k, v))
+            for row, length in enumerate(lengths.tolist()):
+                table[row, -(-length // 8) :] = -1
+        cache = cached_attention.Cache(k, v, table, 4, rank, 2)
+        expected = cached_attention._attend(q, cache, lengths, 0.3)
+        torch.testing.assert_close(
+            cached_attention._attend_captured(q, cache, lengths, 0.3), expected
+        )
 
 
 def decode_twice(rank: int, D: int = 8, H: int = 2, T: int = 1) -> list[torch.Tensor]:

@@ -317,6 +317,77 @@ def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(attention_graph_body, timeout_s=300)
 
 
+def serving_body(engine: weft.settings.Engine, shard: str | None) -> None:
+    """Capture a whole step of decoding, which feeds itself; replay it beside the same in eager, the
+    block table changed between the steps."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    B, H, H_kv, D, P, V = 3, 4 * world_size, 2 * world_size, 16, 4, 50
+    by_head, whole = shard is None, {"sequence_dim": None, "device": "cuda"}
+    torch.manual_seed(0)
+    embedding = weft.VocabParallelEmbedding(V, H * D, **whole)
+    layers = [H * D, H_kv * D, H_kv * D]
+    qkv = weft.ColumnParallelLinear(
+        H * D, sum(layers), merged_sizes=layers, gather_output=not by_head, **whole
+    )
+    mix = weft.RowParallelLinear(H * D, H * D, **whole)
+    head = weft.ColumnParallelLinear(H * D, V, **whole)
+    heads = H_kv // world_size if by_head else H_kv
+    cache = torch.zeros(2, 24, heads, P, D, device="cuda")
+    tokens = torch.zeros(B, 1, dtype=torch.int64, device="cuda")
+    lengths = torch.zeros(B, dtype=torch.int32, device="cuda")
+    table = torch.zeros(B, 9, dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        x = embedding(tokens)
+        parts = qkv(x).split(qkv.output_sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in parts)
+        where = {"shard": shard, "block_table": table[:, :8]}
+        weft.append_to_cache(k, v, *cache, lengths, **where)
+        out = weft.flash_decode(q, *cache, lengths, **where)
+        out = out if by_head else out.chunk(world_size, 1)[rank]
+        said = weft.vocab_parallel_argmax(head(x + mix(out.transpose(1, 2).flatten(2))))
+        tokens.copy_(said)
+        lengths.add_(1)
+        return said
+
+    def begin() -> None:
+        cache.fill_(torch.nan)
+        tokens.copy_(torch.tensor([[1], [2], [3]]))
+        lengths.copy_(torch.tensor([1, 4, 0]))
+        table[:, :8] = torch.arange(24).view(B, 8)
+
+    def said_by(run: Callable[[], torch.Tensor]) -> list[list[int]]:
+        begin()
+        cache.nan_to_num_(0.0)  # the tokens before the first
+        said = []
+        for turn in range(9):
+            said.append(run().flatten().tolist())
+            collectives.check_peers()
+            if turn % 3 == 2:  # other pages
+                moved = torch.randperm(24, generator=torch.Generator().manual_seed(turn)).cuda()
+                cache[:, moved] = cache.clone()
+                table[:, :8] = moved.int()[table[:, :8].long()]
+        return said
+
+    with torch.no_grad(), weft.engine(engine):
+        expected = said_by(step)
+        begin()
+        graph, result = captured(step)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        assert said_by(replay) == expected
+        assert len({tuple(each) for each in expected}) > 1
+
+
+@pytest.mark.parametrize("shard", ["sequence", None])
+@pytest.mark.parametrize("engine", ["triton", "host"])
+def test_cuda_graph_of_serving(gpu_ranks: GpuRanks, engine: str, shard: str | None) -> None:
+    gpu_ranks.run(serving_body, engine, shard, timeout_s=300)
+
+
 @pytest.mark.parametrize("engine", ["host", "triton"])
 def test_results_are_bitwise_the_same_again(gpu_ranks: GpuRanks, engine: str) -> None:
     gpu_ranks.run(with_gpu, matmuls_again, engine, timeout_s=200)
