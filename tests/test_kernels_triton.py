@@ -112,7 +112,8 @@ def gather_rows(count: int, seed: int) -> None:
             matrix(K, n, dtype, 100 + rank + n, layouts[1]) for n in (N, 1, 33)[: 1 + index % 3]
         ]
         biases = [
-            None if i == 1 else matrix(1, w.shape[1], dtype, i)[0] for i, w in enumerate(weights)
+            None if i == 1 else matrix(1, w.shape[1], dtype, i, layouts[2])[0]
+            for i, w in enumerate(weights)
         ]
         if index % 4 == 3 and rank == index % W:
             time.sleep(0.02)
@@ -145,7 +146,7 @@ def gather_contraction(count: int, seed: int) -> None:
         )
         x = full.split(sizes, dim=0 if transposed else 1)[rank]
         w = matrix(K, N, dtype, 100 + rank, layouts[1])
-        bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
+        bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
         out = torch.empty(N, M, dtype=dtype).T if index % 4 == 2 else None
         gathered, y = all_gather_contract.launch_all_gather_contract(
             x, w, ws, sizes, transposed=transposed, bias=bias, out=out, with_own=index % 3 == 1
@@ -194,10 +195,10 @@ def reduce_scatter(count: int, seed: int) -> None:
             [matrix(k, N, dtype, 500 + 10 * r + i, layouts[1]) for i, k in enumerate(ks)]
             for r, ks in enumerate(depths)
         ]
-        bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
+        bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
         config = scatter_config(index, max(sizes), N, dtype, W)
-        residual = matrix(sizes[rank], N, dtype, 70 + rank) if index % 2 else None
+        residual = matrix(sizes[rank], N, dtype, 70 + rank, layouts[2]) if index % 2 else None
         y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
             xs[rank], weights[rank], ws, sizes, bias=bias, residual=residual, scale=scale,
             config=config,
@@ -222,9 +223,9 @@ def all_reduce(count: int, seed: int) -> None:
         depths = [K if index % 4 < 2 else (K + r) % 70 for r in range(W)]
         xs = [matrix(M, k, dtype, r, layouts[0]) for r, k in enumerate(depths)]
         weights = [matrix(k, N, dtype, 500 + r, layouts[1]) for r, k in enumerate(depths)]
-        bias = matrix(1, N, dtype, 7)[0] if index % 3 == 0 else None
+        bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
-        residual = matrix(M, N, dtype, 70) if index % 2 else None
+        residual = matrix(M, N, dtype, 70, layouts[2]) if index % 2 else None
         config = gemm_all_reduce.two_shot_config_for(M, N, dtype, INTERPRETER)
         if index % 3 == 2:
             config = one_shot_config(1 + index % 2, M, N, dtype)

@@ -21,6 +21,7 @@ from weft.kernels import (
     to_zigzag,
     zigzag_sizes,
 )
+from weft.kernels.attention_tiles import in_rows
 from weft.kernels.chips import KNOWN
 from weft.kernels.sequence_attention import attention_reference
 
@@ -214,6 +215,19 @@ def plain_case(engine: str, W: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+def edges_of_windows(dtype: torch.dtype) -> None:
+    """Blocks of keys of which only some of a tile's queries see the first ones, and some all."""
+    sizes = [64, 64]
+    options = {"layout": "contiguous", "q_sizes": sizes, "k_sizes": sizes, "H": 1, "H_kv": 1}
+    attention_case(plain_case("triton", 2, dtype=dtype, D=8, window=(80, 0), **options))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edges_of_windows_in_one_launch(virtual_ranks: Any, dtype: torch.dtype) -> None:
+    virtual_ranks(2, edges_of_windows, dtype)
+
+
 def repeated_body(engine: str, W: int) -> None:
     """The same call again, with another between: the same buffers, the same bits."""
     case = plain_case(engine, W, H=2, H_kv=1)
@@ -308,6 +322,18 @@ def misuse_body(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("message", "changes"), MISUSE.items(), ids=MISUSE)
 def test_misuse(ranks: Any, message: str, changes: dict[str, Any]) -> None:
     ranks(1, misuse_body, changes, message)
+
+
+def test_kernels_read_keys_and_values_by_the_same_strides() -> None:
+    k = torch.arange(48.0).view(1, 2, 6, 4)
+    v = (k + 1).transpose(1, 2).contiguous().transpose(1, 2)
+    pairs = (k, v), (v, k), (v[..., ::2], k[..., ::2]), (k, torch._neg_view(k))
+    for given in pairs:
+        read = in_rows(*given)
+        assert read[0].stride() == read[1].stride() and read[0].stride(3) == 1
+        for x, wanted in zip(read, given, strict=True):
+            assert torch.equal(x, wanted) and not x.is_neg()
+    assert in_rows(v).data_ptr() == v.data_ptr()
 
 
 def zigzag_sizes_body() -> None:
