@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
         )
+    if args.symmetric and not args.no_numerics:
+        parser.error("--symmetric leaves out what other ranks compute: add --no-numerics")
     if args.compile and ":" not in args.script:
         parser.error(f"--compile is for kernels of a function: give {args.script}:FUNCTION")
     if args.hardware and args.schedules is None and args.schedule is None:
@@ -80,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout=args.timeout or (3600.0 if args.no_numerics else 60.0),
             hardware=args.hardware,
             numerics=not args.no_numerics,
+            symmetric=args.symmetric,
         )
     except SimError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -157,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     timing.add_argument("--hardware", choices=PRESETS, help="whose time to keep")
     timing.add_argument(
         "--no-numerics", action="store_true", help="skip the arithmetic: real sizes in minutes"
+    )
+    timing.add_argument(
+        "--symmetric",
+        action="store_true",
+        help="with --no-numerics, for one call whose ranks have equal shares: run rank 0's kernels "
+        "and take the others' for the same",
     )
     timing.add_argument(
         "--trace", metavar="FILE", type=Path, help="write a Chrome trace, for ui.perfetto.dev"

@@ -85,6 +85,7 @@ def test_a_kernel_of_ones_own_is_checked_and_compiled(
     ("arguments", "text"),
     [
         (["examples/sim_ring.py", "--hardware", "h100", "--compile"], "ring.py:FUNCTION"),
+        (["examples/sim_ring.py", "--hardware", "h100", "--symmetric"], "add --no-numerics"),
         (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
         (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
         (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
