@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from weft.collectives import Group, resolve
+from weft.collectives import Group, all_reduce, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import WeightGrad, as_rows, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.parallel_module import ParallelModule, Split
 from weft.kernels.reduced_matmul import matmul_all_reduce
+from weft.kernels.scaled import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
 
 
@@ -34,6 +35,7 @@ class _ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    weight_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -132,6 +134,26 @@ class _ParallelLinear(ParallelModule):
             )
         self.split = Split(sizes, shared, W)
         self.take(linear, ("weight", "bias"))
+        self.register_parameter("weight_scale", None)
+
+    def quantize(self) -> Any:
+        """Turn the weight into fp8 (e4m3) with a factor for each output feature, for inference.
+
+        From now on inputs are rounded to fp8 as well, with a factor for each row as it comes, and
+        the state holds `weight` in fp8 and `weight_scale` (out_features, 1) in fp32: weight *
+        weight_scale is what was. `load_state_dict` takes such a state of the whole layer, also with
+        one factor for all of it. Every rank must call this; it returns the module.
+        """
+        if self.weight_scale is not None:
+            raise RuntimeError(f"this {type(self).__name__} is quantized already")
+        with torch.no_grad():
+            largest = magnitudes(self.weight)
+            if self.cut["weight"] == 1 and not largest.is_meta:  # ranks have parts of its rows
+                largest = all_reduce(largest, self.group, reduce_op="max")
+            weight, scale = quantized(self.weight, largest)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        return self
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as the constructor does: with one seed on every rank."""
@@ -145,13 +167,24 @@ class _ParallelLinear(ParallelModule):
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of the nn.Linear."""
-        return {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        out = self.out_features
+        return {"weight": (out, self.in_features), "bias": (out,), "weight_scale": (out, 1)}
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        scale = state_dict.get(prefix + "weight_scale")
+        if scale is not None and scale.numel() in (1, self.out_features):
+            whole = scale.reshape(-1, 1).expand(self.out_features, 1)
+            state_dict = state_dict | {prefix + "weight_scale": whole}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with what is different."""
         sizes, copies = self.split.sizes, self.split.copies
         merged = f"merged_sizes={sizes}, " if len(sizes) > 1 else ""
         merged += f"copies={copies}, " if max(copies) > 1 else ""
+        merged += "" if self.weight_scale is None else "fp8, "
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, sequence_dim={self.sequence_dim}, {merged}"
@@ -194,7 +227,7 @@ class ColumnParallelLinear(_ParallelLinear):
         >>> y_shard = down(F.gelu(up(x_shard)))
     """
 
-    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0, "weight_scale": 0}
 
     @property
     def output_sizes(self) -> list[int]:
@@ -211,11 +244,20 @@ class ColumnParallelLinear(_ParallelLinear):
         if max(split.copies) > 1 and torch.is_grad_enabled():
             weight = _Shared.apply(weight, split, group)
             bias = None if bias is None else _Shared.apply(bias, split, group)
-        if self.sequence_dim is None:
-            y = _of_whole_input(x, weight, bias, group)
+        scales: dict[str, Any] = {}
+        y: torch.Tensor
+        dim = self.sequence_dim
+        if self.weight_scale is not None:
+            x, scales = _quantized_input(x, self.weight_scale)
+        if dim is not None:
+            y = all_gather_matmul(x, weight.t(), group, bias=bias, gather_dim=dim, **scales)
+        elif scales:
+            y = _scaled_matmul(x, weight.t(), bias, **scales)
         else:
-            y = all_gather_matmul(x, weight.t(), group, bias=bias, gather_dim=self.sequence_dim)
-        return _Gathered.apply(y, split, group) if self.gather_output else y
+            y = _of_whole_input(x, weight, bias, group)
+        if self.gather_output:
+            y = _Gathered.apply(y, split, group)
+        return y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -230,11 +272,37 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks' features: this rank's part of the sequence, or all of it."""
+        options: dict[str, Any] = {"bias": self.bias}
+        if self.weight_scale is not None:
+            x, scales = _quantized_input(x, self.weight_scale)
+            options |= scales
         if self.sequence_dim is None:
-            return matmul_all_reduce(x, self.weight.t(), self.group, bias=self.bias)
+            return matmul_all_reduce(x, self.weight.t(), self.group, **options)
         return matmul_reduce_scatter(
-            x, self.weight.t(), self.group, bias=self.bias, scatter_dim=self.sequence_dim
+            x, self.weight.t(), self.group, scatter_dim=self.sequence_dim, **options
         )
+
+
+def _quantized_input(
+    x: torch.Tensor, weight_scale: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """x in fp8, and the factors of a call with it, whose result is of x's dtype."""
+    rounded, scale = quantized(x, magnitudes(x))
+    return rounded, {"scale_a": scale, "scale_b": weight_scale.t(), "out_dtype": x.dtype}
+
+
+def _scaled_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    op = "ColumnParallelLinear"
+    scaling = scaling_of(op, x, [w], [bias], scale_a, scale_b, out_dtype)
+    assert scaling is not None
+    return scaled_products(x, [w], [bias], scaling)[0]
 
 
 @autocast

@@ -31,6 +31,20 @@ class Scaling:
     out_dtype: torch.dtype
 
 
+def magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each row of x (.., K): (.., 1)."""
+    return x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+
+
+def quantized(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in fp8, and the fp32 factors that give it back; `largest` is the magnitude that must fit.
+
+    Example: [1., -4.] with largest 4. gives [112, -448] and 4 / 448.
+    """
+    factors = largest.float().clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FP8).max
+    return (x.float() / factors).to(FP8), factors
+
+
 def scaling_of(
     op: str,
     x: torch.Tensor,

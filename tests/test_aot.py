@@ -36,7 +36,7 @@ NEWEST = {
 
 NO_MATMUL = {
     "_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel", "_multimem_kernel",
-    "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel",
+    "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
 }  # fmt: skip
 
 # Of each chip the cases that are nearest to spilling; together they have every kernel that

@@ -207,6 +207,50 @@ def test_fewer_key_heads_than_ranks(ranks: Any, sequence_dim: int | None) -> Non
     ranks(4, copied_body, sequence_dim)
 
 
+def fp8_body(sequence_dim: int | None) -> None:
+    """Weights of fp8 with a factor a feature: near the layers that they were made of, saved and
+    loaded whole."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = pair(32, 48, bias=True)
+    model = parallel(whole, sequence_dim)
+    for layer in (model[0], model[2]):
+        assert layer.quantize() is layer and "fp8" in repr(layer)
+        with pytest.raises(RuntimeError, match="quantized already"):
+            layer.quantize()
+    state = model.state_dict()
+    for name in ("0.", "2."):
+        weight, scale = state[f"{name}weight"], state[f"{name}weight_scale"]
+        assert weight.dtype == torch.float8_e4m3fn and scale.shape == (len(weight), 1)
+        given = whole.state_dict()[f"{name}weight"]
+        assert (weight.float().abs().amax(1) == 448).all()
+        torch.testing.assert_close(weight.float() * scale, given, rtol=2**-4, atol=1e-3)
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    shard = x if sequence_dim is None else x.chunk(world_size)[rank]
+    expected = whole(x) if sequence_dim is None else whole(x).chunk(world_size)[rank]
+    with torch.no_grad():
+        y = model(shard)
+        assert (y - expected).norm() < 0.05 * expected.norm()
+        # A checkpoint of whole layers, with a factor for each feature or for all.
+        again = parallel(pair(32, 48, bias=True), sequence_dim)
+        for layer in (again[0], again[2]):
+            layer.quantize()
+        again.load_state_dict(state)
+        assert torch.equal(again(shard), y)
+        for shape in ((), (1,)):
+            state["2.weight_scale"] = torch.full(shape, 0.5)
+            again.load_state_dict(state)
+            assert (again[2].weight_scale == 0.5).all()
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        model(shard.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        parallel(whole, sequence_dim).load_state_dict(state)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_quantized_layers(ranks: Any, sequence_dim: int | None) -> None:
+    ranks(2, fp8_body, sequence_dim)
+
+
 class _Packed(nn.Linear):
     """As libraries of quantized weights leave an nn.Linear."""
 
