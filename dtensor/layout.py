@@ -334,11 +334,6 @@ class Layout:
         return tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
 
     @cached_property
-    def has_empty_shard(self) -> bool:
-        """Whether some rank holds nothing of a tensor that is not empty."""
-        return 0 not in self.shape and any(not all(box) for box in self.boxes)
-
-    @cached_property
     def global_bytes(self) -> int:
         """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize

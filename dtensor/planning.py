@@ -366,10 +366,10 @@ def _learn_outputs(call: Call) -> None:
     args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
     try:
         result = call.op(*args, **kwargs)
-    except ZeroDivisionError:  # some divide by sizes in Python, where kernels get infinity
+    except (ZeroDivisionError, TypeError):  # of sizes of 0: Python's slips, kernels have none
         call.output_tree = _DYNAMIC
         return
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         # Ops without a meta kernel say so in several ways, all of them RuntimeError.
         unknown = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
         if not isinstance(error, RuntimeError) or not unknown:

@@ -78,12 +78,11 @@ def fourier(call: Call) -> Choices:
 
 
 def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
-    """Whether some rank may hold nothing, however many mesh dims cut these dims."""
-    return any(
-        layout.with_placements((p,) * len(layout.placements)).has_empty_shard
-        for p in distinct(layout.placements)
-        if shard_dim(p) in dims
-    )
+    """Whether some rank may hold nothing of these dims, however many mesh dims cut them."""
+    cuts = [p for p in distinct(layout.placements) if shard_dim(p) in dims]
+    ways = [layout.placements, *((p,) * len(layout.placements) for p in cuts)]
+    boxes = [box for way in ways for box in layout.with_placements(way).boxes]
+    return any(not box[d] for box in boxes for d in dims if layout.shape[d])
 
 
 def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> list[Strategy]:
