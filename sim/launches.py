@@ -7,9 +7,9 @@ after all programs, and programs of one launch are in no order among each other.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +91,9 @@ class Launches:
         host.confined = confined
         try:
             for number, program in enumerate(programs):
-                slot = slots[_lane(number, len(slots))]
-                if number >= len(slots):
+                turn, at = divmod(number, len(slots))
+                slot = slots[_order(turn, len(slots))[at]]
+                if turn:
                     if world.detector:
                         world.detector.restart(slot, own[0])
                     if world.tape:
@@ -198,12 +199,12 @@ class Launches:
         return any(v > _LOWEST_ADDRESS and detector.find(v) is None for v in values)
 
 
-@cache
-def _lane(number: int, lanes: int) -> int:
-    """Whose clock program `number` has. Those of one clock are in an order that no signal makes:
-    at random, lest kernels with a period of `lanes` programs hide all their races so."""
-    turn, at = divmod(number, lanes)
-    return random.Random(turn).sample(range(lanes), lanes)[at] if turn else at
+@lru_cache(maxsize=4096)
+def _order(turn: int, lanes: int) -> Sequence[int]:
+    """The clocks of `lanes` programs that follow each other. Those of one clock are in an order
+    that no signal makes: at random, lest kernels with a period of `lanes` programs hide all their
+    races so."""
+    return random.Random(turn).sample(range(lanes), lanes) if turn else range(lanes)
 
 
 def _program(kernel: str, program: Program) -> str:
