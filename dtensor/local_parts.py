@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -118,8 +118,7 @@ def check_parts(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Compare what the ranks passed; make replicas equal to the first one's."""
     group = spanning_group(layout.mesh)
     mine = (layout.shape, layout.stride, layout.dtype)
-    everyones: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyones, mine, group=group.pg)
+    everyones = group.gather_objects(mine, "from_local(run_check=True)")
     if any(theirs != mine for theirs in everyones):
         raise ValueError(
             f"from_local: the ranks' local tensors make up different global tensors (shape, "

@@ -19,16 +19,15 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from weft.collectives import spanning_group
+from weft.collectives import Group, spanning_group
 from weft.dtensor.layout import Box, Layout, contiguous_stride
 from weft.dtensor.transfers import cut_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_agreed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
 
 _PIECE_BYTES = 64 << 20
 # On a CPU they draw number by number, or, the normal ones, in blocks of 16 but for the last block.
@@ -37,20 +36,19 @@ _IN_PIECES = ("uniform_", "normal_", "random_")
 
 
 def agree_on_state(mesh: DeviceMesh) -> None:
-    """Give every rank of `mesh` the generator states of its first rank. Collective, once a mesh."""
-    if mesh in _agreed:
+    """Give every rank of `mesh` the generator states of its first rank. Collective, once for the
+    ranks and the kind of device: meshes come and go, and not on every rank at the same time.
+    """
+    group, kind = spanning_group(mesh), mesh.device_type
+    agreed = _agreed.setdefault(group, set())
+    if kind in agreed:
         return
-    group = spanning_group(mesh)
-    if group.world_size > 1:
-        on_gpu = mesh.device_type == "cuda"
-        states: list[Any] = [None, None]
-        if group.rank == 0:
-            states = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
-        dist.broadcast_object_list(states, src=group.ranks[0], group=group.pg)
-        torch.set_rng_state(states[0])
-        if on_gpu:
-            torch.cuda.set_rng_state(states[1])
-    _agreed[mesh] = True
+    own = torch.get_rng_state(), torch.cuda.get_rng_state() if kind == "cuda" else None
+    of_cpu, of_gpu = group.gather_objects(own, "the state of random generators")[0]
+    torch.set_rng_state(of_cpu)
+    if of_gpu is not None:
+        torch.cuda.set_rng_state(of_gpu)
+    agreed.add(kind)
 
 
 def with_equal_state(op: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
