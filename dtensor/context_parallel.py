@@ -113,9 +113,9 @@ def context_parallel(
                 f"requires_grad={buffer.requires_grad}, a view: {buffer._is_view()}"
             )
     wholes = [buffer.detach().clone() for buffer in buffers]
-    for buffer, dim in zip(buffers, dims, strict=True):
-        _replace(buffer, _own_part(buffer, dim, group))
     try:
+        for buffer, dim in zip(buffers, dims, strict=True):
+            _replace(buffer, _own_part(buffer, dim, group))
         with _RingAttention(group):
             yield
     finally:

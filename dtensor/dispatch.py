@@ -329,11 +329,10 @@ def _follow(
 
 
 def _as_expected(result: Any, plan: Plan) -> bool:
-    """The first time: does what meta tensors said of the result hold of the local ones?
+    """Till it does: does what meta tensors said of the result hold of the local ones?
 
     Where it does not, on tensors that are whole, the local ones are right.
     """
-    plan.check = False
     plan.result = _given(result, plan.result)
     for value, layout in zip(leaves(result), leaves(plan.result), strict=True):
         if not isinstance(layout, Layout):
@@ -347,6 +346,7 @@ def _as_expected(result: Any, plan: Plan) -> bool:
                 )
             plan.dynamic = True
             return False
+    plan.check = False
     plan.simple = plan.only_computes()
     return True
 

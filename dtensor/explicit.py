@@ -36,11 +36,11 @@ class ExplicitRedistributionContext:
         self._enable, self._strict, self._mode = enable, strict, mode
 
     def __enter__(self) -> ExplicitRedistributionContext:
-        self._outer, _active.context = _active.context, self
+        _active.contexts.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _active.context = self._outer
+        _active.contexts.pop()
 
     def _refuses(self, source: Layout, target: Layout) -> bool:
         if not self._enable or source == target:
@@ -51,7 +51,8 @@ class ExplicitRedistributionContext:
 
 
 class _Active(threading.local):
-    context: ExplicitRedistributionContext | None = None
+    def __init__(self) -> None:
+        self.contexts: list[ExplicitRedistributionContext] = []  # innermost last
 
 
 _active = _Active()
@@ -63,8 +64,10 @@ def check_explicit(what: Callable[[], Any], source: Layout, target: Layout | Non
     Raises:
         RuntimeError: inside a block that refuses it.
     """
-    context = _active.context
-    if context is None or target is None or not context._refuses(source, target):
+    if not _active.contexts or target is None:
+        return
+    context = _active.contexts[-1]
+    if not context._refuses(source, target):
         return
     message = (
         f"{what()} would redistribute {source!r} to {target!r}, and may not inside of "

@@ -34,14 +34,11 @@ def _row_norm(call: Call, rows: tuple[int, ...], summed: int, n_normalized: int)
     count, n_out = len(call.inputs), len(call.outputs)
     n_batch = len(call.inputs[rows[0]].shape) - n_normalized
     strategies = [call.whole]
-    seen: set[Placement] = set()
-    for row in rows:
-        for placement in call.inputs[row].placements:
-            if is_shard(placement) and shard_dim(placement) < n_batch and placement not in seen:
-                seen.add(placement)
-                inputs = tuple(placement if i in rows else Replicate() for i in range(count))
-                outputs = (placement,) * (n_out - summed) + (Partial("sum"),) * summed
-                strategies.append(Strategy(inputs, outputs))
+    for placement in distinct(p for row in rows for p in call.inputs[row].placements):
+        if is_shard(placement) and shard_dim(placement) < n_batch:
+            inputs = tuple(placement if i in rows else Replicate() for i in range(count))
+            outputs = (placement,) * (n_out - summed) + (Partial("sum"),) * summed
+            strategies.append(Strategy(inputs, outputs))
     return Choices(strategies)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional
 
 import weft
-from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, planning
+from weft.dtensor.call import Strategy
+from weft.dtensor.dispatch import forget_plans
 
 # (function, shape, sharded dim, the result's placement; None: no rule may be found)
 FOUND: dict[str, tuple[Callable[..., Any], tuple[int, ...], int, Any]] = {
@@ -91,6 +94,20 @@ def test_errors_are_raised_on_every_rank(ranks: Any) -> None:
     assert kinds[0] == kinds[1] and all(kinds[0]), [t[:50] for t in first]
     assert "mm(float32[4, 4] [S(0)] on [2], float32[3, 2] [R] on [2])" in first[7]
     assert "got mixed torch.Tensor and DTensor" in first[6] and "distribute_tensor" in first[6]
+
+
+def wrong_rule() -> None:
+    x = distribute_tensor(torch.randn(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])
+    rule = Strategy((Shard(1),), (Shard(0),))
+    with mock.patch.object(planning, "discovered", lambda call, writes: [rule]):
+        for _ in range(2):  # not the first time only
+            with pytest.raises(RuntimeError, match=r"gives torch.float32\[4, 3\] on rank"):
+                torch.renorm(x, 2, 0, 0.5)
+    forget_plans(torch.ops.aten.renorm.default)
+
+
+def test_a_rule_that_does_not_hold_is_an_error(ranks: Any) -> None:
+    ranks(2, wrong_rule)
 
 
 def one_device_numbers() -> None:

@@ -100,6 +100,9 @@ def nothing_moves_unasked() -> None:
             rows + same
         with ExplicitRedistributionContext(mode="warn"), pytest.warns(UserWarning, match="add"):
             rows + columns
+    twice = ExplicitRedistributionContext()
+    with twice, twice, refused:
+        rows + columns
     rows + columns
     with pytest.raises(RuntimeError, match="mode must be"):
         ExplicitRedistributionContext(mode="ignore")
