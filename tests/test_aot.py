@@ -142,7 +142,8 @@ def test_the_widest_load_is_found_in_a_disassembly():
 def test_the_whole_range_of_the_heuristics(arch, dtype):
     if dtype == "float8_e4m3fn" and not FP8[arch]:
         pytest.skip(f"{arch} has no fp8")
-    checked(arch, dtype, wide=True)
+    # No heuristic tells float16 from bfloat16.
+    checked(arch, dtype, wide=dtype != "float16")
 
 
 @pytest.mark.parametrize("given", [[], ["--arch", "sm_90"]])
