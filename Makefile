@@ -19,7 +19,7 @@ demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 test: .venv/.installed  ## the tests, under 15 minutes on two cores
 	$(BIN)/python -m pytest -q -m 'not sweep and not gpu'
 
-test-all: .venv/.installed  ## the tests and the long sweeps over random shapes
+test-all: .venv/.installed  ## the tests and the long sweeps over random shapes (hours)
 	$(BIN)/python -m pytest -q -m 'not gpu'
 
 opinfo: .venv/.installed  ## count the ops of torch's database that are right on DTensors
