@@ -35,8 +35,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: DTensor, indices: DTensor, padding_idx: int) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight, indices)
-        ctx.padding_idx = padding_idx
+        ctx.save_for_backward(indices)
+        # How it lies is all that is asked of it: it may be written.
+        ctx.weight, ctx.padding_idx = weight.detach(), padding_idx
         op = torch.ops.aten.embedding.default
         return cast(DTensor, dispatch(op, (weight, indices, padding_idx)))
 
@@ -45,8 +46,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         if is_nothing(grad):
             return None, None, None
-        weight, indices = ctx.saved_tensors
-        args = (grad, indices, weight, ctx.padding_idx)
+        (indices,) = ctx.saved_tensors
+        args = (grad, indices, ctx.weight, ctx.padding_idx)
         return dispatch(embedding_weight_grad, args), None, None
 
 

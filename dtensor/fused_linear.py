@@ -237,7 +237,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: DTensor, w: DTensor, bias: DTensor | None, pending: PendingMatmul | None
     ) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, w)
+        # As torch does: what is frozen keeps no activations, and may be written.
+        need_x, need_w, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_w else None, w if need_x else None)
         ctx.bias_ndim = None if bias is None else bias.ndim
         if pending is not None:
             return wrap_pending(pending, pending.layout, x._local_tensor.device)

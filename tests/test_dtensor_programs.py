@@ -598,6 +598,15 @@ def of_norm(x: Any) -> Any:
     return torch.autograd.grad(norm, x, create_graph=True)[0]
 
 
+def written_later(x: Any, w: Any) -> Any:
+    """What no gradient needs may be written before the gradients are taken."""
+    table = w * 1
+    y = functional.linear(x.detach(), table)
+    rows = functional.embedding(whole_numbers(x, 6), table)
+    table.mul_(2)
+    return y.sum() + rows.square().sum() + x.sum()
+
+
 # What random programs have found: (function, inputs); run in every layout of the first input.
 def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
     torch.manual_seed(0)
@@ -612,6 +621,7 @@ def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
         "weight_norm, last": (lambda v, g: torch._weight_norm(v, g, 1), [x[0], x[0, :1].abs()]),
         "second derivatives": (second, [x[0]]),
         "zeros in a backward": (of_norm, [x[0]]),
+        "written later": (written_later, [x, w]),
         "of size 1": (lambda a: a.clone().squeeze_(1).add_(1), [x[:, :1].contiguous()]),
         "amin of nothing": (
             lambda a: functional.interpolate(a[:0], 9).amin(1),
