@@ -18,7 +18,7 @@ On real ranks, beside the oracle: torchrun --nproc-per-node 2 examples/own_kerne
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.nn.functional import rms_norm
 
 from weft import collectives, sim  # before triton: kernels are interpreted where no GPU is
 from weft.bench import bounds
-from weft.bench.problem import Options, Prepared, Spec
+from weft.bench.problem import INPUTS, Options, Prepared, Spec
 from weft.bench.shapes import sized
 from weft.collectives import signals
 
@@ -96,20 +96,26 @@ def scatter_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     *,
-    programs: int = 2,
+    programs: int | None = None,
     block_m: int = 2,
 ) -> torch.Tensor:
     """RMSNorm of residual (M / W, D), to which this rank's rows of the sum of x (M, D) are added.
+
+    Args:
+        programs: grid, the same on all ranks, 256 at most; by default one a core, interpreted 2.
 
     Raises:
         PeerTimeout: a peer did not make the same call in time.
     """
     rows, D = residual.shape
     world_size = collectives.resolve(None).world_size
-    ws = collectives.workspace(nbytes=world_size * rows * D * 4, channel="scatter norm")
+    nbytes = world_size * rows * D * 4
+    ws = collectives.workspace(nbytes=nbytes, channel="scatter norm", device=x.device)
     ws.check("scatter_norm")
+    if programs is None and x.is_cuda:
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     y = torch.empty_like(residual)
-    _scatter_norm_kernel[(programs,)](
+    _scatter_norm_kernel[(programs or 2,)](
         y, residual, x, weight, ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls,
         ws.rank, rows, EPS, D=D, WORLD_SIZE=world_size, BLOCK_M=block_m,
     )  # fmt: skip
@@ -164,27 +170,30 @@ def cases(options: Options) -> list[Spec]:
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
-    """The kernel, beside a collective and torch."""
-    group = collectives.resolve(None)
-    xs, residual, weight = inputs(0, spec.params["M"], spec.params["D"])
-    x, mine = xs[group.rank], residual.chunk(len(xs))[group.rank]
+    """The kernel, beside a collective and torch, on three sets of inputs in turn."""
+    group, device = collectives.resolve(None), torch.device(options.device)
+    sets = [inputs(number, spec.params["M"], spec.params["D"]) for number in range(INPUTS)]
+    xs = [x[group.rank].to(device) for x, _, _ in sets]
+    residuals = [whole.chunk(group.world_size)[group.rank].to(device) for _, whole, _ in sets]
+    weights = [weight.to(device) for _, _, weight in sets]
 
-    def unfused(_: int) -> Any:
-        out = torch.empty_like(mine)
-        dist.reduce_scatter_tensor(out, x.clone())
-        return rms_norm(out + mine, weight.shape, weight, EPS)
+    def unfused(number: int) -> torch.Tensor:
+        residual, part = residuals[number].clone(), torch.empty_like(residuals[number])
+        dist.reduce_scatter_tensor(part, xs[number])
+        weight = weights[number]
+        return rms_norm(residual.add_(part), weight.shape, weight, EPS)
 
-    received = (group.world_size - 1) * mine.nbytes
+    def fused(number: int) -> torch.Tensor:
+        return scatter_norm(xs[number], residuals[number].clone(), weights[number])
+
+    rows_bytes = residuals[0].nbytes
     return Prepared(
+        {"fused": fused, "reduce-scatter, norm": unfused},
         {
-            "fused": lambda _: scatter_norm(x, mine.clone(), weight),
-            "reduce-scatter, norm": unfused,
+            "memory": bounds.touching(xs[0].nbytes + 3 * rows_bytes, device),
+            "link": bounds.read_from_peers((group.world_size - 1) * rows_bytes, group, device),
         },
-        {
-            "memory": bounds.touching(x.nbytes + 3 * mine.nbytes, x.device),
-            "link": bounds.read_from_peers(received, group, x.device),
-        },
-        expected=lambda: reference(xs, residual, weight, group.rank),
+        expected=lambda: reference(*sets[0], group.rank).to(device),
         main="fused",
         peer="reduce-scatter, norm",
     )
