@@ -170,6 +170,8 @@ def test_a_matmul_of_few_rows_takes_as_long_as_reading_its_weight() -> None:
     assert machine.memory_us(4e3, syncs=3) == 19.0
     assert machine.memory_us(4e3, syncs=0) == 4.0
     assert machine.wire_time_us(4e3) == 140.0
+    unreached = cost.Machine({"torch.float32": 1e6}, 0.0, 5.0, 1e2, 100.0)
+    assert unreached.memory_us(1.0) > 1e8
 
 
 # On `round_rates` 200 us of multiplications in bf16, 400 us of transfers; by the wire 4,100 us.

@@ -117,10 +117,12 @@ def test_offsets_beyond_int32(op: str) -> None:
             return getattr(weft, op)(x, w)
 
     near = sim.run(W, lambda rank: call(rank, x, w))
-    far_x, far_w = spread(x, 0), spread(w, 1 << 10)
-    apart = sim.run(W, lambda rank: call(rank, far_x, far_w), races=False)
-    for got, want in zip(apart, near, strict=True):
-        assert torch.equal(got, want)
+    rows_apart = spread(x, 0), spread(w, 1 << 10)
+    columns_apart = spread(x.t(), 1 << 11).t(), spread(w.t(), 1 << 12).t()
+    for operands in (rows_apart, columns_apart):
+        apart = sim.run(W, lambda rank, operands=operands: call(rank, *operands), races=False)
+        for got, want in zip(apart, near, strict=True):
+            assert torch.equal(got, want)
 
 
 @needs_interpreter
