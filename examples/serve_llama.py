@@ -84,7 +84,10 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 def parallelize(model: Any, kv_heads: int, by_head: bool) -> None:
     """Cut `model`, the same on every rank; activations between the layers are whole."""
     whole: dict[str, Any] = {"sequence_dim": None}
-    copies = max(1, dist.get_world_size() // kv_heads)
+    world_size = dist.get_world_size()
+    copies = max(1, world_size // kv_heads)
+    if HEADS % kv_heads or HEADS % world_size or kv_heads * copies % world_size:
+        raise ValueError(f"{world_size} ranks cannot share {HEADS} heads on {kv_heads} key heads")
     column, row = weft.ColumnParallelLinear.from_linear, weft.RowParallelLinear.from_linear
     model.embedding = weft.VocabParallelEmbedding.from_embedding(model.embedding, **whole)
     model.head = column(model.head, **whole)

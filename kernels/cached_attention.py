@@ -179,8 +179,8 @@ def flash_decode(
         packed = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
         packed = all_gather(packed, where, dim=1, sizes=[q.shape[1]] * where.world_size)
         out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
-    out = out.to(q.dtype)
-    return (out, lse) if return_lse else out
+    out = out.to(q.dtype).contiguous()
+    return (out, lse.contiguous()) if return_lse else out
 
 
 def append_to_cache(
@@ -419,7 +419,7 @@ def _attend_run(
     # Query heads of one key head are more rows of its matmul: keys are read once.
     rows = q.reshape(n, k.shape[1], -1, D)
     out, lse = _softmax(rows, k, v, mask, scale)
-    out, lse = out.reshape(q.shape), lse.reshape(n, H, T)
+    out, lse = out.reshape(q.shape), lse.reshape(n, H, T).float()
     blind = visible.count(0)
     if blind:
         out[:, :, :blind], lse[:, :, :blind] = 0, -torch.inf
@@ -459,13 +459,12 @@ def _attend_captured(
     held = replace(cache, table=table)
     parts = []
     for row in range(len(q)):
-        k, v = held.keys(slice(row, row + 1), room)
         # What lies behind the end may be anything, and 0 * nan is nan.
-        v = v.masked_fill(hidden[row, -1].unsqueeze(-1), 0)
+        behind = hidden[row, -1].unsqueeze(-1)
+        k, v = (x.masked_fill(behind, 0) for x in held.keys(slice(row, row + 1), room))
         mask = torch.zeros_like(hidden[row], dtype=torch.float32)
         mask = mask.masked_fill(hidden[row], -torch.inf).repeat(q.shape[1] // k.shape[1], 1)
         rows = q[row].reshape(1, k.shape[1], -1, q.shape[3])
-        k = k.masked_fill(hidden[row, -1].unsqueeze(-1), 0)
         parts.append(_softmax(rows, k, v, mask, scale))
     out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return out.reshape(q.shape), lse.reshape(q.shape[:3])

@@ -57,6 +57,15 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.heads_to_tokens, (leaf(2, mine[rank], 2 * W, 8), name, 5, 5, False)),
         (ops.flash_decode, (torch.rand(2, 4, 1, 8), cache, cache, lengths, name)),
         (
+            ops.flash_decode,
+            (
+                torch.rand(3, 4, 2, 8).mT.mT,
+                *(torch.rand(3, 2, 20, 8),) * 2,
+                torch.tensor([20, 17, 0]),
+                "",
+            ),
+        ),
+        (
             ops.append_to_cache,
             (cache[:, :, :2], cache[:, :, 2:], cache + 1, cache + 2, lengths, name),
         ),
