@@ -106,7 +106,8 @@ def _ag_gemm_contract_kernel(
     if program < COPY_PROGRAMS:
         gathers.fetch_shards(
             gathered.ptr, None, link, offsets, M, pitch, gathered.stride_m, 0, chunk_rows,
-            rank, generation, TRANSPOSED, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N,
+            rank, generation, 0, TRANSPOSED, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N,
+            1, 1,
         )  # fmt: skip
     else:
         programs = tl.num_programs(0) - COPY_PROGRAMS
@@ -134,8 +135,9 @@ def _ag_gemm_contract_kernel(
                 if (tile == first) & (source != rank) & (length > 0):
                     rows = length if TRANSPOSED else M
                     arrived &= gathers.wait_for_chunks(
-                        link, rank, source, 0, (rows - 1) // chunk_rows, generation, WORLD_SIZE
-                    )
+                        link, rank, source, 0, (rows - 1) // chunk_rows, 0, generation, WORLD_SIZE,
+                        1,
+                    )  # fmt: skip
                 acc, _ = tiles.accumulate(
                     acc, None,
                     a_ptr + offs_m * (1 if TRANSPOSED else stride_a),

@@ -16,7 +16,9 @@ goes on with rank+1's. A tile may straddle two or more shards. For W = 3, on ran
 
 Three ways for shards to come in, all by the protocol of `weft.kernels.gathers`:
   - fetched: the first COPY_PROGRAMS programs copy them to `gathered`; before a tile, outside the
-    loop over K, wait for the chunks that it reads.
+    loop over K, wait for the chunks that it reads. By PARTS of K: all rows that programs want at
+    the same time come with their first columns first, and a tile has a loop for each part, so that
+    it begins before its rows have come whole.
   - by copy engines: the same with no copy programs; see `weft.kernels.copy_engines`.
   - DIRECT, for small M: no copy. Every program waits for all peers' publish kernels and then reads
     the rows where their owners show them, a pointer a row. A tile covers many small shards at once,
@@ -74,6 +76,7 @@ class Config:
         split: programs that share a tile, each a part of K. Only without copy programs.
         copy_engines: whether shards are fetched by the chip's copy engines, and all programs but
             one make tiles.
+        parts: in which K is fetched and announced. Only with copy programs.
     """
 
     tiling: Tiling
@@ -86,6 +89,7 @@ class Config:
     direct: bool = False
     split: int = 1
     copy_engines: bool = False
+    parts: int = 1
 
 
 def config_for(
@@ -149,8 +153,14 @@ def _config(
     copy_programs = choice.copy_programs or copy_programs
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
-    chunk_rows = 16 if interpreted else 32
-    config = Config(tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors)
+    # Parts of at least a block, of chunks of at least two: more of them, or smaller, cost more in
+    # signals than tiles gain by beginning early (docs/scaling.md).
+    least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
+    parts = 2 if min(M - least_m, K - least_k) >= 0 else 1
+    chunk_rows = 16 if interpreted else 32 * parts
+    config = Config(
+        tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors, parts=parts
+    )
     # The other ways tell peers the same; this one must be that of all ranks, so that neither N nor
     # a tuned choice has a say.
     large = M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
@@ -191,9 +201,10 @@ def by_copy_engines(
 
 @triton.jit
 def _wait_for_rows(
-    link, offsets, first, last, chunk_rows, rank, generation, WORLD_SIZE: tl.constexpr
-):
-    """Wait until rows first..last, counted from the own first one, have been gathered."""
+    link, offsets, first, last, part, chunk_rows, rank, generation, WORLD_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Wait until `part` of rows first..last, counted from the own first one, has been gathered."""
     arrived = True
     begin = 0
     for step in range(WORLD_SIZE):
@@ -203,8 +214,8 @@ def _wait_for_rows(
         low, high = tl.maximum(first, begin) - begin, tl.minimum(last + 1, begin + rows) - begin
         if (step > 0) & (low < high):
             arrived &= gathers.wait_for_chunks(
-                link, rank, source, low // chunk_rows, (high - 1) // chunk_rows, generation,
-                WORLD_SIZE,
+                link, rank, source, low // chunk_rows, (high - 1) // chunk_rows, part, generation,
+                WORLD_SIZE, PARTS,
             )  # fmt: skip
         begin += rows
     return arrived
@@ -266,6 +277,7 @@ def _ag_gemm_kernel(
     COPY_PROGRAMS: tl.constexpr,
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     """y_i = activation(gathered @ w_i + bias_i) for all i. Grid: COPY_PROGRAMS and at least one.
 
@@ -282,21 +294,23 @@ def _ag_gemm_kernel(
     OUTPUTS: tl.constexpr = 1 if PAIR else WEIGHTS
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
+    programs = tl.num_programs(0) - COPY_PROGRAMS
+    tiles_n = 0
+    for i in tl.static_range(OUTPUTS):
+        tiles_n += tiles.cdiv(Ns[i], BLOCK_N)
     if COPY_PROGRAMS > 0 and program < COPY_PROGRAMS:
         gathers.fetch_shards(
             gathered_ptr, gathered_scales_ptr, link, offsets, K, pitch, K, scales_at,
-            chunk_rows, rank, generation, True, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M,
-            COPY_N,
+            chunk_rows, rank, generation,
+            # The rows of the first tiles of all programs, then those of the second ones, ...
+            tiles.cdiv(programs, TILES.group_m * tiles_n) * (TILES.group_m * BLOCK_M),
+            True, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, PARTS, TILES.block_k,
         )  # fmt: skip
     if program >= COPY_PROGRAMS:
-        programs = tl.num_programs(0) - COPY_PROGRAMS
         begin = tiles.element(offsets, rank, WORLD_SIZE)
         own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1) - begin
         M = offsets[WORLD_SIZE]
         tiles_m = tiles.cdiv(M, BLOCK_M)
-        tiles_n = 0
-        for i in tl.static_range(OUTPUTS):
-            tiles_n += tiles.cdiv(Ns[i], BLOCK_N)
         peers_came = True
         if DIRECT:
             peers_came = signals.wait_for_peers(
@@ -311,12 +325,8 @@ def _ag_gemm_kernel(
             tile, part = item // SPLIT, item % SPLIT
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             first = tile_m * BLOCK_M
+            last = tl.minimum(first + BLOCK_M, M) - 1
             arrived = peers_came
-            if not DIRECT:
-                last = tl.minimum(first + BLOCK_M, M) - 1
-                arrived &= _wait_for_rows(
-                    link, offsets, first, last, chunk_rows, rank, generation, WORLD_SIZE
-                )
             # Rows counted from the own first one, then as they are in the gathered matrix. Past the
             # end the last row again, not the first ones: those may not be there yet.
             inside_m = first + tl.arange(0, BLOCK_M) < M
@@ -341,21 +351,32 @@ def _ag_gemm_kernel(
                 a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
                 if SCALED:
                     a_scales = tl.where(own, a_scales, gathered_scales_ptr + wide)
-            first_k, last_k = splits.part_of(K, part, TILES.block_k, SPLIT)
             # One of these branches runs: the one of the output whose columns the tile is among.
             for i in tl.static_range(OUTPUTS):
                 tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
-                if arrived & (tile_n >= 0) & (tile_n < tiles_i):
+                if (tile_n >= 0) & (tile_n < tiles_i):
                     start_n = tile_n * BLOCK_N
-                    acc, second = tiles.accumulate(
-                        tiles.zeros(BLOCK_M, BLOCK_N),
-                        tiles.zeros(BLOCK_M, BLOCK_N) if PAIR else None,
-                        a_rows, 1, None, 0,
-                        weights[i], weights[1] if PAIR else None,
-                        w_desc, w2_desc if PAIR else None,
-                        start_n, Ns[i], first_k, 0, last_k,
-                        TILES, EVEN_K, False, W_TRANSPOSED,
-                    )  # fmt: skip
+                    acc = tiles.zeros(BLOCK_M, BLOCK_N)
+                    second = tiles.zeros(BLOCK_M, BLOCK_N) if PAIR else None
+                    for gathered_part in range(PARTS):
+                        if not DIRECT:
+                            arrived &= _wait_for_rows(
+                                link, offsets, first, last, gathered_part, chunk_rows, rank,
+                                generation, WORLD_SIZE, PARTS,
+                            )  # fmt: skip
+                        first_k, last_k = splits.part_of(
+                            K, part + gathered_part, TILES.block_k, SPLIT * PARTS
+                        )
+                        acc, other = tiles.accumulate(
+                            acc, second if PAIR else None,
+                            a_rows, 1, None, 0,
+                            weights[i], weights[1] if PAIR else None,
+                            w_desc, w2_desc if PAIR else None,
+                            start_n, Ns[i], first_k, 0, tl.where(arrived, last_k, first_k),
+                            TILES, EVEN_K, False, W_TRANSPOSED,
+                        )  # fmt: skip
+                        if PAIR:
+                            second = other
                     whole = True
                     if SPLIT > 1:
                         acc, second, whole = splits.add_up(
@@ -364,7 +385,7 @@ def _ag_gemm_kernel(
                         )  # fmt: skip
                     if not PAIR:
                         second = None
-                    if whole:
+                    if arrived & whole:
                         if BLOCK_N > 128:
                             # By parts: with erf or exp a whole tile does not fit in registers.
                             left, right = tiles.halves(acc)
@@ -472,8 +493,9 @@ def launch_all_gather_matmul(
         weights, tiling, config.descriptors and (pair or len(weights) == 1)
     )
     count = -(-M // tiling.block_m) * sum(-(-out.shape[1] // tiling.block_n) for out in outs)
-    # Every chunk of a shard has a word of the pad.
-    chunk_rows = max(config.chunk_rows, -(-max(sizes) // MAX_PROGRAMS))
+    parts = config.parts if config.copy_programs else 1
+    # Every part of a chunk of a shard has a word of the pad.
+    chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
     with ExitStack() as stack:
         if config.copy_engines:
@@ -525,6 +547,7 @@ def launch_all_gather_matmul(
             COPY_PROGRAMS=config.copy_programs,
             COPY_M=config.copy_m,
             COPY_N=config.copy_n,
+            PARTS=parts,
             **tiling.options,
         )
     return Gathered(gathered, outs, sums)

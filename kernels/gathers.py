@@ -19,7 +19,7 @@ Protocol
   2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
      word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
      that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
-     scope.
+     scope. Or chunks by parts of their columns, each with a word of its own.
      Or copy engines do, in streams beside the consumer's: see `copy_engines`.
   3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
 
@@ -37,10 +37,12 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
+from weft.collectives.pad import MAX_PROGRAMS
 from weft.collectives.workspace import Workspace, check_room, link_of
-from weft.kernels import tiles
+from weft.kernels import splits, tiles
 from weft.kernels.operands import NO_SCALES, Scales, matrix
 
+_MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
 _PITCH = 16  # rows of a published shard start at multiples of this many elements
 
 
@@ -105,62 +107,118 @@ def fetch_shards(
     chunk_rows,
     rank,
     generation,
+    group_rows,
     GATHERS_ROWS: tl.constexpr,
     WITH_OWN: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     COPY_PROGRAMS: tl.constexpr,
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each."""
+    """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each.
+
+    With PARTS > 1 they come by groups of `group_rows` rows, counted from the own first one, and of
+    a group all first parts of the columns before the second ones.
+    """
     program = tl.program_id(0)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
-    before = 0  # chunks of the peers that came before
-    for step in range(1, WORLD_SIZE + WITH_OWN):
-        # WITH_OWN: the own shard comes last, as nobody waits for it.
-        peer = (rank + step) % WORLD_SIZE
-        arrived = True
-        if peer != rank:
-            arrived = signals.wait_for(
-                link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
-            )
-        begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
-        length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
-        if GATHERS_ROWS:
-            rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
-        else:
-            rows, columns, out_ptr = extent, length, gathered_ptr + begin
-        shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
-        # Each peer's chunks go to the programs after those that had the last one's: shards of few
-        # chunks are fetched side by side.
-        chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
-        mine = (program + COPY_PROGRAMS - before % COPY_PROGRAMS) % COPY_PROGRAMS
-        before += chunks
-        if arrived & (length > 0):
-            for chunk in range(mine, chunks, COPY_PROGRAMS):
-                first = (chunk * chunk_rows).to(tl.int64)
-                count = tl.minimum(chunk_rows, rows - first)
-                tiles.copy_block(
-                    out_ptr + first * stride_g, shard_ptr + first * pitch, count, columns,
-                    stride_g, pitch, 1, COPY_M, COPY_N,
-                )  # fmt: skip
-                if gathered_scales_ptr is not None:
-                    shown = scales_ptr(link, peer, generation, scales_at)
-                    tiles.copy_block(
-                        gathered_scales_ptr + begin + first, shown + first, count, 1,
-                        1, 1, 0, COPY_M, 1,
-                    )  # fmt: skip
-                signals.signal_local(
-                    signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk), generation
-                )
+    own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
+    own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
+    groups = tiles.cdiv(offsets[WORLD_SIZE], group_rows) if PARTS > 1 else 1
+    arrived = True
+    for group in range(groups):
+        for part in range(PARTS):
+            before = 0  # chunks of the peers that came before
+            row = own_rows  # where a shard begins
+            for step in range(1, WORLD_SIZE + WITH_OWN):
+                # WITH_OWN: the own shard comes last, as nobody waits for it.
+                peer = (rank + step) % WORLD_SIZE
+                begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
+                length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
+                if GATHERS_ROWS:
+                    rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
+                else:
+                    rows, columns, out_ptr = extent, length, gathered_ptr + begin
+                chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
+                low, high = 0, chunks
+                if PARTS > 1:
+                    low = _chunks_before(group * group_rows - row, chunk_rows, chunks)
+                    if group < groups - 1:
+                        high = _chunks_before((group + 1) * group_rows - row, chunk_rows, chunks)
+                # Before its first chunk, or in the last group if it has none.
+                begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
+                if begins & (peer != rank):
+                    arrived &= signals.wait_for(
+                        link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
+                    )
+                # Each peer's chunks go to the programs after those that had the last one's: shards
+                # of few chunks are fetched side by side.
+                low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
+                before += chunks
+                row += length.to(tl.int32)
+                if arrived & (length > 0):
+                    first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
+                    for chunk in range(low, high, COPY_PROGRAMS):
+                        _fetch_chunk(
+                            out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column,
+                            last_column, pitch, stride_g, scales_at, chunk, chunk_rows, part, rank,
+                            generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
+                        )  # fmt: skip
 
 
 @triton.jit
-def wait_for_chunks(link, rank, peer, first, last, generation, WORLD_SIZE: tl.constexpr):
-    """Wait until chunks first..last of `peer`'s shard lie in `gathered`. False on a time-out."""
+def _fetch_chunk(
+    out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column, last_column, pitch,
+    stride_g, scales_at, chunk, chunk_rows, part, rank, generation, WORLD_SIZE: tl.constexpr,
+    COPY_M: tl.constexpr, COPY_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Copy some columns of a chunk of `peer`'s shard of `rows` rows, and announce them as `part`.
+
+    The factors of the rows come with the last part.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
+    first = (chunk * chunk_rows).to(tl.int64)
+    count = tl.minimum(chunk_rows, rows - first)
+    tiles.copy_block(
+        out_ptr + first * stride_g + first_column, shard_ptr + first * pitch + first_column,
+        count, last_column - first_column, stride_g, pitch, 1, COPY_M, COPY_N,
+    )  # fmt: skip
+    if gathered_scales_ptr is not None and part == PARTS - 1:
+        shown = scales_ptr(link, peer, generation, scales_at)
+        tiles.copy_block(
+            gathered_scales_ptr + begin + first, shown + first, count, 1,
+            1, 1, 0, COPY_M, 1,
+        )  # fmt: skip
+    word = _word(chunk, part, PARTS)
+    slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, word)
+    signals.signal_local(slot, generation)
+
+
+@triton.jit
+def _chunks_before(row, chunk_rows, chunks):
+    """How many of a shard's chunks begin before its row number `row`."""
+    return tl.minimum(tiles.cdiv(tl.maximum(row, 0), chunk_rows), chunks)
+
+
+@triton.jit
+def _word(chunk, part, PARTS: tl.constexpr):
+    """The word in which a part of a chunk is announced."""
+    return chunk + part * (_MAX_PROGRAMS // PARTS)
+
+
+@triton.jit
+def wait_for_chunks(
+    link, rank, peer, first, last, part, generation, WORLD_SIZE: tl.constexpr, PARTS: tl.constexpr
+):
+    """Wait until `part` of chunks first..last of `peer`'s shard lies in `gathered`. False on a
+    time-out.
+    """
     return signals.wait_for_own(
-        link.signal_ptrs, rank, WORLD_SIZE, 1, peer, first, last, generation, link.max_polls
-    )
+        link.signal_ptrs, rank, WORLD_SIZE, 1, peer, _word(first, part, PARTS),
+        _word(last, part, PARTS), generation, link.max_polls,
+    )  # fmt: skip
 
 
 def pitch_of(columns: int) -> int:

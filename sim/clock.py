@@ -346,8 +346,12 @@ class Clock:
         engine, hardware = self._engine, self._hw
         per_core = hardware.core_bandwidth / 1e6
         stored, fence = Join(0), 0.0  # the last store, and how long it takes to be acknowledged
+        loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
             start = engine.now
+            if isinstance(event, Work) and event.stored and not event.turns:
+                loaded[number] = engine.start(self._load_alone(rank, event))
+                continue
             if isinstance(event, Work):
                 moved = Join(1)
                 latency = self._loads(rank, event, moved)
@@ -365,6 +369,8 @@ class Clock:
                 self._release(rank, event.loads)
                 kind = "arithmetic" if event.turns else "moving"
             elif isinstance(event, Store):
+                if event.loaded in loaded:
+                    yield loaded[event.loaded]
                 # One store is under way while the next one is made.
                 yield stored
                 yield engine.now + event.nbytes / per_core
@@ -398,6 +404,15 @@ class Clock:
         yield stored
 
     # Memory
+
+    def _load_alone(self, rank: int, work: Work) -> Process:
+        """Loads that the program does not wait for."""
+        moved = Join(1)
+        latency = self._loads(rank, work, moved)
+        moved.part_done()
+        yield moved
+        yield self._engine.now + latency
+        self._release(rank, work.loads)
 
     def _load_latency(self, rank: int, owner: int) -> float:
         remote = 2 * self._hw.link_latency_us if owner != rank else 0.0

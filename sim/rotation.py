@@ -91,7 +91,7 @@ class _Turn:
             loads = {(at, self._owner(o)): region for (at, o), region in event.loads.items()}
             return replace(event, loads=loads)
         if isinstance(event, Store):
-            return Store(self._owner(event.owner), event.nbytes)
+            return replace(event, owner=self._owner(event.owner))
         if isinstance(event, Wait):
             return Wait(self._word(event.address), event.version)
         return replace(event, address=self._word(event.address), owner=self._owner(event.owner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.sim.clock import Played, library_matmul_us, play
 from weft.sim.hardware import Hardware, named
-from weft.sim.trace import HostOp, Launch, Trace, Work
+from weft.sim.trace import HostOp, Launch, Store, Trace, Work
 
 KINDS = ("arithmetic", "moving", "waiting", "idle")
 
@@ -205,8 +205,18 @@ class Timeline:
         )
 
 
-def _tiles(launch: Launch) -> Iterable[Work]:
-    return (e for events in launch.programs for e in events if isinstance(e, Work) and e.turns)
+def _tiles(launch: Launch) -> Iterator[Work]:
+    """The dots of each tile: what a program multiplies before it stores, with or without waits."""
+    for events in launch.programs:
+        tile = Work()
+        for event in (*events, Store(0, 0)):
+            if isinstance(event, Store) and tile.turns:
+                yield tile
+                tile = Work()
+            elif isinstance(event, Work) and event.turns:
+                tile.turns += event.turns
+                tile.flops += event.flops
+                tile.dtype = event.dtype
 
 
 def _whole_chip_us(hardware: Hardware, event: object) -> float:

@@ -104,22 +104,28 @@ def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand
+        number = None
         if strand is not None and strand.lane is not None:
             bits = element.primitive_bitwidth
             floating = element.is_floating()
             name = _DTYPES.get(element.name, "float8") if floating else ""
             for owner, first, count in blocks(ptrs, mask, strand.rank):
                 nbytes = count * max(1, bits // 8)
-                strand.lane.load(owner, first, nbytes, name, bits if floating else 0)
+                number = strand.lane.load(owner, first, nbytes, name, bits if floating else 0)
         if not numerics and element.is_floating() and strand is not None:
-            return _zeros(ptrs.data.shape, element)
-        return load(self, ptrs, mask, *rest, **kwargs)
+            values = _zeros(ptrs.data.shape, element)
+        else:
+            values = load(self, ptrs, mask, *rest, **kwargs)
+        values.loaded_by = number  # an attribute of ours: a store of these very values finds it
+        return values
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand
         if strand is not None and strand.lane is not None:
+            loaded = getattr(value, "loaded_by", None)
             for owner, _, count in blocks(ptrs, mask, strand.rank):
-                strand.lane.store(owner, count * max(1, element.primitive_bitwidth // 8))
+                nbytes = count * max(1, element.primitive_bitwidth // 8)
+                strand.lane.store(owner, nbytes, loaded)
         if not numerics and element.is_floating() and strand is not None:
             return None
         return store(self, ptrs, value, mask, *rest, **kwargs)

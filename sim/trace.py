@@ -33,20 +33,24 @@ class Work:
         loads: (position in its turn, owner of the memory) -> [first address, bytes].
         flops, turns: of all its dots; how many there are.
         dtype: the narrowest that the program has loaded.
+        stored: what it loads goes to stores as it is: they wait for it, the program does not.
     """
 
     loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     flops: int = 0
     turns: int = 0
     dtype: str = "float32"
+    stored: bool = False
 
 
 @dataclass(slots=True)
 class Store:
-    """A store to the memory of rank `owner`."""
+    """A store to the memory of rank `owner`, of what event number `loaded` of the program has
+    brought, or (None) of results."""
 
     owner: int
     nbytes: int
+    loaded: int | None = None
 
 
 @dataclass(slots=True)
@@ -164,16 +168,17 @@ class Lane:
         self._position = 0  # loads since the last dot
         self._dtype, self._width = "float32", 64
 
-    def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> None:
-        """`width` is that of an element in bits; 0 if it is an integer."""
+    def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> int | None:
+        """`width` is that of an element in bits; 0 if it is an integer. Number of its event."""
         if nbytes <= _SCALAR_BYTES:
-            return
+            return None
         if 0 < width < self._width:
             self._dtype, self._width = dtype, width
         work = self._pipeline()
         entry = work.loads.setdefault((self._position, owner), [address, 0])
         entry[1] += nbytes
         self._position += 1
+        return len(self.events) - 1
 
     def dot(self, flops: int, tf32: bool) -> None:
         """An (M, K) @ (K, N): 2 M N K flops; `tf32` if it may round fp32 to that."""
@@ -183,10 +188,14 @@ class Lane:
         work.dtype = "tf32" if tf32 and self._dtype == "float32" else self._dtype
         self._position = 0
 
-    def store(self, owner: int, nbytes: int) -> None:
-        """A store to `owner`'s memory."""
+    def store(self, owner: int, nbytes: int, loaded: int | None) -> None:
+        """A store to `owner`'s memory; `loaded`: what came with that event, unchanged."""
         if nbytes > _SCALAR_BYTES:
-            self.add(Store(owner, nbytes))
+            if loaded is not None:
+                work = self.events[loaded]
+                assert isinstance(work, Work)
+                work.stored = True
+            self.add(Store(owner, nbytes, loaded))
 
     def add(self, event: ProgramEvent) -> None:
         """Anything that ends the pipeline."""
