@@ -65,8 +65,8 @@ def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def gather_rows(rank: int, ours: Modules = OURS) -> None:
-    ws = workspace(None, 1 << 13, channel="rows")
-    W, K, N = ws.world_size, 8, 5
+    ws = workspace(None, 1 << 14, channel="rows")
+    W, K, N = ws.world_size, 40, 5  # by two parts of K
     sizes = [34, *(1 + 5 * r % 8 for r in range(1, W))]  # two programs of rank 0 publish
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()

@@ -209,8 +209,8 @@ IN_KERNELS = [
     fault(
         "shards are fetched before they are there",
         gathers,
-        "if peer != rank:",
-        "if peer < 0:",
+        "if begins & (peer != rank):",
+        "if begins & (peer < 0):",
         GATHERS,
     ),
     fault(
@@ -230,8 +230,16 @@ IN_KERNELS = [
     fault(
         "tiles wait for a chunk too few",
         all_gather_gemm,
-        "(high - 1) // chunk_rows, generation",
-        "(high - 1) // chunk_rows - 1, generation",
+        "(high - 1) // chunk_rows, part",
+        "(high - 1) // chunk_rows - 1, part",
+        GATHERS[:1],
+        programs="concurrent",
+    ),
+    fault(
+        "tiles wait for the first part of their rows only",
+        all_gather_gemm,
+        "link, offsets, first, last, gathered_part, chunk_rows",
+        "link, offsets, first, last, 0, chunk_rows",
         GATHERS[:1],
         programs="concurrent",
     ),
@@ -269,8 +277,8 @@ IN_KERNELS = [
     fault(
         "a copy has no mask",
         tiles,
-        "inside = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
-        "inside = (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
+        "return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
+        "return offs_m, offs_n, (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
         GATHERS,
         (BOUNDS, RACE),
     ),
