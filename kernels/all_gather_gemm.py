@@ -46,7 +46,14 @@ from weft.collectives import signals
 from weft.collectives.pad import MAX_PROGRAMS
 from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import copy_engines, gathers, splits, tiles, tuning
-from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.chips import (
+    INTERPRETER,
+    Chip,
+    Tiling,
+    chip_of,
+    gathers_by_copy_engines,
+    tiling_for,
+)
 from weft.kernels.epilogues import Activation
 from weft.kernels.operands import described_weights, in_order, matrix, scales_of
 
@@ -54,9 +61,7 @@ from weft.kernels.operands import described_weights, in_order, matrix, scales_of
 # the 3 us that a copy costs in signals.
 _DIRECT_BYTES = 1 << 20
 
-# Shards from this size on are fetched by copy engines, in copies of at least the other: to enqueue
-# a copy and to announce it takes 4 us, in which a link of 450 GB/s brings 1.5 MB.
-_ENGINE_BYTES = 4 << 20
+# What a copy engine copies at least, where a shard has it.
 _CHUNK_BYTES = 4 << 20
 
 
@@ -163,8 +168,7 @@ def _config(
     )
     # The other ways tell peers the same; this one must be that of all ranks, so that neither N nor
     # a tuned choice has a say.
-    large = M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
-    if large and world_size > 1 and not interpreted:
+    if gathers_by_copy_engines(M, K, dtype, world_size) and not interpreted:
         if dtype.itemsize != 2 and N % 16:
             # Columns that are not aligned spill beside what that leaves for others: 216 bytes in
             # fp32, 328 in fp8 on sm_90.

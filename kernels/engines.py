@@ -19,7 +19,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.group import kept_by_group
-from weft.kernels.chips import chip_of
+from weft.kernels.chips import chip_of, gathers_by_copy_engines
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -182,9 +182,9 @@ def _on_gpus(
 ) -> dict[RunnableEngine, Price]:
     """Transfers overlap with the matmul; what does not is from virtual time: docs/scaling.md.
 
-    The fused gather waits for its first shards and ends with whole tiles, which costs about what 16
-    exchanges of nothing do, and a 16th of a tile. Fused sums at worst multiply first and then
-    transfer.
+    The fused gather waits for its first shards and ends with whole tiles, which costs about what 7
+    exchanges of nothing do, and a quarter of a tile; 16 and a 16th by copy engines. Fused sums at
+    worst multiply first and then transfer.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
@@ -196,9 +196,10 @@ def _on_gpus(
     start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
     if gathers:
         tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
-        lead = _LEAD_SYNCS * sync + tile / _LEAD_SYNCS
-        how = f"{_LEAD_SYNCS} of {sync:.3g} us, 1/{_LEAD_SYNCS} of a tile's {tile:.3g} us"
-        start = ("first and last tiles", lead, how)
+        by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)
+        syncs, share = (16, 16) if by_engines else (7, 4)
+        how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
+        start = ("first and last tiles", syncs * sync + tile / share, how)
     # Each signal of the host engine is a kernel there.
     signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
@@ -224,7 +225,6 @@ def _on_gpus(
 
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 _KERNEL_RATE = 0.95  # of that of the library's matmul
-_LEAD_SYNCS = 16  # see `_on_gpus`
 
 
 def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:

@@ -195,12 +195,17 @@ def round_rates(monkeypatch: pytest.MonkeyPatch) -> Group:
             "all_gather_matmul",
             {},
             {
-                "triton": (400 + 80 + TILE / 16, 80 + TILE / 16),  # 16 signals
+                "triton": (400 + 35 + TILE / 4, 35 + TILE / 4),  # 7 signals
                 "host": (400 + 100 + 80, 100 + 80),
                 "generic": (200 + 4100, 4100),
             },
         ),
-        ("all_gather_matmul", {"N": 5000}, {"triton": (2000 / 0.95 + 80 + TILE / 16, None)}),
+        ("all_gather_matmul", {"N": 5000}, {"triton": (2000 / 0.95 + 35 + TILE / 4, None)}),
+        (  # by copy engines, as the shards are 20 MB
+            "all_gather_matmul",
+            {"M": 100_000},
+            {"triton": (20_000 / 0.95 + 80 + TILE / 16, 80 + TILE / 16)},
+        ),
         (
             "matmul_reduce_scatter",  # 24 bits on the way; the process group has an all-reduce
             {},
