@@ -159,10 +159,10 @@ def _config(
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
     # Parts of at least a block, of chunks of at least two: more of them, or smaller, cost more in
-    # signals than tiles gain by beginning early (docs/scaling.md).
+    # signals than tiles gain by beginning early (docs/scaling.md). Each program has two chunks.
     least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
     parts = 2 if min(M - least_m, K - least_k) >= 0 else 1
-    chunk_rows = 16 if interpreted else 32 * parts
+    chunk_rows = 16 if interpreted else parts * min(32, max(8, M // (2 * copy_programs)))
     config = Config(
         tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors, parts=parts
     )

@@ -182,8 +182,8 @@ def _on_gpus(
 ) -> dict[RunnableEngine, Price]:
     """Transfers overlap with the matmul; what does not is from virtual time: docs/scaling.md.
 
-    The fused gather waits for its first shards and ends with whole tiles, which costs about what 7
-    exchanges of nothing do, and a quarter of a tile; 16 and a 16th by copy engines. Fused sums at
+    The fused gather waits for its first shards and ends with whole tiles, which costs about what 2
+    exchanges of nothing do, and a third of a tile; 16 and a 16th by copy engines. Fused sums at
     worst multiply first and then transfer.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
@@ -197,7 +197,7 @@ def _on_gpus(
     if gathers:
         tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
         by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)
-        syncs, share = (16, 16) if by_engines else (7, 4)
+        syncs, share = (16, 16) if by_engines else (2, 3)
         how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
         start = ("first and last tiles", syncs * sync + tile / share, how)
     # Each signal of the host engine is a kernel there.

@@ -195,12 +195,12 @@ def round_rates(monkeypatch: pytest.MonkeyPatch) -> Group:
             "all_gather_matmul",
             {},
             {
-                "triton": (400 + 35 + TILE / 4, 35 + TILE / 4),  # 7 signals
+                "triton": (400 + 10 + TILE / 3, 10 + TILE / 3),  # 2 signals
                 "host": (400 + 100 + 80, 100 + 80),
                 "generic": (200 + 4100, 4100),
             },
         ),
-        ("all_gather_matmul", {"N": 5000}, {"triton": (2000 / 0.95 + 35 + TILE / 4, None)}),
+        ("all_gather_matmul", {"N": 5000}, {"triton": (2000 / 0.95 + 10 + TILE / 3, None)}),
         (  # by copy engines, as the shards are 20 MB
             "all_gather_matmul",
             {"M": 100_000},
@@ -310,8 +310,8 @@ def test_auto_agrees_where_shards_are_uneven() -> None:
         heard = told[rank]
         with settings.listening(lambda decision: heard.append(decision.engine)):
             for M in (63, 6144):
-                shard = torch.empty(M // 3, 2048, dtype=torch.bfloat16)
-                w = torch.empty(2048, own, dtype=torch.bfloat16)
+                shard = torch.empty(M // 3, 8192, dtype=torch.bfloat16)
+                w = torch.empty(8192, own, dtype=torch.bfloat16)
                 assert weft.all_gather_matmul(shard, w, sizes=[M // 3] * 3).shape == (M, own)
             x, w = torch.empty(64, own), torch.empty(own, 96)
             assert weft.matmul_reduce_scatter(x, w).shape[1] == 96
