@@ -307,7 +307,7 @@ def _ag_gemm_kernel(
             gathered_ptr, gathered_scales_ptr, link, offsets, K, pitch, K, scales_at,
             chunk_rows, rank, generation,
             # The rows of the first tiles of all programs, then those of the second ones, ...
-            tiles.cdiv(programs, TILES.group_m * tiles_n) * (TILES.group_m * BLOCK_M),
+            tiles.cdiv(programs, TILES.group_m * tl.maximum(tiles_n, 1)) * TILES.group_m * BLOCK_M,
             True, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, PARTS, TILES.block_k,
         )  # fmt: skip
     if program >= COPY_PROGRAMS:

@@ -125,7 +125,8 @@ def fetch_shards(
     program = tl.program_id(0)
     own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
     own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
-    groups = tiles.cdiv(offsets[WORLD_SIZE], group_rows) if PARTS > 1 else 1
+    # One at least: each program waits for all peers, also for those that have nothing.
+    groups = tl.maximum(tiles.cdiv(offsets[WORLD_SIZE], group_rows), 1) if PARTS > 1 else 1
     arrived = True
     for group in range(groups):
         for part in range(PARTS):

@@ -404,6 +404,27 @@ def test_as_many_chunks_as_there_are_words(virtual_ranks):
     virtual_ranks(2, many_chunks)
 
 
+def weights_without_columns() -> None:
+    """The rows are gathered all the same, and every program waits for every peer."""
+    ws = workspace(None, 1 << 14, channel="no columns")
+    rank, W, K = ws.rank, ws.world_size, 40
+    for sizes in ([3, 0, 34], [0, 0, 0]):
+        whole, w = matrix(sum(sizes), K, torch.float32, 1), matrix(K, 5 * rank, torch.float32, 2)
+        for _ in range(2):
+            made = all_gather_gemm.launch_all_gather_matmul(
+                whole.split(sizes)[rank], [w], ws, sizes, with_own=True
+            )
+            ws.check("weights_without_columns")
+            assert torch.equal(made.matrix, whole)
+            torch.testing.assert_close(made.ys[0], whole @ w)
+    own = ws.own[KERNEL_SLOTS : KERNEL_SLOTS + W * MAX_PROGRAMS : MAX_PROGRAMS]
+    assert all(word == 4 for peer, word in enumerate(own) if peer != rank)  # phase 0
+
+
+def test_weights_without_columns(virtual_ranks):
+    virtual_ranks(3, weights_without_columns)
+
+
 def calls_in_a_row() -> list[torch.Tensor]:
     """Different kernels in turn on one channel, every rank the slowest once: same bits again."""
     ws = workspace(None, 1 << 18, channel="row")
