@@ -70,9 +70,11 @@ def gather_rows(rank: int, ours: Modules = OURS) -> None:
     sizes = [34, *(1 + 5 * r % 8 for r in range(1, W))]  # two programs of rank 0 publish
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
+    config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
+    config = replace(config, copy_programs=2, programs=4)
     for call in range(CALLS):
         made = ours.gather.launch_all_gather_matmul(
-            shard * (call + 1), [w], ws, sizes, with_own=True
+            shard * (call + 1), [w], ws, sizes, with_own=True, config=config
         )
         torch.testing.assert_close(made.matrix, whole * (call + 1))
         torch.testing.assert_close(made.ys[0], whole @ w * (call + 1))
