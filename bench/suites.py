@@ -44,7 +44,7 @@ def _in_file(path: Path) -> Suite:
         raise ValueError(f"no file {str(path)!r}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)  # last: what lies beside a suite must not hide modules of others
     module = importlib.import_module(path.stem)
     if Path(module.__file__ or "").resolve() != path.resolve():
         raise ValueError(f"{path} has the name of another module, {module.__file__}: rename it")

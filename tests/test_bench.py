@@ -163,7 +163,10 @@ class _Without:
         return [spec for spec in bench_cases.cases(options) if spec.name != self._name]
 
 
-def test_a_suite_of_ones_own(planted: dict[str, rows.Case], tmp_path: Path) -> None:
+def test_a_suite_of_ones_own(
+    planted: dict[str, rows.Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     case = planted["scatter_norm 4x16"]
     assert case.gain is not None and case.fraction("fused") is not None
     (tmp_path / "json.py").touch()
