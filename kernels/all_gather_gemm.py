@@ -372,7 +372,7 @@ def _ag_gemm_kernel(
                             K, part + gathered_part, TILES.block_k, SPLIT * PARTS
                         )
                         acc, other = tiles.accumulate(
-                            acc, second if PAIR else None,
+                            acc, second,
                             a_rows, 1, None, 0,
                             weights[i], weights[1] if PAIR else None,
                             w_desc, w2_desc if PAIR else None,
@@ -384,7 +384,7 @@ def _ag_gemm_kernel(
                     whole = True
                     if SPLIT > 1:
                         acc, second, whole = splits.add_up(
-                            acc, second if PAIR else None, scratch_ptr, tile, part, program, link,
+                            acc, second, scratch_ptr, tile, part, program, link,
                             rank, generation, WORLD_SIZE, SPLIT,
                         )  # fmt: skip
                     if not PAIR:

@@ -128,44 +128,42 @@ def fetch_shards(
     # One at least: each program waits for all peers, also for those that have nothing.
     groups = tl.maximum(tiles.cdiv(offsets[WORLD_SIZE], group_rows), 1) if PARTS > 1 else 1
     arrived = True
-    for group in range(groups):
-        for part in range(PARTS):
-            before = 0  # chunks of the peers that came before
-            row = own_rows  # where a shard begins
-            for step in range(1, WORLD_SIZE + WITH_OWN):
-                # WITH_OWN: the own shard comes last, as nobody waits for it.
-                peer = (rank + step) % WORLD_SIZE
-                begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
-                length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
-                if GATHERS_ROWS:
-                    rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
-                else:
-                    rows, columns, out_ptr = extent, length, gathered_ptr + begin
-                chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
-                low, high = 0, chunks
-                if PARTS > 1:
-                    low = _chunks_before(group * group_rows - row, chunk_rows, chunks)
-                    if group < groups - 1:
-                        high = _chunks_before((group + 1) * group_rows - row, chunk_rows, chunks)
-                # Before its first chunk, or in the last group if it has none.
-                begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
-                if begins & (peer != rank):
-                    arrived &= signals.wait_for(
-                        link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
-                    )
-                # Each peer's chunks go to the programs after those that had the last one's: shards
-                # of few chunks are fetched side by side.
-                low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
-                before += chunks
-                row += length.to(tl.int32)
-                if arrived & (length > 0):
-                    first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
-                    for chunk in range(low, high, COPY_PROGRAMS):
-                        _fetch_chunk(
-                            out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column,
-                            last_column, pitch, stride_g, scales_at, chunk, chunk_rows, part, rank,
-                            generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
-                        )  # fmt: skip
+    for turn in range(groups * PARTS):
+        group, part = turn // PARTS, turn % PARTS
+        before = 0  # chunks of the peers that came before
+        row = own_rows  # where a shard begins
+        for step in range(1, WORLD_SIZE + WITH_OWN):
+            # WITH_OWN: the own shard comes last, as nobody waits for it.
+            peer = (rank + step) % WORLD_SIZE
+            begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
+            length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
+            if GATHERS_ROWS:
+                rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
+            else:
+                rows, columns, out_ptr = extent, length, gathered_ptr + begin
+            chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
+            low, high = _chunks_before(group * group_rows - row, chunk_rows, chunks), chunks
+            if group < groups - 1:
+                high = _chunks_before((group + 1) * group_rows - row, chunk_rows, chunks)
+            # Before its first chunk, or in the last group if it has none.
+            begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
+            if begins & (peer != rank):
+                arrived &= signals.wait_for(
+                    link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
+                )
+            # Each peer's chunks go to the programs after those that had the last one's: shards
+            # of few chunks are fetched side by side.
+            low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
+            before += chunks
+            row += length.to(tl.int32)
+            if arrived & (length > 0):
+                first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
+                for chunk in range(low, high, COPY_PROGRAMS):
+                    _fetch_chunk(
+                        out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column,
+                        last_column, pitch, stride_g, scales_at, chunk, chunk_rows, part, rank,
+                        generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
+                    )  # fmt: skip
 
 
 @triton.jit
