@@ -1,6 +1,6 @@
 """`make gpu`: everything that needs a GPU, on however many there are: tests first, then figures.
 
-    1. the tests that are marked gpu
+    1. the tests that are marked gpu, with 2 and with 4 ranks at the same time
     2. the plain matmul beside torch.mm, in one process
     3. every fused op by each engine, beside its unfused self and its bounds
     4. attention over sharded sequences and caches, beside torch's: of whole sequences, round its
@@ -10,32 +10,36 @@ With one GPU the ranks, 2 and then 4, share it through torch's symmetric memory:
 there, overlap is not, as the ranks take turns. With more, a rank has a GPU of its own, from 2 ranks
 to all.
 
-Figures go to bench/results/<chip>.json, and as tables to docs/gpu.md, case by case: what was
-measured is kept if the run is cut short, and a line tells of each. They are taken though a test may
-fail, as each is of a result that was compared with the oracle's; the page says so, and so does the
-exit status. `make gpu ARGS="--quick"` hands arguments on; where a command may take ten minutes,
-"--no-figures --ranks 2", "--no-tests --ranks 2", and the same with 4, make four of it.
+Outcomes of tests go to bench/results/<chip>.tests.jsonl, figures to bench/results/<chip>.json, and
+as tables to docs/gpu.md: test by test and case by case, so that whatever cuts a run short leaves
+what there is, and a line tells of each. Figures are taken though a test may fail, as each is of a
+result that was compared with the oracle's; the page says so, and so does the exit status.
+
+Where a machine is lent for so many minutes, `make gpu ARGS="--minutes 9"` ends by itself in time,
+tests having at most 5 of them, and `make gpu ARGS="--minutes 9 --resume"` goes on: what has passed
+and what was measured is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
-import subprocess
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from weft.bench import attention_suite, matmul_suite, ops_suite, runner
+from weft.bench import attention_suite, gpu_tests, matmul_suite, ops_suite, runner
 from weft.bench.cli import failed
 from weft.bench.environment import environment
-from weft.bench.problem import Options, Suite
+from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
 from weft.bench.tables import figure
 
@@ -67,20 +71,6 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def run_tests(counts: Sequence[int]) -> int:
-    """The exit status of pytest on the tests that are marked gpu, with so many ranks."""
-    # Each test is named as it begins.
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu"]
-    command += ["tests/test_gpu.py", "tests/test_gpu_dtensor.py"]
-    command.append("--durations=10")
-    command.append("--maxfail=12")  # what fails here mostly fails everywhere, by its time limit
-    # Kernels must be compiled, whatever the caller's shell says.
-    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    variables.setdefault("WEFT_TIMEOUT_S", "30")
-    variables["GPU_RANKS"] = " ".join(map(str, counts[:2]))
-    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
-
-
 def shapes_for(ranks: int, options: Options) -> tuple[tuple[int, int, int], ...]:
     """The linears (M, N, K) on which that many ranks run the fused ops; none for the suite's."""
     if options.quick:
@@ -90,34 +80,71 @@ def shapes_for(ranks: int, options: Options) -> tuple[tuple[int, int, int], ...]
     return tuple((M, N, K) for M in tokens for N, K in ((28672, 8192), (8192, 28672)))
 
 
+# Of the time that there is, at most this much is for the tests while figures are missing; and this
+# much is left at the end, in seconds.
+_TESTS_SHARE = 0.55
+_MARGIN_S = 15.0
+
+
+@contextmanager
+def time_limit(until: float | None) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at `until`, of time.monotonic(): as Ctrl-C would."""
+    if until is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def measure(
     options: Options,
     counts: Sequence[int],
     command: str,
     on_case: Callable[[Result], None] = lambda result: None,
+    earlier: Sequence[Case] = (),
+    until: float | None = None,
 ) -> Result:
     """All cases of all suites, as one result; cases are named with their number of ranks.
 
     Args:
         on_case: called with what there is after every case, as a machine may be lent for so long.
+        earlier: cases of a run before, which are kept and not measured again.
+        until: of time.monotonic(): when to end.
     """
     where = environment(max(counts), options.device, options.threads)
-    whole = Result("gpu", where, command=command)
+    whole = Result("gpu", where, list(earlier), command=command)
+    known = {(case.suite, case.name) for case in earlier}
     runs: list[tuple[Suite, int]] = [(matmul_suite, counts[0])]
     runs += [(suite, count) for count in counts for suite in (ops_suite, attention_suite)]
-    for suite, count in runs:
-        shapes = shapes_for(count, options) if suite is ops_suite else ()
-        asked = replace(options, ranks=count, shapes=shapes)
+    try:
+        with time_limit(until):
+            for suite, count in runs:
+                shapes = shapes_for(count, options) if suite is ops_suite else ()
+                asked = replace(options, ranks=count, shapes=shapes)
 
-        def add(case: Case, suite: Suite = suite) -> None:
-            case.name += f", {case.params['ranks']} ranks" if suite.WORLD == "ranks" else ""
-            whole.cases.append(case)
-            on_case(whole)
+                def name_of(name: str, suite: Suite = suite, count: int = count) -> str:
+                    return f"{name}, {count} ranks" if suite.WORLD == "ranks" else name
 
-        results = runner.run([suite], asked, command=command, on_case=add)
-        if any(result.interrupted for result in results):
-            whole.interrupted = True
-            break
+                def missing(
+                    suite: Suite, spec: Spec, name_of: Callable[[str], str] = name_of
+                ) -> bool:
+                    return (suite.NAME, name_of(spec.name)) not in known
+
+                def add(case: Case, name_of: Callable[[str], str] = name_of) -> None:
+                    case.name = name_of(case.name)
+                    whole.cases.append(case)
+                    on_case(whole)
+
+                results = runner.run([suite], asked, command=command, on_case=add, wanted=missing)
+                if any(result.interrupted for result in results):
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        whole.interrupted = True
     return whole
 
 
@@ -198,6 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--no-tests", action="store_true", help="figures only")
     only.add_argument("--no-figures", action="store_true", help="tests only")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="end by then; --resume goes on (no limit)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="keep the tests that have passed and the cases that were measured in --results",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--seconds", type=float, default=1.5, help="aimed at a case (1.5)")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
@@ -214,12 +248,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = tuple(args.ranks or rank_counts(torch.cuda.device_count() if on_gpu else 1))
     if min(counts) < 2:
         parser.error(f"--ranks must be at least 2, got {min(counts)}: one rank has no peers")
-    tested = on_gpu and not args.no_tests
-    status = run_tests(counts) if tested else 0
+    begun = time.monotonic()
+    until = None if args.minutes is None else begun + 60 * args.minutes - _MARGIN_S
+    chip = slug(torch.cuda.get_device_name()) if on_gpu else "cpu"
+    path, record = (args.results / f"{chip}{suffix}" for suffix in (".json", ".tests.jsonl"))
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    tests, earlier, commits = gpu_tests.Outcomes(counts[:2]), list[Case](), list[str]()
+    if args.resume:
+        tests = gpu_tests.read(record, counts[:2])
+        if path.exists():
+            before = Result.read(path)
+            earlier = [case for case in before.cases if not bad(case, on_gpu)]
+            commits = before.environment["commit"].split(", ")
+    elif not args.no_tests:
+        record.unlink(missing_ok=True)
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:4.0f} s {text}", flush=True)
+
+    if on_gpu and not args.no_tests:
+        say(f"tests, {counts[:2]} ranks, outcomes into {record}")
+        share = until
+        if until is not None and not args.no_figures:
+            share = begun + _TESTS_SHARE * (until - begun)
+        tests = gpu_tests.run(counts[:2], record, until=share, say=say)
+        for text in tests.broken:
+            say(text)
+        say(f"tests: {tests}")
     if args.no_figures:
-        return status
-    if status:
-        print("make gpu: a test failed; figures are taken of what is right", flush=True)
+        return _status(tests)
+    if tests.wrong:
+        say("a test failed; figures are taken of what is right")
     options = Options(
         device=args.device,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
@@ -227,29 +286,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=args.seconds,
     )
     command = shlex.join(["weft", "bench", "gpu", *given])
-    chip = slug(torch.cuda.get_device_name()) if on_gpu else "cpu"
-    path = args.results / f"{chip}.json"
-    args.page.parent.mkdir(parents=True, exist_ok=True)
-
-    begun = time.monotonic()
-    print(f"figures into {path} and {args.page}, in us; {counts} ranks", flush=True)
+    say(f"figures, {counts} ranks, into {path} and {args.page}, in us; {len(earlier)} cases kept")
 
     def keep(result: Result) -> None:
-        result.environment["tests"] = "not run" if not tested else "failed" if status else "passed"
+        result.environment["tests"] = str(tests)
+        made = dict.fromkeys([*commits, *result.environment["commit"].split(", ")])
+        result.environment["commit"] = ", ".join(filter(None, made))
         result.write(path)
         args.page.write_text(page(result))
-        print(f"{time.monotonic() - begun:4.0f} s {said(result.cases[-1])}", flush=True)
 
-    result = measure(options, counts, command, keep)
+    def tell(result: Result) -> None:
+        keep(result)
+        say(said(result.cases[-1]))
+
+    result = measure(options, counts, command, tell, earlier, until)
+    wanted = on_gpu and not args.no_tests and not tests.finished and not tests.broken
+    if wanted and until is not None and until - time.monotonic() > _MARGIN_S:
+        tests = gpu_tests.run(counts[:2], record, until=until, say=say)
+        say(f"tests: {tests}")
+    if result.cases:
+        keep(result)
     if result.interrupted:
+        say("not all cases were measured: --resume goes on")
         return 130
-    bad = any(failed(case) or (on_gpu and _kernel_failed(case)) for case in result.cases)
-    return status or int(bad)
+    return _status(tests) or int(any(bad(case, on_gpu) for case in result.cases))
 
 
-def _kernel_failed(case: Case) -> bool:
-    """Whether a fused kernel did not run or was wrong, also where auto takes another engine."""
-    return "triton" in case.variants and not case.variants["triton"].ok
+def _status(tests: gpu_tests.Outcomes) -> int:
+    """0: all was right; 130: not all tests have run."""
+    return int(tests.wrong) or (130 if tests.totals and not tests.finished else 0)
+
+
+def bad(case: Case, on_gpu: bool) -> bool:
+    """Whether something of ours did not run or was wrong; on a GPU, the fused kernel, also where
+    auto takes another engine."""
+    kernel = case.variants.get("triton")
+    return failed(case) or (on_gpu and kernel is not None and not kernel.ok)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,10 @@ class Result:
         # A line a case: short files, whose differences can be read.
         cases = ",\n".join(json.dumps(_rounded(case.as_dict())) for case in self.cases)
         start = json.dumps(head, indent=1).removesuffix("\n}")
-        path.write_text(f'{start},\n "cases": [\n{cases}\n]}}\n')
+        # Whole, or as it was: a run may be ended at any moment.
+        part = path.with_suffix(".part")
+        part.write_text(f'{start},\n "cases": [\n{cases}\n]}}\n')
+        part.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Result:

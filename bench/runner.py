@@ -41,6 +41,7 @@ def run(
     console: Console | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
     on_case: Callable[[Case], None] = lambda case: None,
+    wanted: Callable[[Suite, Spec], bool] = lambda suite, spec: True,
 ) -> list[Result]:
     """Run suites, those of one process last; Ctrl-C keeps what is finished.
 
@@ -49,15 +50,24 @@ def run(
         console: where progress is shown; stderr if None.
         on_result: called with the result of each suite that has ended.
         on_case: called with each case that has ended.
+        wanted: which cases to run; all by default.
     """
     results: list[Result] = []
     with _progress(console or Console(stderr=True)) as progress:
         try:
             for world, ranks in (("ranks", options.ranks), ("one", 1)):
                 some = [suite for suite in suites if world == suite.WORLD]
-                run = _Run(some, ranks, options, command, progress, on_result, on_case, results)
+                todo = [
+                    (suite, spec)
+                    for suite in some
+                    for spec in suite.cases(options)
+                    if options.filter in spec.name and wanted(suite, spec)
+                ]
+                run = _Run(todo, ranks, options, command, progress, on_result, on_case, results)
                 run.until_done()
         except KeyboardInterrupt:
+            if not results:  # before the first case
+                raise
             results[-1].interrupted = True
             on_result(results[-1])
     return results
@@ -78,11 +88,11 @@ def _progress(console: Console) -> Progress:
 
 
 class _Run:
-    """Suites that share one set of ranks, which is replaced when it breaks."""
+    """Cases that share one set of ranks, which is replaced when it breaks."""
 
     def __init__(
         self,
-        suites: Sequence[Suite],
+        todo: Sequence[tuple[Suite, Spec]],
         ranks: int,
         options: Options,
         command: str,
@@ -94,13 +104,7 @@ class _Run:
         self.ranks, self.options, self.progress = ranks, options, progress
         self.on_result, self.on_case, self.results = on_result, on_case, results
         self.command = command
-        self.todo = [
-            (suite, spec)
-            for suite in suites
-            for spec in suite.cases(options)
-            if options.filter in spec.name
-        ]
-        self.done = 0
+        self.todo, self.done = todo, 0
 
     def until_done(self) -> None:
         """Run all cases; raises nothing but KeyboardInterrupt."""

@@ -14,6 +14,7 @@ if "gpu" not in sys.argv:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WEFT_TIMEOUT_S", "60")
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,42 @@ def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
     ranks = GpuRanks(request.param)
     yield ranks
     ranks.close()
+
+
+# Where the outcomes of GPU tests are kept as they come, and read from: `weft.bench.gpu_tests`.
+_RECORD = os.environ.get("GPU_RECORD", "")
+
+
+def _record(**entry: Any) -> None:
+    # One write a line: several processes append to the file, and it outlives them all.
+    line = json.dumps({"ranks": _GPU_RANKS[0], **entry}) + "\n"
+    file = os.open(_RECORD, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, line.encode())
+    os.close(file)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has passed with these ranks, as the record tells."""
+    if not _RECORD:
+        return
+    with open(_RECORD) as record:
+        entries = [json.loads(line) for line in record]
+    last = {
+        entry["test"]: entry["outcome"]
+        for entry in entries
+        if entry["ranks"] == _GPU_RANKS[0] and "test" in entry
+    }
+    done = [item for item in items if last.get(item.nodeid) in ("passed", "skipped")]
+    _record(total=len([item for item in items if item.get_closest_marker("gpu")]))
+    config.hook.pytest_deselected(items=done)
+    items[:] = [item for item in items if item not in done]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _RECORD and (report.when == "call" or report.outcome != "passed"):
+        why = str(report.longrepr)[-4000:] if report.failed else ""
+        _record(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=why)
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from weft.bench import gpu
+from weft.bench import gpu, gpu_tests
+from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
 
 
@@ -44,32 +48,135 @@ def test_every_step_at_tiny_sizes(tmp_path: Path, capsys) -> None:
     assert all(case.name in line for case, line in zip(result.cases, lines[1:], strict=True))
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_what_is_wrong_fails_the_run_and_is_written(tmp_path, monkeypatch, status: int) -> None:
+WHERE = {
+    "gpus": [{"name": "G"}],
+    "ranks": 2,
+    "torch": "",
+    "triton": "",
+    "date": "",
+    "commit": "",
+}
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(gpu, "environment", lambda *args: dict(WHERE))
+
+
+def told(outcome: str) -> gpu_tests.Outcomes:
+    outcomes = gpu_tests.Outcomes((2,), {2: 1})
+    outcomes.take(json.dumps({"ranks": 2, "test": "a", "outcome": outcome, "seconds": 1.0}))
+    return outcomes
+
+
+@pytest.mark.parametrize("outcome", ["passed", "failed"])
+def test_what_is_wrong_fails_the_run_and_is_written(tmp_path, monkeypatch, a_gpu, outcome) -> None:
     """A kernel that auto avoids, or a test: figures are taken all the same."""
     right, wrong = Timing([1.0], [1.0]), Timing(failure="wrong: 7 times the tolerance")
     case = Case("ops", "x", {}, {"auto": right, "triton": wrong}, main="auto")
-    where = {
-        "gpus": [{"name": "G"}],
-        "ranks": 2,
-        "torch": "",
-        "triton": "",
-        "date": "",
-        "commit": "",
-    }
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
 
-    def measured(options: object, counts: object, command: str, on_case) -> Result:
-        result = Result("gpu", where, [case])
-        on_case(result)
-        return result
+    def run(suites: object, options: object, *, on_case, **kwargs: object) -> list[Result]:
+        if suites == [gpu.ops_suite]:
+            on_case(case)
+        return []
 
-    monkeypatch.setattr(gpu, "measure", measured)
-    monkeypatch.setattr(gpu, "run_tests", lambda counts: status)
+    monkeypatch.setattr(gpu.runner, "run", run)
+    monkeypatch.setattr(gpu.gpu_tests, "run", lambda *args, **kwargs: told(outcome))
     page = tmp_path / "docs" / "gpu.md"
     arguments = ["--ranks", "2", "--results", str(tmp_path), "--page", str(page)]
-    assert gpu.main(arguments) == (status or 1)
-    assert f"Tests on this machine: {'failed' if status else 'passed'}." in page.read_text()
+    assert gpu.main(arguments) == 1
+    assert f"Tests on this machine: {told(outcome)}." in page.read_text()
+    assert f"1 {outcome}" in page.read_text()
     assert (tmp_path / "some-gpu.json").exists()
     assert "they take turns" in page.read_text() and "- triton: wrong: 7" in page.read_text()
+
+
+def test_figures_end_in_time_and_go_on_where_they_were(tmp_path, monkeypatch, a_gpu) -> None:
+    """Cases that are there are kept, those that were wrong or not reached are measured."""
+    right, wrong = Timing([1.0], [1.0]), Timing(failure="RuntimeError: no")
+    first_run, measured = True, []
+
+    def run(suites, options, *, on_case, wanted, **kwargs: object) -> list[Result]:
+        for name in ("a", "b", "c") if suites == [gpu.ops_suite] else ("m",):
+            if not wanted(suites[0], Spec(name, {})):
+                continue
+            if first_run and (name, options.ranks) == ("c", 2):
+                signal.pause()  # until time is up
+            measured.append((suites[0].NAME, name, options.ranks))
+            ours = wrong if first_run and name == "b" else right
+            variants = {"auto": right, "triton": ours}
+            on_case(Case(suites[0].NAME, name, {"ranks": options.ranks}, variants, main="auto"))
+        return []
+
+    monkeypatch.setattr(gpu.runner, "run", run)
+    monkeypatch.setattr(gpu, "_MARGIN_S", 0)
+    arguments = ["--no-tests", "--results", str(tmp_path), "--page", str(tmp_path / "gpu.md")]
+    assert gpu.main([*arguments, "--minutes", "0.02"]) == 130
+    there = Result.read(tmp_path / "some-gpu.json")
+    assert there.interrupted and [case.name for case in there.cases] == [
+        "m", "a, 2 ranks", "b, 2 ranks",
+    ]  # fmt: skip
+    first_run = False
+    measured.clear()
+    assert gpu.main([*arguments, "--resume"]) == 0
+    there = Result.read(tmp_path / "some-gpu.json")
+    assert not there.interrupted
+    assert measured == [
+        ("ops", "b", 2), ("ops", "c", 2), ("attention", "m", 2), ("ops", "a", 4), ("ops", "b", 4),
+        ("ops", "c", 4), ("attention", "m", 4),
+    ]  # fmt: skip
+    assert sorted((case.suite, case.name) for case in there.cases) == [
+        ("attention", "m, 2 ranks"), ("attention", "m, 4 ranks"), ("matmul", "m"),
+        *[("ops", f"{name}, {ranks} ranks") for name in "abc" for ranks in (2, 4)],
+    ]  # fmt: skip
+
+
+SOME_TESTS = """
+import os, pathlib, time, pytest
+pytestmark = pytest.mark.gpu
+
+def test_right():
+    with open("ran", "a") as file:
+        file.write("right ")
+
+@pytest.mark.skip(reason="why not")
+def test_skipped():
+    pass
+
+def test_wrong():
+    assert pathlib.Path("mended").exists(), "as it was"
+
+def test_long():
+    while not pathlib.Path("mended").exists():
+        time.sleep(0.05)
+"""
+
+
+def test_tests_are_kept_one_by_one_and_not_run_again(tmp_path, monkeypatch) -> None:
+    """pytest is ended while a test hangs: what came before is there, and is left out next time."""
+    (tmp_path / "test_some.py").write_text(SOME_TESTS)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "_FILES", ("test_some.py",))
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{here}:{here.parent}")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p conftest -p no:cacheprovider")
+    record, said = tmp_path / "gpu.tests.jsonl", list[str]()
+    # Time is up once the test has failed after which comes one that has no end.
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: sum("as it was" in s for s in said))
+    monkeypatch.setattr(gpu_tests, "time", clock)
+    first = gpu_tests.run((3,), record, until=0.5, say=said.append)
+    assert str(first) == "1 passed, 1 skipped, 1 failed, 1 not run" and first.wrong
+    assert not first.finished and not first.broken
+    assert gpu_tests.read(record, (3,)).found == first.found
+    assert any(text.startswith("3 ranks: test_right: passed") for text in said)
+    (tmp_path / "mended").touch()
+    again = gpu_tests.run((3,), record)
+    assert str(again) == "3 passed, 1 skipped" and again.finished and not again.wrong
+    assert (tmp_path / "ran").read_text() == "right "
+    (tmp_path / "test_some.py").write_text("nothing that Python knows")
+    broken = gpu_tests.run((3,), record)
+    assert broken.wrong and "SyntaxError" in broken.broken[0]
+    assert gpu_tests.read(record, (5,)).found == {}

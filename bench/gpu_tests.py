@@ -1,0 +1,171 @@
+"""The tests that need a GPU: outcomes are kept as they come, what has passed is not run again.
+
+A process of pytest for each number of ranks, all at the same time: most of their time goes by in
+Triton's compiler, and ranks that share a GPU take turns on it anyway. They append a line a test to
+one file (`tests/conftest.py`), which outlives whatever ends them:
+
+    {"ranks": 2, "total": 58}                        as they begin: how many there are
+    {"ranks": 2, "test": "tests/test_gpu.py::..", "outcome": "failed", "seconds": 3.1, "why": ".."}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_FILES = ("tests/test_gpu.py", "tests/test_gpu_dtensor.py")
+_WHY_CHARACTERS = 1500  # of a failure, its end, that are shown
+
+
+@dataclass
+class Outcomes:
+    """What became of the tests so far, by number of ranks and name.
+
+    Attributes:
+        totals: how many tests there are with each number of ranks, where pytest has told.
+        broken: what pytest said that could not run them.
+    """
+
+    counts: tuple[int, ...]
+    totals: dict[int, int] = field(default_factory=dict)
+    found: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def take(self, line: str) -> dict[str, Any] | None:
+        """A line of the file: the outcome of a test, if it is one of these numbers of ranks."""
+        entry: dict[str, Any] = json.loads(line)
+        if entry["ranks"] not in self.counts:
+            return None
+        if "total" in entry:
+            self.totals[entry["ranks"]] = entry["total"]
+            return None
+        self.found[entry["ranks"], entry["test"]] = entry
+        return entry
+
+    def count(self, outcome: str) -> int:
+        return sum(entry["outcome"] == outcome for entry in self.found.values())
+
+    @property
+    def left(self) -> int:
+        """Tests that are known of and have not run."""
+        return sum(self.totals.values()) - len(self.found)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.totals) == len(self.counts) and self.left == 0
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a test failed, or tests could not be run at all."""
+        return bool(self.count("failed") or self.broken)
+
+    def __str__(self) -> str:
+        if self.broken:
+            return "could not be run"
+        if not self.totals:
+            return "not run"
+        kinds = [(outcome, self.count(outcome)) for outcome in ("passed", "skipped", "failed")]
+        told = [f"{number} {outcome}" for outcome, number in kinds if number or outcome == "passed"]
+        unknown = len(self.totals) < len(self.counts)
+        return ", ".join([*told, *[f"{self.left or 'some'} not run"] * (self.left > 0 or unknown)])
+
+
+def read(record: Path, counts: Sequence[int]) -> Outcomes:
+    """The outcomes that a file keeps."""
+    outcomes = Outcomes(tuple(counts))
+    for line in record.read_text().splitlines() if record.exists() else ():
+        outcomes.take(line)
+    return outcomes
+
+
+def run(
+    counts: Sequence[int],
+    record: Path,
+    *,
+    until: float | None = None,
+    say: Callable[[str], None] = print,
+) -> Outcomes:
+    """Run the tests that `record` does not tell to have passed, with each number of ranks.
+
+    Args:
+        until: of time.monotonic(); what has not run by then is left out. None: no limit.
+        say: told of every test that ends.
+    """
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
+    outcomes = read(record, counts)
+    outcomes.totals.clear()  # they tell again
+    with open(record) as news, tempfile.TemporaryDirectory(prefix="weft-gpu-tests-") as folder:
+        news.seek(0, os.SEEK_END)
+        logs = {count: Path(folder) / str(count) for count in counts}
+        processes = {count: _begin(count, record, logs[count]) for count in counts}
+        try:
+            while any(process.poll() is None for process in processes.values()):
+                if until is not None and time.monotonic() > until:
+                    break
+                time.sleep(0.2)
+                _hear(news, outcomes, say)
+        finally:
+            ended = [count for count, process in processes.items() if _end(process)]
+        _hear(news, outcomes, say)
+        for count, process in processes.items():
+            # 0: all passed; 1: some failed; 5: none was left.
+            if count not in ended and process.returncode not in (0, 1, 5):
+                outcomes.broken.append(logs[count].read_text()[-_WHY_CHARACTERS:])
+    return outcomes
+
+
+def _begin(count: int, record: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *_FILES]
+    command.append("--maxfail=12")  # what fails here mostly fails everywhere, by its time limit
+    # Kernels must be compiled, whatever the caller's shell says.
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    variables.setdefault("WEFT_TIMEOUT_S", "30")
+    variables |= {"GPU_RANKS": str(count), "GPU_RECORD": str(record.resolve())}
+    with open(log, "wb") as said:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=variables,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """End pytest, and with it its ranks. False if it had ended by itself."""
+    if process.poll() is not None:
+        return False
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
+
+
+def _hear(news: IO[str], outcomes: Outcomes, say: Callable[[str], None]) -> None:
+    while True:
+        place = news.tell()
+        line = news.readline()
+        if not line.endswith("\n"):
+            news.seek(place)  # none, or half of one
+            return
+        entry = outcomes.take(line)
+        if entry is not None:
+            name = entry["test"].rpartition("::")[2]
+            say(f"{entry['ranks']} ranks: {name}: {entry['outcome']}, {entry['seconds']:.1f} s")
+            if entry.get("why"):
+                say(entry["why"][-_WHY_CHARACTERS:])
