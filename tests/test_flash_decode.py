@@ -136,7 +136,8 @@ def test_random_cases(ranks, virtual_ranks, engine: str, world_size: int) -> Non
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     count = 60 if engine == "triton" else 300
-    ranks(world_size, cases, engine, 100 + world_size, count, timeout_s=1800)
+    found = ranks(world_size, cases, engine, 100 + world_size, count, timeout_s=1800)
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("paged_cache", [False, True])
