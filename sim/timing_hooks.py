@@ -96,7 +96,8 @@ def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
     load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
 
     def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:
-        live, addresses = np.asarray(getattr(mask, "data", mask)), ptrs.data
+        # A mask that was made with numbers may hold 0 and 1, which would be places.
+        live, addresses = np.asarray(getattr(mask, "data", mask), dtype=bool), ptrs.data
         if not live.all():
             addresses = addresses[np.broadcast_to(live, addresses.shape)]
         flat = addresses.reshape(-1)

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import GpuRanks
+from test_examples import serve_llama
 from test_flash_decode import cases as decode_cases
 from test_head_exchange import cases as head_cases
 from test_head_exchange import repeated as heads_again
 from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
 from test_matmul_ops import repeated_body as matmuls_again
+from test_parallel_linear import fp8_body
 from test_ring_attention import attention_case
 from test_ring_attention import random_cases as random_attention
 from test_ring_attention import repeated_body as ring_again
@@ -525,6 +527,17 @@ def compiled_body(mode: str | None) -> None:
             gradients.append(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]))
         for theirs, ours in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_quantized_layers(gpu_ranks: GpuRanks, sequence_dim: int | None) -> None:
+    gpu_ranks.run(on_kernels, with_gpu, fp8_body, sequence_dim, timeout_s=200)
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_the_example_of_serving(gpu_ranks: GpuRanks, by_head: bool) -> None:
+    told = gpu_ranks.run(on_kernels, with_gpu, serve_llama, by_head, 2, 3, timeout_s=300)
+    assert len(set(told)) == 1
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -244,6 +244,23 @@ def test_one_rank_stands_for_all_that_do_the_same(op: str) -> None:
 
 
 @needs_interpreter
+@needs_interpreter
+def test_a_decoding_step_takes_its_time() -> None:
+    """Tokens of which a rank keeps some: masks that are made of numbers."""
+
+    def step(rank: int) -> torch.Tensor:
+        new, cache = torch.ones(2, 1, 1, 12), torch.zeros(2, 2, 1, 8, 12)
+        lengths = torch.tensor([3, 4], dtype=torch.int32)
+        with weft.engine("triton"):
+            weft.append_to_cache(new, new, *cache, lengths, block_size=1)
+            weft.flash_decode(new, *cache, lengths, block_size=1)
+        return cache
+
+    results = sim.run(2, step, hardware="h100")
+    assert [float(cache.sum()) for cache in results] == [24.0, 24.0]
+    assert results.timeline is not None and results.timeline.makespan_us > 0
+
+
 def test_pictures_and_traces(tmp_path: Path) -> None:
     timeline = sim.run(2, gather(64, 64, 64), hardware="h100", numerics=False).timeline
     assert timeline is not None
