@@ -39,6 +39,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 import torch.multiprocessing as mp
+from dtensors import full_of
 from rank_pool import RankError, RankPool
 
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "mixed")
@@ -146,15 +147,13 @@ def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> 
 
 def differs(ours: Any, theirs: Any, what: str, noise: float = 0.0) -> str | None:
     """Why `ours` is not `theirs`, up to a few times the `noise` of theirs; None where it is."""
-    from weft.dtensor import DTensor
 
     if not isinstance(theirs, torch.Tensor):
         same = type(ours) is type(theirs) and (ours == theirs or ours != ours)
         return None if same else f"{what}: {ours!r}, not {theirs!r}"
     if not isinstance(ours, torch.Tensor):
         return f"{what}: {type(ours).__name__}, not a tensor"
-    full = ours.detach()
-    full = full.full_tensor() if isinstance(full, DTensor) else full
+    full = full_of(ours.detach())
     if full.dtype != theirs.dtype or full.shape != theirs.shape:
         kinds = f"{full.dtype} {list(full.shape)}, not {theirs.dtype} {list(theirs.shape)}"
         return f"{what}: {kinds}"

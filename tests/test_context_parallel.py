@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import world
 from torch.nn import functional
 
 import weft
@@ -131,7 +132,7 @@ def test_compiled(ranks) -> None:
 
 
 def errors_body() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     q, k, _ = tensors(2, 1, 1)
     with (
         pytest.raises(ValueError, match="1 dims for 2 buffers"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import world
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
@@ -33,10 +34,6 @@ from weft.dtensor import (
 from weft.dtensor.layout import layout_of
 from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from weft.dtensor.transfers import plan
-
-
-def world() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def making() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import full_of, world
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor.placement_types import Placement
@@ -45,16 +46,12 @@ class Graphs:
         return graph
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _equal(f: Callable[..., Any], *args: Any, backend: Any = "aot_eager") -> None:
     torch._dynamo.reset()
     expected = f(*args)
     for _ in range(2):
         result = torch.compile(f, fullgraph=True, backend=backend)(*args)
-        torch.testing.assert_close(_whole(result), _whole(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(full_of(result), full_of(expected), rtol=1e-5, atol=1e-6)
 
 
 def functions(backend: str) -> None:
@@ -80,7 +77,7 @@ def functions(backend: str) -> None:
 
     torch._dynamo.reset()
     result = torch.compile(broken_off, backend=backend)(x)
-    torch.testing.assert_close(_whole(result), _whole(broken_off(x)))
+    torch.testing.assert_close(full_of(result), full_of(broken_off(x)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ def test_functions(ranks, backend: str) -> None:
 
 
 def uneven_parts() -> None:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, mesh = dist.get_rank(), world()
     whole = torch.arange(10.0).view(5, 2)
     local = whole.chunk(mesh.size())[rank].clone().requires_grad_()
 
@@ -176,7 +173,7 @@ def test_column_then_row(ranks, backend: str) -> None:
 
 def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple[int, ...]) -> None:
     """A plain batch into fused linears, and one that is a DTensor, beside one process."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
     model = parallel.parallelize_module(
@@ -187,7 +184,7 @@ def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple
 
     def loss(model: Any, x: Any, whole: Any) -> Any:
         rows = (whole * 2 + 1).reshape(-1, 6).softmax(-1)
-        return model(x).square().mean() + _whole(rows.var(-1).mean())
+        return model(x).square().mean() + full_of(rows.var(-1).mean())
 
     graphs = Graphs()
     step = torch.compile(loss, fullgraph=True, backend=graphs.backend, dynamic=True)
@@ -221,7 +218,7 @@ def test_one_graph_for_all_batches(ranks, placement, sizes, graphs_after) -> Non
 
 
 def llama() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     shape = Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16)
     torch.manual_seed(0)
     plain = Llama(shape)
@@ -245,10 +242,10 @@ def llama() -> None:
         for call, each in ((loss_of, plain), (compiled, model)):
             loss = call(each, inputs, labels)
             loss.backward()
-            losses.append(_whole(loss.detach()))
+            losses.append(full_of(loss.detach()))
         torch.testing.assert_close(losses[1], losses[0])
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(full_of(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
             ours.grad = theirs.grad = None
     assert graphs.forwards == 1
     labels[0, 3] = 256

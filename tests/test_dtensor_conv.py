@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import close, world
 from torch.nn import functional
 
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -29,11 +30,6 @@ TRANSPOSED = {
     "transposed": ((2, 4, 4, 5), (4, 2, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "transposed groups": ((2, 4, 4), (4, 1, 3), {"groups": 4}),
 }
-
-
-def close(ours: Any, theirs: torch.Tensor) -> bool:
-    full = ours.full_tensor()
-    return full.shape == theirs.shape and torch.allclose(full, theirs, rtol=1e-9, atol=1e-10)
 
 
 def convolve(shapes: Any, options: Any, transposed: bool) -> Any:
@@ -87,7 +83,7 @@ def run(mesh_shape: tuple[int, ...]) -> list[str]:
 
 
 def stays_sharded() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     x = distribute_tensor(torch.randn(2, 4, 8, 8), mesh, [Shard(2)])
     w = distribute_tensor(torch.randn(4, 4, 3, 3), mesh, [Replicate()])
     y = functional.conv2d(x, w, padding=1)

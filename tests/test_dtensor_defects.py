@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import close
 from torch.nn import functional
 
-from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 RANKS = 3
 Line = tuple[str, Callable[..., Any], list[torch.Tensor]]
@@ -217,13 +218,6 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, tuple) else []
-
-
-def close(ours: Any, theirs: torch.Tensor) -> bool:
-    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    return full.shape == theirs.shape and torch.allclose(
-        full.to(theirs.dtype), theirs, rtol=1e-9, atol=1e-10, equal_nan=True
-    )
 
 
 def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
+from dtensors import world
 from torch.nn import functional
 
-from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from weft.dtensor.debug import ExplicitRedistributionContext
 
 CALLS = {
@@ -31,7 +31,7 @@ CALLS = {
 
 
 def as_on_one_process() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     x, y = torch.randn(5, 3), torch.rand(5, 3) + 1
     for placement in (Shard(0), Shard(1), Replicate()):
         ours = [distribute_tensor(t, mesh, [placement]) for t in (x, y)]
@@ -46,7 +46,7 @@ def as_on_one_process() -> None:
 
 
 def the_same_rules() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
     y = x.detach().clone()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def the_same_rules() -> None:
 
 
 def nothing_moves_unasked() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     whole = torch.arange(16.0).view(4, 4)
     rows, columns, same = (
         distribute_tensor(whole, mesh, [p]) for p in (Shard(0), Shard(1), Replicate())
@@ -112,7 +112,7 @@ def nothing_moves_unasked() -> None:
 
 def a_gradient_of_plain_tensors() -> None:
     """What autograd makes up for pieces that nobody used is no tensor that the caller has mixed."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     local = torch.arange(8.0).view(2, 4).requires_grad_()
     first = DTensor.from_local(local, mesh, [Replicate()]).chunk(2, 1)[0]
     (grad,) = torch.autograd.grad(first.square().sum(), local)
@@ -122,7 +122,7 @@ def a_gradient_of_plain_tensors() -> None:
 
 def other_circumstances() -> None:
     """A plan holds for the number that it was found with, and for the dtype of its time."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     plain = torch.arange(8.0).view(4, 2), torch.ones(4, 2), torch.ones(2, 4, 3), torch.ones(2, 3, 2)
     a, b, c, d = (distribute_tensor(t, mesh, [Shard(0)]) for t in plain)
     for number in (1.0, 0.0, 2.0):  # a sum of distances, how many there are, the root of a sum

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import close, world
 from torch.nn import functional
 
 from weft.dtensor import (
-    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -316,15 +316,6 @@ def layouts(
     return [[list(p) for p in combination] for combination in every]
 
 
-def close(ours: Any, theirs: torch.Tensor) -> bool:
-    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    return (
-        full.dtype == theirs.dtype
-        and full.shape == theirs.shape
-        and bool(torch.allclose(full, theirs, rtol=1e-9, atol=1e-10, equal_nan=True))
-    )
-
-
 def run_case(name: str, case: Case, mesh: Any, limit: int, seed: int = 0) -> list[str]:
     function, args = case
     wrong: list[str] = []
@@ -380,7 +371,7 @@ def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
 
 def gradients_of_weights_only() -> None:
     """The backward of a norm gives no gradient of an input that needs none."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     x, seed = r(7, 4), r(7, 4)
     one, ours = torch.nn.BatchNorm1d(4).double(), torch.nn.BatchNorm1d(4).double()
     distribute_module(ours, mesh)
@@ -407,7 +398,7 @@ def test_gradients_of_weights_only(ranks: Any) -> None:
 
 def batch_norms_in_training() -> None:
     """All that torch makes of batch norm: each writes its running statistics, cut or not."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     torch.manual_seed(0)
     of_channels = [r(4), r(4), r(4), torch.rand(4).double()]
     momentum, aten = (0.1, 1e-5), torch.ops.aten

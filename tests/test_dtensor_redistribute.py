@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from dtensors import as_if_on_two_hosts
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
-from weft.collectives import spanning_group
 from weft.dtensor import (
     DeviceMesh,
     DTensor,
@@ -27,12 +28,7 @@ from weft.dtensor.layout import layout_of
 from weft.dtensor.redistribute import move
 
 
-def all_pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    group = spanning_group(mesh)
-    why = group.why
-    if not reach:
-        object.__setattr__(group, "why", "as if on two hosts")
+def all_pairs(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
     strided: Any = _StridedShard(0, split_factor=2)
     shards: list[Any] = [Replicate(), Shard(0), Shard(1), strided]
     whole = torch.randn(shape)
@@ -47,7 +43,14 @@ def all_pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool) 
         x = distribute_tensor(exact, mesh, [Shard(0)] * mesh.ndim)
         y = x.redistribute(placements=[Shard(1)] * mesh.ndim).full_tensor()
         assert torch.equal(y.double(), exact.double())
-    object.__setattr__(group, "why", why)
+
+
+def all_pairs_by_memory_or_groups(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool
+) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    with nullcontext() if reach else as_if_on_two_hosts(mesh):
+        all_pairs(mesh, shape)
 
 
 @pytest.mark.parametrize("reach", [True, False], ids=["memory", "group"])
@@ -55,7 +58,7 @@ def all_pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool) 
     ("mesh", "shape"), [((3,), (7, 4)), ((2, 2), (5, 2)), ((4,), (2, 9))], ids=str
 )
 def test_all_pairs(ranks: Any, mesh: Any, shape: Any, reach: bool) -> None:
-    ranks(torch.Size(mesh).numel(), all_pairs, mesh, shape, reach)
+    ranks(torch.Size(mesh).numel(), all_pairs_by_memory_or_groups, mesh, shape, reach)
 
 
 def by_kernel(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -179,9 +182,7 @@ def test_many_pairs_on_virtual_ranks(sizes: tuple[int, ...], count: int) -> None
 def by_groups_of_single_dims() -> None:
     """Where no memory spans the mesh, steps along one mesh dim go through its own group."""
     mesh = init_device_mesh("cpu", (2, 2))
-    group = spanning_group(mesh)
-    object.__setattr__(group, "why", "as if on two hosts")
-    try:
+    with as_if_on_two_hosts(mesh):
         x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         told = weft.explain(lambda: x.redistribute(placements=[Shard(0), Replicate()]))
         # The ranks of the inner dim share memory, and use it.
@@ -192,8 +193,6 @@ def by_groups_of_single_dims() -> None:
             mesh, (4, 6), torch.float32, x.placements, [Replicate()] * 2, by_groups=True
         )
         assert len(plan.steps) >= 1 and "pull" in str(plan)
-    finally:
-        object.__setattr__(group, "why", "")
 
 
 def test_steps_along_one_dim_use_its_group(ranks: Any) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import as_if_on_two_hosts, world
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 import weft
-from weft.collectives import spanning_group
 from weft.dtensor import (
     DTensor,
     Partial,
@@ -35,10 +35,6 @@ from weft.dtensor.parallel import (
 )
 
 _counted = torch.ops.c10d_functional
-
-
-def world() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def exchange_with_torch() -> None:
@@ -77,16 +73,12 @@ def asynchronous() -> None:
     late.add_(1)  # written before it was looked at
     assert late.to_local().tolist() == [total + 1] * 4
     # The same without symmetric memory.
-    group = spanning_group(mesh)
-    object.__setattr__(group, "why", "as if on two hosts")
-    try:
+    with as_if_on_two_hosts(mesh):
         x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
         y = x.redistribute(placements=[Shard(1)], async_op=True)
         assert y._local is None
         x.zero_()
         torch.testing.assert_close(y.full_tensor(), whole)
-    finally:
-        object.__setattr__(group, "why", "")
 
 
 def mapping_local_parts() -> None:

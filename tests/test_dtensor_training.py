@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import close, world
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -32,13 +33,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def same(ours: Any, theirs: torch.Tensor) -> bool:
-    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    return bool(torch.allclose(full, theirs, rtol=1e-8, atol=1e-9))
-
-
 def optimize(name: str) -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     layouts: list[Any] = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
     whole = [torch.randn(*s, dtype=torch.float64) for s in [(5, 3), (4, 6), (7, 2), (2,)]]
     plain = [nn.Parameter(t.clone()) for t in whole]
@@ -52,13 +48,13 @@ def optimize(name: str) -> None:
             p.grad = grad
             q.grad = distribute_tensor(grad, mesh, layout)
         norms = [torch.nn.utils.clip_grad_norm_(params, 1.5) for params in (plain, ours)]
-        assert same(norms[1], norms[0])
+        assert close(norms[1], norms[0])
         for optimizer in optimizers:
             optimizer.step()
         for p, q, layout in zip(plain, ours, layouts, strict=True):
             assert isinstance(q, DTensor)
             assert list(q.placements) == layout
-            assert same(q.detach(), p.detach()), (name, step)
+            assert close(q.detach(), p.detach()), (name, step)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -68,7 +64,7 @@ def test_optimizers_and_clipping(ranks: Any, world_size: int, name: str) -> None
 
 
 def clip_foreach() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     grads = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2)]
     ours = [
         distribute_tensor(g, mesh, p)
@@ -180,18 +176,18 @@ def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
         logits = forward(distribute_tensor(inputs.contiguous(), mesh, [*batch, Replicate()]))
         targets = distribute_tensor(labels.contiguous(), mesh, [*batch, Replicate()])
         our_loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        assert same(our_loss.detach(), loss.detach()), step
+        assert close(our_loss.detach(), loss.detach()), step
         loss.backward()
         our_loss.backward()
         for (name, p), q in zip(reference.named_parameters(), ours.parameters(), strict=True):
-            assert same(q.grad, p.grad), (name, step)
+            assert close(q.grad, p.grad), (name, step)
         for model in (reference, ours):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for (name, p), q in zip(reference.named_parameters(), ours.parameters(), strict=True):
-            assert same(q.detach(), p.detach()), (name, step)
+            assert close(q.detach(), p.detach()), (name, step)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -239,7 +235,7 @@ def test_optimizer_and_clipping_over_two_meshes(ranks: Any, name: str) -> None:
 
 
 def recomputed(reentrant: bool) -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
     model = distribute_module(copy.deepcopy(plain), mesh)
     whole = torch.randn(5, 3, 6, dtype=torch.float64)
@@ -250,9 +246,9 @@ def recomputed(reentrant: bool) -> None:
     for _ in range(2):
         hidden = checkpoint(model, hidden, use_reentrant=reentrant)
     hidden.sin().sum().backward()
-    assert same(x.grad, whole.grad)
+    assert close(x.grad, whole.grad)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert same(p.grad, q.grad)
+        assert close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -261,7 +257,7 @@ def test_activations_are_computed_again(ranks: Any, reentrant: bool) -> None:
 
 
 def gradient_functions() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     whole = torch.randn(5, 3)
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     unused = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
@@ -269,20 +265,20 @@ def gradient_functions() -> None:
     x.register_hook(lambda grad: seen.append((grad * 2).placements))
     given = distribute_tensor(torch.ones(5, 3), mesh, [Replicate()])
     first, none = torch.autograd.grad(x**3, [x, unused], given, allow_unused=True)
-    assert none is None and same(first, 3 * whole**2)
+    assert none is None and close(first, 3 * whole**2)
     grads = torch.autograd.grad((x**3).sum(), [x, unused], materialize_grads=True)
     assert isinstance(grads[1], DTensor) and not grads[1].full_tensor().any()
     (once,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     torch.autograd.backward([once.sum(), x.sum()], inputs=[x])
-    assert same(x.grad, 6 * whole + 1)
+    assert close(x.grad, 6 * whole + 1)
     assert seen == [(Shard(0),)] * 4
     # Transforms wrap a DTensor, and give what they do not transform plain zeros for a tangent.
     weight = torch.randn(3, 4, dtype=torch.float64)
     w = distribute_tensor(weight, mesh, [Shard(1)])
     _, slope = torch.func.jvp(lambda a: a @ w, (x.double(),), (given.double(),))
-    assert same(slope, torch.ones(5, 3, dtype=torch.float64) @ weight)
+    assert close(slope, torch.ones(5, 3, dtype=torch.float64) @ weight)
     hessian = torch.func.hessian(lambda a: ((a @ w) ** 2).sum())(x.detach().double())
-    assert same(hessian, torch.func.hessian(lambda a: ((a @ weight) ** 2).sum())(whole.double()))
+    assert close(hessian, torch.func.hessian(lambda a: ((a @ weight) ** 2).sum())(whole.double()))
     slopes = []
     for _ in range(3):  # the short way of calls, once they are known, has no tangents
         with torch.no_grad(), forward_ad.dual_level():
@@ -299,7 +295,7 @@ def gradient_functions() -> None:
                 DTensor.from_local(forward_ad.make_dual(weight, weight), mesh)
         with torch.no_grad():
             torch.sin(x)
-    assert all(same(slope, whole.cos()) for slope in slopes)
+    assert all(close(slope, whole.cos()) for slope in slopes)
     with pytest.raises(RuntimeError, match="got mixed"):
         torch.func.grad(lambda a: (a @ w).sum())(whole.double())
     for function in (lambda y: y.backward(torch.ones(5, 3)), torch.autograd.grad):
@@ -313,7 +309,7 @@ def test_functions_that_run_backward(ranks: Any) -> None:
 
 
 def recurrent() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     whole = torch.randn(5, 4, 3, dtype=torch.float64)
     for kind, cell in ((nn.LSTM, nn.LSTMCell), (nn.GRU, nn.GRUCell), (nn.RNN, nn.RNNCell)):
         for plain, data in ((kind(3, 2).double(), whole), (cell(3, 2).double(), whole[0])):
@@ -322,11 +318,11 @@ def recurrent() -> None:
             ours, theirs = layer(x), plain(data)
             if isinstance(theirs, tuple):
                 ours, theirs = ours[0], theirs[0]
-            assert same(ours, theirs)
+            assert close(ours, theirs)
             (ours**2).sum().backward()
             (theirs**2).sum().backward()
             grads = zip(layer.parameters(), plain.parameters(), strict=True)
-            assert all(same(p.grad, q.grad) for p, q in grads)
+            assert all(close(p.grad, q.grad) for p, q in grads)
     with pytest.raises(RuntimeError, match="got mixed"):
         layer(x, torch.ones(4, 2, dtype=torch.float64))
 
@@ -336,7 +332,7 @@ def test_recurrent_layers_begin_with_plain_zeros(ranks: Any) -> None:
 
 
 def inference_then_training() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     collectives.close()  # so that all memory is made in inference mode
     plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6))
     model = distribute_module(copy.deepcopy(plain), mesh)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import world
 
 from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -69,7 +70,7 @@ def test_writes_through_views_are_seen(ranks: Any, mesh: tuple[int, ...]) -> Non
 
 
 def conjugates() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     whole = torch.randn(5, 2, dtype=torch.complex128)
     for placement in (Replicate(), Shard(0), Partial()):
         want, x = whole.clone(), distribute_tensor(whole.clone(), mesh, [placement])
@@ -85,7 +86,7 @@ def test_conjugates_are_computed_and_written(ranks: Any) -> None:
 
 
 def reads_after_writes() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     whole = torch.arange(12.0).view(6, 2)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -103,7 +104,7 @@ def reads_after_writes() -> None:
 
 
 def gradients() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     whole = torch.randn(6, 4, dtype=torch.float64)
 
     def loss(x: Any) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import world
 from needs import needs_interpreter
 
 import weft
 from weft import settings, sim
 from weft.collectives import Group, cost, resolve
-from weft.dtensor import DTensor, Shard, init_device_mesh
+from weft.dtensor import DTensor, Shard
 from weft.kernels import chips, engines
 from weft.sim.hardware import H100
 
@@ -77,7 +78,7 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
 def profiled_body() -> set[str]:
     x = torch.ones(4, 4)
     q = torch.ones(1, 2, 1, 4)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     with torch.profiler.profile() as profile:
         weft.matmul_reduce_scatter(x, x)
         weft.collectives.all_reduce(x)

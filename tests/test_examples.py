@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import world
 from rank_pool import RankPool
 from torch import nn
-
-from weft.dtensor import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -41,7 +40,7 @@ def example(name: str) -> Any:
 
 def data_parallel() -> None:
     module = example("data_parallel")
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     ours, alone = module.train(module.make(), mesh), module.train(module.make(), None)
     torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
     assert ours[-1] < ours[0]

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from dtensors import world
 from torch import nn, optim
 
 from weft.dtensor import (
@@ -18,7 +19,6 @@ from weft.dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
-    init_device_mesh,
     optimizer_step,
 )
 
@@ -59,7 +59,7 @@ def steps_taken() -> Iterator[list[bool]]:
 
 def parameters() -> tuple[list[Any], list[Any]]:
     """The same on one process and on all."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = world()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
     return [nn.Parameter(t.clone()) for t in whole], [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtensors import full_of, world
 from torch import Tensor, nn
 
 from weft.collectives import chunk_sizes
@@ -67,15 +68,6 @@ class Stack(nn.Module):
         return out
 
 
-def mesh_of_world() -> Any:
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
-def whole(tensor: Any) -> Any:
-    """The whole of a DTensor, with the sum of a Partial gradient."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def placements(tensor: Any) -> Any:
     return tensor.placements
 
@@ -105,16 +97,16 @@ def compare(plain: nn.Module, parallel: nn.Module, inputs: Tensor, x: Tensor) ->
         close(out.full_tensor(), reference)
     else:
         close(out, reference)
-    whole((out * weight).sum()).backward()
+    full_of((out * weight).sum()).backward()
 
     if inputs.is_floating_point():
-        close(whole(x.grad), whole(inputs.grad))
+        close(full_of(x.grad), full_of(inputs.grad))
     for (name, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
-        close(whole(ours.grad), whole(theirs.grad), f"gradient of {name}")
+        close(full_of(ours.grad), full_of(theirs.grad), f"gradient of {name}")
 
 
 def sequence_parallel_mlp(seq_len: int, bias: bool, as_dtensor: bool) -> list[str]:
-    mesh = mesh_of_world()
+    mesh = world()
     plain, parallel = seeded(lambda: MLP(bias=bias))
     plan = {
         "norm": SequenceParallel(),
@@ -141,7 +133,7 @@ def test_uneven_and_empty_sequence_shards(ranks: Any, world_size: int, seq_len: 
 
 def plain_uneven_shards(seq_len: int) -> None:
     """Plain local tensors of different lengths are taken for what they are, or refused."""
-    mesh = mesh_of_world()
+    mesh = world()
     rank, world_size = mesh.get_local_rank(), mesh.size()
     plain, parallel = seeded(MLP)
     parallelize_module(
@@ -167,7 +159,7 @@ def test_plain_shards_of_different_lengths(ranks: Any, world_size: int, seq_len:
 
 
 def default_layouts() -> None:
-    mesh = mesh_of_world()
+    mesh = world()
     plain, parallel = seeded(MLP)
     parallelize_module(parallel, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     inputs = torch.randn(3, 5, 12, dtype=torch.float64, requires_grad=True)
@@ -179,7 +171,7 @@ def test_default_layouts_take_and_return_plain_replicas(ranks: Any) -> None:
 
 
 def embeddings(style: ParallelStyle, vocabulary: int) -> None:
-    mesh = mesh_of_world()
+    mesh = world()
     plain, parallel = seeded(lambda: nn.Embedding(vocabulary, 6))
     parallelize_module(parallel, mesh, style)
     tokens = torch.randint(vocabulary, (2, 9))
@@ -203,7 +195,7 @@ def test_embedding(ranks: Any, style: ParallelStyle, vocabulary: int) -> None:
 
 def layouts_of_outputs() -> dict[str, tuple[Any, ...]]:
     """For each style and layout of its input: the local shape, and the placements if a DTensor."""
-    mesh = mesh_of_world()
+    mesh = world()
     found = {}
     for name, style in {
         "column": ColwiseParallel(),
@@ -249,7 +241,7 @@ def test_each_style_reads_and_returns_the_layouts_it_says(ranks: Any) -> None:
 
 
 def wildcards() -> dict[str, str]:
-    mesh = mesh_of_world()
+    mesh = world()
     plain, parallel = seeded(Stack)
     plan = {
         "layers.*.norm": SequenceParallel(),
@@ -284,7 +276,7 @@ class TwoInputs(nn.Module):
 
 
 def prepared() -> None:
-    mesh = mesh_of_world()
+    mesh = world()
     rank = mesh.get_local_rank()
     x, y = torch.arange(8.0).view(2, 4), torch.arange(6.0).view(2, 3)
 
@@ -332,7 +324,7 @@ def test_prepared_inputs_and_outputs(ranks: Any) -> None:
 
 def local_parameters() -> tuple[float, bool]:
     """With src_data_rank=None each rank cuts its shard from its own parameters."""
-    mesh = mesh_of_world()
+    mesh = world()
     rank = mesh.get_local_rank()
     linear: Any = nn.Linear(2, 4, bias=False).requires_grad_(False)
     nn.init.constant_(linear.weight, rank)
@@ -346,7 +338,7 @@ def test_src_data_rank_none_keeps_each_ranks_own_numbers(ranks: Any) -> None:
 
 def optimizer_steps() -> None:
     """Three steps of AdamW with clipping move both modules alike."""
-    mesh = mesh_of_world()
+    mesh = world()
     plain, parallel = seeded(MLP)
     plan = {
         "norm": SequenceParallel(),
@@ -360,11 +352,11 @@ def optimizer_steps() -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         for _ in range(3):
             optimizer.zero_grad()
-            whole(module(given).square().mean()).backward()
+            full_of(module(given).square().mean()).backward()
             nn.utils.clip_grad_norm_(module.parameters(), 0.5)
             optimizer.step()
     for (name, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
-        close(whole(ours.detach()), theirs.detach(), name)
+        close(full_of(ours.detach()), theirs.detach(), name)
 
 
 def test_optimizer_steps_are_the_plain_ones(ranks: Any) -> None:
@@ -386,7 +378,7 @@ class Tied(nn.Module):
 
 
 def tied() -> None:
-    mesh, plain = mesh_of_world(), Tied()
+    mesh, plain = world(), Tied()
     tokens = torch.tensor([0, 3, 6, 3])
     plain(tokens).square().sum().backward()
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "out": ColwiseParallel()}
@@ -396,7 +388,7 @@ def tied() -> None:
     assert model.out.weight is model.embed.weight
     model.zero_grad()
     model(tokens).square().sum().backward()
-    close(whole(model.embed.weight.grad), plain.embed.weight.grad)
+    close(full_of(model.embed.weight.grad), plain.embed.weight.grad)
     assert distribute_module(copy.deepcopy(plain), mesh).out.weight.placements == (Replicate(),)
     with pytest.raises(ValueError, match=r"shares this parameter has it as \[S\(1\)\]"):
         parallelize_module(
@@ -411,7 +403,7 @@ def test_tied_parameters_stay_tied(ranks: Any) -> None:
 
 
 def misuse() -> None:
-    mesh = mesh_of_world()
+    mesh = world()
     whole = nn.Linear(4, 4).state_dict()
     with pytest.raises(RuntimeError, match=r"set_model_state_dict\(model, state, options="):
         parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()).load_state_dict(whole)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import world
 from torch.nn import functional
 
 import weft
 from weft import collectives
-from weft.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ def test_collectives(ranks: Any) -> None:
 
 
 def dtensor_body() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world()
     x, w = drawn(5, 6), drawn(4, 6)
     wanted = penalty(functional.linear(x, w), x, w)
     for of_x, of_w in [(Shard(0), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Shard(0))]:
