@@ -8,13 +8,10 @@ signal        a signal to every peer, and theirs back
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from weft.bench.problem import Call
 from weft.collectives import Group, exchange
-
-Call = Callable[[int], object]
 
 _WINDOW_BYTES = 1 << 20
 _CHANNEL = "bench bounds"  # of its own, to leave the workspaces of the ops as they are

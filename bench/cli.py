@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.bench.rows import Case
 
 _COMMANDS = ("compare", "explain", "calibrate", "gpu", "memory")
-
+_WITH_ENGINES = {"ops", "scaling"}
 _EPILOG = """\
 suites (`all` runs every one):
 {suites}
@@ -38,6 +38,7 @@ or sizes with commas:
   scaling M,N,K     likewise                    mlp S,H,F         tokens, hidden, ffn
   collectives BYTES a rank                      redistribute ROWS,COLUMNS
   attention TOKENS,HEADS,KV_HEADS,HEAD_DIM of the whole sequence
+  layers takes models only, dispatch and model take none
 
 examples:
   weft bench ops --quick --out report       20 s; then open report/index.html
@@ -78,8 +79,11 @@ def _run(given: list[str]) -> int:
             f"no suite {unknown[0]!r}: there are {', '.join(SUITES)} and all; or name a .py file "
             f"of your own"
         )
+    named = args.suites or ["ops"]
+    if args.engines and SUITES.keys() - _WITH_ENGINES >= set(named):
+        parser.error(f"--engines is of ops and scaling: {', '.join(named)} would not heed it")
     try:
-        wanted = suites.named(args.suites or ["ops"])
+        wanted = suites.named(named)
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
@@ -169,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--engines", nargs="+", choices=["auto", "host", "generic", "triton", "peers"],
-        help="of ops: only these (all that run well here)",
+        help="of ops: only these (all that run well here); of scaling: triton for every size",
     )  # fmt: skip
     parser.add_argument("--filter", default="", metavar="TEXT", help="only cases named like this")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")

@@ -193,6 +193,8 @@ _AT_MOST: dict[str, float | None] = {
 
 def cases(options: Options) -> list[Spec]:
     """One case an operation."""
+    if options.shapes:
+        raise ValueError(f"{NAME} takes no --shapes: small tensors show what the host does")
     return [
         Spec(name, {"op": name, "repeats": _REPEATS, "at_most": at_most})
         for name, at_most in _AT_MOST.items()

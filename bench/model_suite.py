@@ -25,6 +25,8 @@ _MAIN, _PEER = "weft", "torch DTensor"
 
 def cases(options: Options) -> list[Spec]:
     """One case: a shape of weft demo."""
+    if options.shapes:
+        raise ValueError(f"{NAME} takes no --shapes: it is weft demo's Llama, cut for --ranks")
     W = options.ranks
     kv_heads = W * max(1, 4 // W)  # each rank takes whole groups of heads
     heads = 2 * kv_heads
