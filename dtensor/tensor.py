@@ -141,7 +141,8 @@ class DTensor(torch.Tensor):
         """
         given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
-            return _from_local_in_graph(local_tensor, _kept_for_graph(*given), shape, stride)
+            key = _kept_for_graph(*given)  # which also lets the call that follows into the graph
+            return _from_local_in_graph(local_tensor, key, shape, stride)
         return _from_local(local_tensor, *given, shape, stride)
 
     @property
@@ -437,10 +438,17 @@ _kept: dict[str, tuple[Any, ...]] = {}
 
 
 def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
+    # Here, where torch traces already: to import its tracer takes as long as all of weft.dtensor.
+    dynamo: Any = torch._dynamo
+    dynamo.allow_in_graph(_from_local_in_graph)
     mesh = getattr(mesh, "real_obj", mesh)  # while it traces, torch has a stand-in for the mesh
     key = f"{others} on {id(mesh)}"
     _kept[key] = (mesh, *others)
     return key
+
+
+# What torch.compiler.assume_constant_result does, without its import.
+_kept_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _from_local_in_graph(
@@ -448,11 +456,6 @@ def _from_local_in_graph(
 ) -> DTensor:
     arguments = (*_kept[key], shape, stride)
     return _from_local(local, *arguments)
-
-
-_dynamo: Any = torch._dynamo
-_dynamo.assume_constant_result(_kept_for_graph)
-_dynamo.allow_in_graph(_from_local_in_graph)
 
 
 class _FromLocal(torch.autograd.Function):
