@@ -25,6 +25,8 @@ import torch.multiprocessing as mp
 
 # The time that the other ranks are given to tell their side, once one has failed.
 _GRACE_S = 1.0
+# For Python and torch to start in every rank on a busy machine, whatever `stall_s` is.
+_START_S = 120.0
 
 
 class RankError(RuntimeError):
@@ -64,7 +66,7 @@ def launch(
         device: "cpu", or "cuda": a GPU a rank, or shared ones where there are fewer. The process
             group is begun before `body` and ended after it; one rank gets none.
         threads: that torch may use in each rank.
-        stall_s: seconds without progress after which the ranks count as hung.
+        stall_s: seconds without progress, once all have started, after which ranks count as hung.
 
     Returns:
         The results, in rank order.
@@ -109,21 +111,23 @@ def _collect(
     folder: Path,
 ) -> list[Any]:
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + stall_s
+    started = 0
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        patience_s = stall_s if started == len(pipes) else max(stall_s, _START_S)
+        ready = wait(waiting, timeout=patience_s)
         if not ready:
             hung = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankError(
-                f"no progress for {stall_s:g} s; this is where the ranks are:\n"
+                f"no progress for {patience_s:g} s; this is where the ranks are:\n"
                 + _stacks(hung, processes, folder)
             )
-        deadline = time.monotonic() + stall_s
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type] # a Connection, as all we wait for
             kind, value = _receive(pipes[rank], processes[rank], rank, folder)
-            if kind == "progress":
+            if kind == "started":
+                started += 1
+            elif kind == "progress":
                 on_progress(value)
             elif kind == "done":
                 results[rank] = value
@@ -200,6 +204,7 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, stacks)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends the ranks
         torch.set_num_threads(threads)
+        send("started", None)
         try:
             if device == "cuda":
                 torch.cuda.set_device(rank % torch.cuda.device_count())
