@@ -412,6 +412,12 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
                 torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config
             )  # fmt: skip
         yield from ((case, launch) for launch in caught)
+        if case == "decode":
+            with catching(flash_decoding) as caught:
+                flash_decoding.launch(
+                    torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config, 4095
+                )  # fmt: skip
+            yield "decode, window", caught[0]
         if case == "decode, pages":
             new = empty(batch, kv_heads, tokens, D)
             with catching(flash_decoding) as caught:

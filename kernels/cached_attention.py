@@ -76,12 +76,14 @@ class Cache:
         rounds, rest = divmod(max(limit, 0), self.block * self.world_size)
         return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
-    def keys(self, rows: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `count` keys and values of some sequences, (rows, H_kv, count, D)."""
+    def keys(self, rows: slice, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values first .. end - 1 of some sequences, (rows, H_kv, end - first, D)."""
         if self.table is None:
-            return self.k[rows, :, :count], self.v[rows, :, :count]
-        pages = self.table[rows, : -(-count // self.block)].long()
-        k, v = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :count] for x in (self.k, self.v))
+            return self.k[rows, :, first:end], self.v[rows, :, first:end]
+        skipped = first // self.block
+        pages = self.table[rows, skipped : -(-end // self.block)].long()
+        span = slice(first - skipped * self.block, end - skipped * self.block)
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, span] for x in (self.k, self.v))
         return k, v
 
 
@@ -96,6 +98,7 @@ def flash_decode(
     shard: Shard = "sequence",
     block_size: int | None = None,
     block_table: torch.Tensor | None = None,
+    window: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of the last T tokens of each sequence to the whole of it, for inference.
@@ -114,6 +117,8 @@ def flash_decode(
             rank has a part in it.
         block_size: P, where the cache is not paged; None: S, one block a rank.
         block_table: (B, blocks) int32, where pages are: the page that holds local block j of b.
+        window: the query at position i sees no keys before i - window, as in `ring_attention`; what
+            lies before all queries' windows is not read, and its pages may be others'. None: all.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -138,7 +143,7 @@ def flash_decode(
         op: Any = torch.ops.weft.flash_decode
         out, lse = op(
             q, k_cache, v_cache, lengths, name_of(group, shard), scale, shard or "sequence",
-            block_size, block_table,
+            block_size, block_table, window,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     where = alone() if shard is None else resolve(group)
@@ -146,12 +151,19 @@ def flash_decode(
     cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
     B, H, T, D = q.shape
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    if window is not None and window < 0:
+        raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window}")
     check_call(
         where,
-        lambda: f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {cache.block}, by {shard}",
+        lambda: (
+            f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {cache.block}, by {shard}, "
+            f"{window=}"
+        ),
     )
-    _check_room(cache, lengths, where, "flash_decode")
+    oldest = None if window is None else T + window
+    _check_room(cache, lengths, where, "flash_decode", oldest)
     held = k_cache.shape[2] * (1 if block_table is None else k_cache.shape[0])
+    held = held if oldest is None else min(held, B * oldest)
     problem = Problem(
         "flash_decode",
         M=B * H * T,
@@ -170,9 +182,11 @@ def flash_decode(
         from weft.kernels import flash_decoding
 
         kernel_group = alone() if by_head else where
-        out, lse = flash_decoding.launch_flash_decode(q, cache, lengths, scale, kernel_group)
+        out, lse = flash_decoding.launch_flash_decode(
+            q, cache, lengths, scale, kernel_group, window=window
+        )
     else:
-        out, lse = _attend(q, cache, lengths, scale)
+        out, lse = _attend(q, cache, lengths, scale, window)
         if not by_head and where.world_size > 1:
             out, lse = _merged(out, lse, where, engine == "generic")
     if by_head and where.world_size > 1:
@@ -237,7 +251,7 @@ def append_to_cache(
             f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} ranks, "
             f"got {tuple(k.shape)}"
         )
-    _check_room(cache, lengths, where, "append_to_cache")
+    _check_room(cache, lengths, where, "append_to_cache", k.shape[2])
     if ranks > 1:
         k, v = (x.chunk(ranks, 1)[where.rank] for x in (k, v))
     if where.on_gpus(k.device) or settings.current_engine() == "triton":
@@ -330,11 +344,17 @@ def _checked(
     return Cache(k, v, table, max(block, 1), *split)
 
 
-def _check_room(cache: Cache, lengths: torch.Tensor, group: Group, op: str) -> None:
-    """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only."""
+def _check_room(
+    cache: Cache, lengths: torch.Tensor, group: Group, op: str, oldest: int | None
+) -> None:
+    """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only.
+
+    Args:
+        oldest: how many tokens from the end of each sequence on are looked at; None: all.
+    """
     if lengths.is_cuda or not lengths.numel():
         return
-    why = _no_room(cache, lengths)
+    why = _no_room(cache, lengths, oldest)
     if not group.why:  # their caches may differ in size
         fits = agree(group, op, not why)
         if not (why or all(fits)):
@@ -346,7 +366,7 @@ def _check_room(cache: Cache, lengths: torch.Tensor, group: Group, op: str) -> N
         raise ValueError(why)
 
 
-def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
+def _no_room(cache: Cache, lengths: torch.Tensor, oldest: int | None) -> str:
     """Why this rank's cache cannot hold the sequences; empty if it can."""
     tokens = lengths.tolist()
     needed = cache.seen(max(tokens))
@@ -358,12 +378,11 @@ def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
     if cache.table is not None and needed:
         pages = cache.k.shape[0]
         low, high = (int(end) for end in cache.table.aminmax())
-        if low < 0 or high >= pages:  # which may be so behind a sequence's end
-            read = [
-                page
-                for row, count in zip(cache.table.tolist(), map(cache.seen, tokens), strict=True)
-                for page in row[: -(-count // cache.block)]
-            ]
+        if low < 0 or high >= pages:  # which may be so where no token of a sequence is looked at
+            read = []
+            for row, length in zip(cache.table.tolist(), tokens, strict=True):
+                first = 0 if oldest is None else cache.seen(length - oldest)
+                read += row[first // cache.block : -(-cache.seen(length) // cache.block)]
             if any(page < 0 or page >= pages for page in read):
                 return (
                     f"block_table must name pages 0..{pages - 1} for all blocks up to lengths, got "
@@ -374,22 +393,27 @@ def _no_room(cache: Cache, lengths: torch.Tensor) -> str:
 
 @profiled("flash_decode, own keys")
 def _attend(
-    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to this rank's part of the cache: out (B, H, T, D) and lse (B, H, T)."""
     B, T = q.shape[0], q.shape[2]
     if not q.numel():
         return _nothing(q)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _attend_captured(q, cache, lengths, scale)
-    seen = [[cache.seen(length - T + t) for t in range(1, T + 1)] for length in lengths.tolist()]
+        return _attend_captured(q, cache, lengths, scale, window)
+    tokens = lengths.tolist()
+    reach = max(tokens) if window is None else window
+    spans = [
+        [(cache.seen(at - reach), cache.seen(at + 1)) for at in range(length - T, length)]
+        for length in tokens
+    ]
     # Sequences side by side that are as long as each other share their calls.
     parts = []
-    for visible, run in itertools.groupby(range(B), seen.__getitem__):
+    for visible, run in itertools.groupby(range(B), spans.__getitem__):
         same = list(run)
-        rows = slice(same[0], same[-1] + 1)
-        if visible[-1]:
-            parts.append(_attend_run(q[rows], *cache.keys(rows, visible[-1]), visible, scale))
+        rows, first, end = slice(same[0], same[-1] + 1), visible[0][0], visible[-1][1]
+        if first < end:
+            parts.append(_attend_run(q[rows], *cache.keys(rows, first, end), visible, scale))
         else:
             parts.append(_nothing(q[rows]))
     if len(parts) == 1:
@@ -405,24 +429,26 @@ def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _attend_run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: list[int], scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: list[tuple[int, int]], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (n, H, T, D) to k, v (n, H_kv, S, D), of which query t sees the first
-    visible[t], and the last one all."""
+    """Attention of q (n, H, T, D) to k, v (n, H_kv, S, D), the tokens from the first that query 0
+    sees to the last that query T - 1 does. Query t sees visible[t]: (first, end)."""
     n, H, T, D = q.shape
     mask = None
-    if visible[0] < visible[-1]:
-        limits = torch.tensor(visible, device=q.device).unsqueeze(1)
-        hidden = torch.arange(visible[-1], device=q.device) >= limits
+    whole = visible[0][0], visible[-1][1]
+    if any(span != whole for span in visible):
+        firsts, ends = torch.tensor(visible, device=q.device).t().unsqueeze(-1)
+        at = torch.arange(*whole, device=q.device)
+        hidden = (at < firsts) | (at >= ends)
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
         mask = mask.masked_fill_(hidden, -torch.inf).repeat(H // k.shape[1], 1)
     # Query heads of one key head are more rows of its matmul: keys are read once.
     rows = q.reshape(n, k.shape[1], -1, D)
     out, lse = _softmax(rows, k, v, mask, scale)
     out, lse = out.reshape(q.shape), lse.reshape(n, H, T).float()
-    blind = visible.count(0)
+    blind = [t for t, (first, end) in enumerate(visible) if first >= end]
     if blind:
-        out[:, :, :blind], lse[:, :, :blind] = 0, -torch.inf
+        out[:, :, blind], lse[:, :, blind] = 0, -torch.inf
     return out, lse
 
 
@@ -445,23 +471,30 @@ def _softmax(
 
 
 def _attend_captured(
-    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` of lengths and a table that a CUDA graph will find other values in: the host reads
     neither, all that there is room for is looked at."""
     T, room = q.shape[2], cache.room
-    limits = (lengths.long().unsqueeze(1) + torch.arange(1 - T, 1, device=q.device)).clamp(min=0)
+    limits = lengths.long().unsqueeze(1) + torch.arange(1 - T, 1, device=q.device)
     cycle = cache.block * cache.world_size
-    rest = (limits % cycle - cache.rank * cache.block).clamp(0, cache.block)
-    seen = limits // cycle * cache.block + rest
-    hidden = torch.arange(room, device=q.device) >= seen.unsqueeze(-1)  # (B, T, room)
+
+    def seen(limits: torch.Tensor) -> torch.Tensor:
+        limits = limits.clamp(min=0)
+        rest = (limits % cycle - cache.rank * cache.block).clamp(0, cache.block)
+        return (limits // cycle * cache.block + rest).unsqueeze(-1)
+
+    at = torch.arange(room, device=q.device)
+    hidden = at >= seen(limits)  # (B, T, room)
+    if window is not None:
+        hidden = hidden | (at < seen(limits - 1 - window))
     table = None if cache.table is None else cache.table.clamp(0, cache.k.shape[0] - 1)
     held = replace(cache, table=table)
     parts = []
     for row in range(len(q)):
-        # What lies behind the end may be anything, and 0 * nan is nan.
-        behind = hidden[row, -1].unsqueeze(-1)
-        k, v = (x.masked_fill(behind, 0) for x in held.keys(slice(row, row + 1), room))
+        # What nobody sees may be anything, and 0 * nan is nan.
+        unseen = hidden[row].all(0).unsqueeze(-1)
+        k, v = (x.masked_fill(unseen, 0) for x in held.keys(slice(row, row + 1), 0, room))
         mask = torch.zeros_like(hidden[row], dtype=torch.float32)
         mask = mask.masked_fill(hidden[row], -torch.inf).repeat(q.shape[1] // k.shape[1], 1)
         rows = q[row].reshape(1, k.shape[1], -1, q.shape[3])
@@ -506,12 +539,14 @@ def flash_decode_reference(
     v: torch.Tensor,
     lengths: torch.Tensor,
     scale: float | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of whole caches (B, H_kv, S, D), in any dtype: the oracle of the tests."""
     T, S = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     limits = lengths.view(-1, 1) - T + torch.arange(T)
-    hidden = (torch.arange(S) > limits.unsqueeze(-1)).unsqueeze(1)
+    before = torch.arange(S) - limits.unsqueeze(-1)
+    hidden = ((before > 0) | (before < -(S if window is None else window))).unsqueeze(1)
     scores = scores.masked_fill(hidden, -torch.inf)
     return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)

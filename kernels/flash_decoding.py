@@ -187,7 +187,9 @@ def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, CUT: tl.constexpr):
+def _attend(
+    q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, window, CUT: tl.constexpr
+):
     """(top, total, acc) of one part of an item, of the keys of this rank."""
     row, head = item // CUT.row_tiles // H_kv, item // CUT.row_tiles % H_kv
     offs_r = item % CUT.row_tiles * CUT.rows + tl.arange(0, CUT.rows)
@@ -199,9 +201,12 @@ def _attend(q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, CUT:
     rows = tl.load(q.ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
     length = tl.cast(tl.load(lengths_ptr + row), tl.int64)
     seen = _seen(length - T + 1 + t, held, held_rank)
-    count = _seen(length, held, held_rank)
-    share = tiles.cdiv(count, CUT.split * CUT.block_n) * CUT.block_n
-    first = part * share
+    count, oldest = _seen(length, held, held_rank), 0
+    if window is not None:
+        oldest = _seen(length - T - window, held, held_rank)
+        before = _seen(length - T + t - window, held, held_rank)
+    share = tiles.cdiv(count - oldest, CUT.split * CUT.block_n) * CUT.block_n
+    first = oldest + part * share
     last = tl.minimum(first + share, count)
     top, total, acc = nothing_seen(CUT.rows, CUT.block_d)
     for start in range(first, last, CUT.block_n):
@@ -210,6 +215,8 @@ def _attend(q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, CUT:
         scores = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n)) * qk_scale
         limits = tl.minimum(seen, last)
         scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
+        if window is not None:
+            scores = tl.where(tokens[None, :] >= before[:, None], scores, float("-inf"))
         top, total, weights, fade = weighed(top, total, scores)
         acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * fade[:, None])
     return top, total, acc
@@ -263,6 +270,7 @@ def _flash_decode_kernel(
     H_kv,
     T,
     scale,
+    window,  # tokens before its own that a query sees, or None
     rank,
     held_rank,  # among the `world_size` ranks to which blocks of keys are dealt
     WORLD_SIZE: tl.constexpr,
@@ -287,7 +295,7 @@ def _flash_decode_kernel(
     for work in range(program, items * SPLIT, programs):
         item, part = work // SPLIT, work % SPLIT
         top, total, acc = _attend(
-            q, held, held_rank, lengths_ptr, item, H_kv, part, scale * LOG2_E, T, CUT
+            q, held, held_rank, lengths_ptr, item, H_kv, part, scale * LOG2_E, T, window, CUT
         )
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
@@ -422,6 +430,7 @@ def launch_flash_decode(
     scale: float,
     group: Group,
     config: Config | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, H, T, D) in q's dtype and lse (B, H, T) of the keys of all ranks of `group`."""
     B, H, T, D = q.shape
@@ -445,7 +454,7 @@ def launch_flash_decode(
         device=q.device,
     )
     ws.check("flash_decode")
-    launch(out, lse, q, cache, lengths, scale, ws, config)
+    launch(out, lse, q, cache, lengths, scale, ws, config, window)
     ws.launched("flash_decode")
     return out, lse
 
@@ -459,6 +468,7 @@ def launch(
     scale: float,
     ws: Workspace,
     config: Config,
+    window: int | None = None,
 ) -> None:
     """Enqueue the kernel."""
     H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
@@ -483,6 +493,7 @@ def launch(
         H_kv,
         T,
         scale,
+        window,
         ws.rank,
         cache.rank,
         WORLD_SIZE=ws.world_size,

@@ -248,10 +248,11 @@ def _flash_decode(
     shard: Any = "sequence",
     block_size: int | None = None,
     block_table: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = flash_decode(
         q, k_cache, v_cache, lengths, _group(group_name), scale=scale, shard=shard,
-        block_size=block_size, block_table=block_table, return_lse=True,
+        block_size=block_size, block_table=block_table, window=window, return_lse=True,
     )  # fmt: skip
     return out, lse
 
@@ -317,8 +318,8 @@ compose(
 
 define(
     "flash_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, str group_name, "
-    "float? scale=None, str shard='sequence', int? block_size=None, Tensor? block_table=None) "
-    "-> (Tensor, Tensor)",
+    "float? scale=None, str shard='sequence', int? block_size=None, Tensor? block_table=None, "
+    "int? window=None) -> (Tensor, Tensor)",
     _flash_decode, _flash_decode_fake,
 )  # fmt: skip
 define(

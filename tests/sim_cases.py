@@ -31,7 +31,7 @@ from weft.kernels import (
     to_zigzag,
     zigzag_sizes,
 )
-from weft.kernels.cached_attention import Cache
+from weft.kernels.cached_attention import Cache, flash_decode_reference
 from weft.kernels.chips import INTERPRETER
 from weft.kernels.sequence_attention import Saved, attention_reference
 from weft.kernels.sharded_sequence import Geometry, Visibility
@@ -379,15 +379,17 @@ def backward(
 def decoding(rank: int, ours: Modules = OURS) -> None:
     """Few items, so that the keys of each are split among programs; then more, that are not."""
     W, D = resolve(None).world_size, 4
-    for items, calls in ((1, CALLS), (4, 1)):
+    for items, calls, window in ((1, CALLS, None), (4, 1, None), (1, 1, 9)):
         q = matrix(items, D, 0).view(items, 1, 1, D)
         k, v = (matrix(items * 16 * W, D, seed).view(items, 1, -1, D) for seed in (1, 2))
         lengths = torch.full((items,), 16 * W - 1)
-        want, want_lse = attention_reference(q, k[:, :, :-1], v[:, :, :-1])
+        want, want_lse = flash_decode_reference(q, k, v, lengths, 0.5, window)
         mine = [x.unflatten(2, (4, W, 4))[:, :, :, rank].flatten(2, 3) for x in (k, v)]
         cache = Cache(*(x.contiguous() for x in mine), None, 4, rank, W)
         for _ in range(calls):
-            out, lse = ours.decode.launch_flash_decode(q, cache, lengths, 0.5, resolve(None))
+            out, lse = ours.decode.launch_flash_decode(
+                q, cache, lengths, 0.5, resolve(None), window=window
+            )
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 

@@ -48,7 +48,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     B, H_kv, G = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
     T, D, block = rng.choice([1, 1, 2, 5, 8]), rng.choice([8, 12, 16]), rng.choice([1, 4, 16])
     dtype, by_head, pages = rng.choice(DTYPES), rng.random() < 0.25, rng.random() < 0.4
-    longest = rng.choice([1, 3, 40, 70])
+    longest, window = rng.choice([1, 3, 40, 70]), rng.choice([None, None, 0, 5, 33])
     lengths = torch.tensor([[rng.randint(0, longest), 1 << 20] for _ in range(B)])[:, 0]
     generator = torch.Generator("cpu").manual_seed(rng.randrange(1 << 30))
     if by_head:
@@ -56,8 +56,10 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     H = H_kv * G
     q = drawn(generator, B, H, T, D).to(dtype)
     k, v = (drawn(generator, B, H_kv, longest, D).to(dtype) for _ in range(2))
-    case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), engine)
-    expected, expected_lse = flash_decode_reference(q.double(), k.double(), v.double(), lengths)
+    case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), window, engine)
+    expected, expected_lse = flash_decode_reference(
+        q.double(), k.double(), v.double(), lengths, window=window
+    )
 
     capacity = -(-longest // (block * (1 if by_head else world_size))) * block
     if by_head:
@@ -77,7 +79,9 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
         shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
     for _ in range(2):
         with weft.engine(engine):  # type: ignore[arg-type]
-            out, lse = weft.flash_decode(q, *shards, lengths, return_lse=True, **options)
+            out, lse = weft.flash_decode(
+                q, *shards, lengths, window=window, return_lse=True, **options
+            )
         # Weights and the result are rounded to the dtype: half an eps each of N(0, 1) values, of
         # which the largest are 3. Averages of many are small: a looser bound would hold for zeros.
         atol = 3 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
@@ -94,7 +98,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
                 k.gather(2, index), v.gather(2, index), *filled, lengths, **options
             )
     with weft.engine(engine):  # type: ignore[arg-type]
-        again = weft.flash_decode(q, *filled, lengths, **options)
+        again = weft.flash_decode(q, *filled, lengths, window=window, **options)
     assert torch.equal(again, out), case
     held = [
         sum(p // block % world_size == rank or by_head for p in range(length))
@@ -140,9 +144,40 @@ def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     assert len(set(found)) == 1
 
 
+def beyond_the_window(engine: str) -> None:
+    """Pages whose tokens no query sees are not read: a server has given them to others."""
+    rank, W, block, window = dist.get_rank(), dist.get_world_size(), 4, 9
+    generator = torch.Generator("cpu").manual_seed(0)
+    lengths = torch.tensor([61, 30])
+    q = drawn(generator, 2, 4, 2, 8)
+    k, v = (drawn(generator, 2, 2, 64, 8) for _ in range(2))
+    expected, _ = flash_decode_reference(q, k, v, lengths, window=window)
+    blocks = 64 // (block * W)
+    table = torch.arange(2 * blocks, dtype=torch.int32).view(2, blocks)
+    caches = [paged(cut(x, block, rank, W, 64 // W), block, table) for x in (k, v)]
+    for row, length in enumerate(lengths.tolist()):
+        first = (length - 2 - window) // (block * W)
+        for cache in caches:
+            cache[table[row, :first].long()] = torch.nan
+        table[row, :first] = -1
+    new = k[:, :, -1:]
+    with weft.engine(engine):  # type: ignore[arg-type]
+        out = weft.flash_decode(q, *caches, lengths, block_table=table, window=window)
+        weft.append_to_cache(new, new, *caches, lengths, block_table=table)
+        with pytest.raises(ValueError, match=r"block_table must name pages"):
+            weft.flash_decode(q, *caches, lengths, block_table=table, window=40)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pages_before_the_window_may_be_gone(ranks, engine: str) -> None:
+    ranks(2, beyond_the_window, engine)
+
+
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("paged_cache", [False, True])
 def test_what_a_graph_captures_of_the_other_engines(
-    monkeypatch: pytest.MonkeyPatch, paged_cache: bool
+    monkeypatch: pytest.MonkeyPatch, paged_cache: bool, window: int | None
 ) -> None:
     """It looks at all that there is room for; what lies behind the ends may be anything."""
     generator = torch.Generator().manual_seed(0)
@@ -158,9 +193,9 @@ def test_what_a_graph_captures_of_the_other_engines(
             for row, length in enumerate(lengths.tolist()):
                 table[row, -(-length // 8) :] = -1
         cache = cached_attention.Cache(k, v, table, 4, rank, 2)
-        expected = cached_attention._attend(q, cache, lengths, 0.3)
+        expected = cached_attention._attend(q, cache, lengths, 0.3, window)
         torch.testing.assert_close(
-            cached_attention._attend_captured(q, cache, lengths, 0.3), expected
+            cached_attention._attend_captured(q, cache, lengths, 0.3, window), expected
         )
 
 
@@ -217,6 +252,7 @@ def errors() -> None:
     for change, text in [
         ({"shard": "heads"}, 'must be "sequence", "head" or None'),
         ({"block_size": 3}, "must divide the 8 tokens"),
+        ({"window": -1}, "window must be a number of tokens >= 0"),
         ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
         ({"block_table": table(0, 2), "shard": "head"}, r"pages 0\.\.1 .* got \[0, 2\]"),
         ({"block_table": table(0, -1), "shard": "head"}, r"pages 0\.\.1"),
