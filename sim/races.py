@@ -383,10 +383,16 @@ class Detector(Clocks):
         if rank == strand.rank:
             return "between programs of one launch only signals order, at gpu scope or wider"
         if after:
-            return (
-                f"rank {rank} has signalled after it, first at {self._sites.text(after[0])}, but "
-                f"rank {strand.rank} has not waited for that (acquire, scope sys)"
-            )
+            signalled = f"rank {rank} has signalled after it, first at {self._sites.text(after[0])}"
+            here = [other for other, owner in enumerate(self.ranks) if owner == strand.rank]
+            if any(self.ever(other)[slot] >= number for other in here):
+                return (
+                    f"{signalled}, and other programs of rank {strand.rank} have waited for that, "
+                    f"but this one neither has, nor for a signal of theirs (release and acquire, "
+                    f"scope gpu)"
+                )
+            not_here = f"rank {strand.rank} has not waited for that (acquire, scope sys)"
+            return f"{signalled}, but {not_here}"
         early = f"; or it should not write before rank {strand.rank} has read what was there"
         return (
             f"rank {rank} has released nothing to other ranks since (sem release, scope sys"

@@ -75,6 +75,11 @@ class Clocks:
         fresh[slot] = clock[slot]
         self.barrier(slot)
 
+    def ever(self, slot: int) -> Array:
+        """The clock of `slot`, and of the programs that it was before in this launch."""
+        ended = self._ended.get(slot)
+        return self.clocks[slot] if ended is None else np.maximum(self.clocks[slot], ended)
+
     def barrier(self, slot: int) -> None:
         """The threads of a program have met."""
         self._barriers[slot] = int(self.clocks[slot][slot])
