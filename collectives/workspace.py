@@ -36,6 +36,7 @@ from weft.collectives.symmetric import (
 from weft.errors import PeerTimeout
 
 _ALIGN = 4096
+_VECTOR = 16  # bytes to which the addresses of halves are aligned at least
 _SMALLEST_HALF = 256 << 10
 
 
@@ -197,13 +198,18 @@ def workspace(
             f"and cannot grow to {nbytes} during CUDA-graph capture: run the call once before, or "
             f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
         )
-    half = max(_SMALLEST_HALF, found.half_bytes if found else 0)
-    while half < nbytes:
-        half *= 2
+    had = found.half_bytes if found else 0
+    if where.virtual is not None:  # no more than was asked for, to catch who writes beyond it
+        half = max(had, -(-max(nbytes, 1) // _VECTOR) * _VECTOR)
+    else:
+        half = max(_SMALLEST_HALF, had)
+        while half < nbytes:
+            half *= 2
+        half = -(-half // _ALIGN) * _ALIGN
     # The old memory lives on where a graph replays its calls; nobody else writes it any more.
     if found is not None and found.captured:
         _outgrown.append(found)
-    _workspaces[key] = Workspace(where, on, -(-half // _ALIGN) * _ALIGN, channel)
+    _workspaces[key] = Workspace(where, on, half, channel)
     return _workspaces[key]
 
 

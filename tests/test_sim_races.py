@@ -327,10 +327,30 @@ def test_programs_of_a_large_grid_order_nothing_for_each_other() -> None:
 
     sim.run(2, body())
     sim.run(2, body(), schedules=50, replay=True)
-    late = "program 23, reads it at .*has signalled after it, .*has not waited for that"
+    late = "program 23, reads it at .*has signalled after it, .*other programs of rank . have"
     assert re.search(late, found(body(waiting=23)), re.DOTALL)
     for period in (8, 16):
         assert "between programs of one launch" in found(body(period=period))
+
+
+@triton.jit
+def _fill_kernel(buffer_ptrs, half_bytes, rank, COUNT: tl.constexpr) -> None:
+    """Fill the second half of the other rank."""
+    half = signals.half_ptr(buffer_ptrs, 1 - rank, 1, half_bytes, tl.float32)
+    tl.store(half + tl.arange(0, COUNT), 1.0)
+
+
+@needs_interpreter
+def test_a_workspace_has_no_more_room_than_was_asked_for() -> None:
+    def body(count: int) -> Callable[[int], None]:
+        def of_rank(rank: int) -> None:
+            ws = collectives.workspace(nbytes=64)
+            _fill_kernel[(1,)](ws.buffer_ptrs, ws.half_bytes, rank, COUNT=count)
+
+        return of_rank
+
+    sim.run(2, body(16))
+    assert "past the end of symmetric buffer" in found(body(32), sim.OutOfBoundsError)
 
 
 @needs_interpreter
