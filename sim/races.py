@@ -388,8 +388,8 @@ class Detector(Clocks):
             if any(self.ever(other)[slot] >= number for other in here):
                 return (
                     f"{signalled}, and other programs of rank {strand.rank} have waited for that, "
-                    f"but this one neither has, nor for a signal of theirs (release and acquire, "
-                    f"scope gpu)"
+                    f"but this one has waited neither for that nor for a signal of theirs "
+                    f"(release and acquire, scope gpu)"
                 )
             not_here = f"rank {strand.rank} has not waited for that (acquire, scope sys)"
             return f"{signalled}, but {not_here}"
