@@ -313,6 +313,8 @@ def _checked(
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name} and the caches must be of a floating-point dtype, got {x.dtype}")
     B = x.shape[0]
+    if not isinstance(lengths, torch.Tensor):
+        raise ValueError(f"lengths must be a tensor, got {type(lengths).__name__}")
     if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"

@@ -142,7 +142,8 @@ class _ParallelLinear(ParallelModule):
         From now on inputs are rounded to fp8 as well, with a factor for each row as it comes, and
         the state holds `weight` in fp8 and `weight_scale` (out_features, 1) in fp32: weight *
         weight_scale is what was. `load_state_dict` takes such a state of the whole layer, also with
-        one factor for all of it. Every rank must call this; it returns the module.
+        one factor for all of it, or for each of merged layers. Every rank must call this; it
+        returns the module.
         """
         if self.weight_scale is not None:
             raise RuntimeError(f"this {type(self).__name__} is quantized already")
@@ -171,13 +172,32 @@ class _ParallelLinear(ParallelModule):
         return {"weight": (out, self.in_features), "bias": (out,), "weight_scale": (out, 1)}
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         scale = state_dict.get(prefix + "weight_scale")
-        if scale is not None and scale.numel() in (1, self.out_features):
-            whole = scale.reshape(-1, 1).expand(self.out_features, 1)
-            state_dict = state_dict | {prefix + "weight_scale": whole}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if scale is not None:
+            if self.weight_scale is None:
+                error_msgs.append(
+                    f"{prefix}weight is fp8 there, with a weight_scale: call quantize() first"
+                )
+            if scale.numel() == 1:
+                scale = scale.reshape(1, 1).expand(self.out_features, 1)
+            elif self.cut["weight"] == 0 and scale.numel() == len(self.split.sizes):
+                each = torch.tensor(self.split.sizes, device=scale.device)
+                scale = scale.reshape(-1, 1).repeat_interleave(each, 0)
+            elif scale.numel() == self.out_features:
+                scale = scale.reshape(-1, 1)
+            state_dict = state_dict | {prefix + "weight_scale": scale}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with what is different."""
@@ -271,7 +291,17 @@ class RowParallelLinear(_ParallelLinear):
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks' features: this rank's part of the sequence, or all of it."""
+        """The sum over the ranks' features: this rank's part of the sequence, or all of it.
+
+        Raises:
+            ValueError: an input of other features than this rank's.
+        """
+        if x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"RowParallelLinear takes this rank's {self.weight.shape[1]} of the "
+                f"{self.in_features} features, as a ColumnParallelLinear without gather_output "
+                f"returns them, got {tuple(x.shape)}"
+            )
         options: dict[str, Any] = {"bias": self.bias}
         if self.weight_scale is not None:
             x, scales = _quantized_input(x, self.weight_scale)

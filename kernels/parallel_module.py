@@ -135,11 +135,30 @@ class ParallelModule(nn.Module):
                 destination[prefix + name] = value
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         state_dict = dict(state_dict)  # the caller's keeps the whole
         for name, shape in self.whole_shapes().items():
-            value = state_dict.get(prefix + name)
-            if value is not None and tuple(value.shape) == shape:
-                state_dict[prefix + name] = self.part(name, value)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            value, mine = state_dict.get(prefix + name), getattr(self, name)
+            if value is None or mine is None:
+                continue
+            if tuple(value.shape) == shape:
+                value = state_dict[prefix + name] = self.part(name, value)
+                if local_metadata.get("assign_to_params_buffers"):
+                    # A view would keep the whole alive.
+                    state_dict[prefix + name] = value.clone(memory_format=torch.contiguous_format)
+            elif value.shape != mine.shape:
+                error_msgs.append(
+                    f"{prefix}{name} must be whole, {shape}, or the part of rank "
+                    f"{self.group.rank}, {tuple(mine.shape)}, got {tuple(value.shape)}"
+                )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

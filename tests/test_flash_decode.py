@@ -257,6 +257,7 @@ def errors() -> None:
         ({"block_table": table(0, 2), "shard": "head"}, r"pages 0\.\.1 .* got \[0, 2\]"),
         ({"block_table": table(0, -1), "shard": "head"}, r"pages 0\.\.1"),
         ({"lengths": torch.tensor([3.0, 4.0])}, "int32 or int64"),
+        ({"lengths": [3, 4]}, "lengths must be a tensor, got list"),
         ({"lengths": torch.tensor([3, 40])}, "has room for 8"),
         ({"lengths": torch.tensor([3, 17])}, "has room for 8|not so on rank 0"),  # rank 1 holds 8
         ({"lengths": torch.empty(2, dtype=torch.int32, device="meta")}, "must be on cpu, as q is"),

@@ -243,13 +243,43 @@ def fp8_body(sequence_dim: int | None) -> None:
             assert (again[2].weight_scale == 0.5).all()
     with pytest.raises(NotImplementedError, match="has no gradient"):
         model(shard.clone().requires_grad_())
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        parallel(whole, sequence_dim).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"weight_scale: call quantize\(\) first"):
+        parallel(whole, sequence_dim).load_state_dict(state, strict=False)
+    merged = weft.ColumnParallelLinear(32, 12, False, sequence_dim=None, merged_sizes=(8, 4))
+    weight = torch.zeros(12, 32, dtype=torch.float8_e4m3fn)
+    merged.quantize().load_state_dict({"weight": weight, "weight_scale": torch.tensor([2.0, 3.0])})
+    counts = torch.tensor(merged.output_sizes)
+    wanted = torch.tensor([2.0, 3.0]).repeat_interleave(counts).unsqueeze(1)
+    assert torch.equal(merged.weight_scale, wanted)
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 def test_quantized_layers(ranks: Any, sequence_dim: int | None) -> None:
     ranks(2, fp8_body, sequence_dim)
+
+
+def loading_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for kind in (weft.ColumnParallelLinear, weft.RowParallelLinear):
+        whole = nn.Linear(12, 8)
+        layer = kind(12, 8, device="meta", sequence_dim=None)
+        layer.load_state_dict(whole.state_dict(), assign=True)
+        assert layer.weight.is_contiguous()
+        assert layer.weight.untyped_storage().nbytes() == layer.weight.nbytes  # not of the whole
+        assert torch.equal(layer.weight, layer.part("weight", whole.weight))
+        own = tuple(layer.weight.shape)
+        wrong = (
+            rf"weight must be whole, \(8, 12\), or the part of rank {rank}, \({own[0]}, {own[1]}\)"
+        )
+        with pytest.raises(RuntimeError, match=wrong):
+            layer.load_state_dict({"weight": torch.zeros(7, 12), "bias": whole.bias})
+    part = 12 // world_size
+    with pytest.raises(ValueError, match=rf"this rank's {part} of the 12 features.* got \(3, 12\)"):
+        layer(torch.zeros(3, 12))
+
+
+def test_loading(ranks: Any) -> None:
+    ranks(2, loading_body)
 
 
 class _Packed(nn.Linear):
