@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from weft.collectives import pad, signals
@@ -280,6 +281,8 @@ def _run_one(
         return lambda: context.run(body)
 
     with ExitStack() as stack:
+        if not numerics:  # numbers are none: 1 / 0 is nothing to be warned of
+            stack.enter_context(np.errstate(all="ignore"))
         if world.recorder:
             stack.enter_context(timing_hooks.installed(world.recorder, numerics))
         stack.enter_context(interpreter_hooks.installed(world, quick=again and numerics))
@@ -287,6 +290,7 @@ def _run_one(
         stack.enter_context(python_reads(world.python_read))
         stack.enter_context(_polls(world))
         stack.enter_context(_properties_without_locks())
+        stack.enter_context(_uncompiled())
         for rank in range(world_size):
             strand = world.new_strand(rank)
             strand.random_state = torch.get_rng_state()
@@ -333,6 +337,23 @@ def _polls(world: World) -> Iterator[None]:
         # The meshes of another schedule are others.
         for forget in forget_meshes:
             forget()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What is compiled runs as it is: accesses are seen op by op."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        return (lambda fn: fn) if model is None else model
+
+    compiler, torch.compile = torch.compile, compile
+    # Its import takes seconds: who has compiled anything before has it.
+    known = "torch._dynamo" in sys.modules
+    try:
+        with torch.compiler.set_stance("force_eager") if known else nullcontext():
+            yield
+    finally:
+        torch.compile = compiler
 
 
 @contextmanager

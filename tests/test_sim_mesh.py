@@ -327,3 +327,15 @@ def test_races_in_custom_ops_are_seen() -> None:
 def test_torch_has_all_that_is_hooked() -> None:
     missing = distributed_hooks.requirements()
     assert not missing, f"adapt sim/distributed_hooks.py to torch {torch.__version__}: {missing}"
+
+
+def test_what_is_compiled_runs_as_it_is() -> None:
+    compiled = torch.compile(lambda x: collectives.all_reduce(x), fullgraph=True)
+
+    def body(rank: int) -> None:
+        later = torch.compile(compiled, backend="no such backend")
+        assert later(torch.ones(2)).tolist() == [2, 2]
+
+    compiler = torch.compile
+    sim.run(2, body)
+    assert torch.compile is compiler

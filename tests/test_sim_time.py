@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from needs import needs_interpreter
 
 import weft
@@ -272,6 +275,24 @@ def test_pictures_and_traces(tmp_path: Path) -> None:
     assert {e["pid"] for e in spans} == {0, 1}
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.makespan_us, abs=0.1)
     assert timeline.table().row_count > 8
+
+
+@triton.jit
+def _reciprocal_kernel(x_ptr) -> None:
+    offs = tl.arange(0, 16)
+    tl.store(x_ptr + offs, tl.rsqrt(tl.load(x_ptr + offs)))
+
+
+@needs_interpreter
+def test_what_is_skipped_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.run(
+            2,
+            lambda rank: _reciprocal_kernel[(1,)](torch.ones(16)),
+            hardware="h100",
+            numerics=False,
+        )
 
 
 def test_arguments_that_do_not_fit() -> None:
