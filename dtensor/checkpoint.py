@@ -39,28 +39,30 @@ from weft.dtensor.checkpoint_files import METADATA, SUFFIX, Stored
 __all__ = ["AtomicWriter", "load", "save"]
 
 
-def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint to the folder `path`, in place of the one that is there. Collective.
+def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
+    """Write a checkpoint, in place of the one that is there. Collective.
 
     Args:
         state_dict: DTensors, tensors (the first rank's are stored), and what pickle takes; nested.
+        checkpoint_id: the folder, by the name that torch has for it.
     """
-    state_dict_saver.save(dict(state_dict), storage_writer=AtomicWriter(path))
+    state_dict_saver.save(dict(state_dict), storage_writer=AtomicWriter(checkpoint_id))
 
 
-def load(state_dict: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
     """Read a checkpoint into the tensors of `state_dict`, in place. Collective.
 
     Args:
         state_dict: what is to be read, each DTensor in any layout. Values that are no tensors are
             replaced. What the checkpoint has beside is left alone.
+        checkpoint_id: the folder.
 
     Raises:
         CheckpointError: a file is missing or too short; it names the file and the tensors.
     """
-    stored = Stored(path)
+    stored = Stored(checkpoint_id)
     stored.check(read=False)
-    state_dict_loader.load(state_dict, storage_reader=FileSystemReader(path))
+    state_dict_loader.load(state_dict, storage_reader=FileSystemReader(checkpoint_id))
 
 
 class AtomicWriter(FileSystemWriter):

@@ -59,12 +59,12 @@ def check_state(state: dict[str, Any], scale: float = 1.0) -> None:
 
 
 def saving(path: str, sizes: tuple[int, ...], placements: Any) -> None:
-    save(a_state(mesh_of(*sizes), placements), path)
+    save(a_state(mesh_of(*sizes), placements), checkpoint_id=path)
 
 
 def loading(path: str, sizes: tuple[int, ...], placements: Any) -> None:
     state = a_state(mesh_of(*sizes), placements, 0.0)
-    load(state, path)
+    load(state, checkpoint_id=path)
     check_state(state)
 
 
