@@ -139,7 +139,8 @@ class Timeline:
         }
 
     def table(self) -> Any:
-        """A rich table: the figures of the whole, then every kernel of rank 0."""
+        """A rich table: the figures of the whole, then the kernels of rank 0 by name. These run in
+        several streams, and may take longer together than the whole."""
         from rich.table import Table
 
         table = Table(title=f"virtual time on {len(self.trace.streams)} x {self.hardware.name}")
@@ -160,10 +161,13 @@ class Timeline:
             share = summary[f"cores_{kind}"]
             table.add_row(f"cores, mean: {kind}", f"{share * whole:.1f}", f"{share:.0%}")
         table.add_section()
+        launches: dict[str, list[float]] = {}
         for span in self.played.launches:
             if span.rank == 0:
-                us = span.end - span.start
-                table.add_row(span.kernel, f"{us:.1f}", f"{us / whole:.0%}")
+                launches.setdefault(span.kernel, []).append(span.end - span.start)
+        for kernel, times in launches.items():
+            name = kernel if len(times) == 1 else f"{len(times)} x {kernel}"
+            table.add_row(name, f"{sum(times):.1f}", f"{sum(times) / whole:.0%}")
         return table
 
     def chrome_trace(self) -> dict[str, Any]:

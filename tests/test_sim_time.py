@@ -275,6 +275,12 @@ def test_pictures_and_traces(tmp_path: Path) -> None:
     assert {e["pid"] for e in spans} == {0, 1}
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.makespan_us, abs=0.1)
     assert timeline.table().row_count > 8
+    # Two launches of one kernel are one row.
+    twice = sim.run(
+        2, lambda rank: [gather(64, 64, 64)(rank) for _ in "12"], hardware="h100"
+    ).timeline
+    assert twice is not None
+    assert twice.table().row_count == timeline.table().row_count
 
 
 @triton.jit
