@@ -173,8 +173,11 @@ def test_tests_are_kept_one_by_one_and_not_run_again(tmp_path, monkeypatch) -> N
     assert gpu_tests.read(record, (3,)).found == first.found
     assert any(text.startswith("3 ranks: test_right: passed") for text in said)
     (tmp_path / "mended").touch()
+    gone = {"ranks": 3, "test": "test_some.py::test_gone", "outcome": "passed", "seconds": 1.0}
+    with open(record, "a") as file:
+        file.write(json.dumps(gone) + "\n")
     again = gpu_tests.run((3,), record)
-    assert str(again) == "3 passed, 1 skipped" and again.finished and not again.wrong
+    assert str(again) == "4 passed, 1 skipped" and again.finished and not again.wrong
     assert (tmp_path / "ran").read_text() == "right "
     (tmp_path / "test_some.py").write_text("nothing that Python knows")
     broken = gpu_tests.run((3,), record)
