@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(tests: gpu_tests.Outcomes) -> int:
     """0: all was right; 130: not all tests have run."""
-    return int(tests.wrong) or (130 if tests.totals and not tests.finished else 0)
+    return int(tests.wrong) or (130 if tests.names and not tests.finished else 0)
 
 
 def bad(case: Case, on_gpu: bool) -> bool:

@@ -4,7 +4,7 @@ A process of pytest for each number of ranks, all at the same time: most of thei
 Triton's compiler, and ranks that share a GPU take turns on it anyway. They append a line a test to
 one file (`tests/conftest.py`), which outlives whatever ends them:
 
-    {"ranks": 2, "total": 58}                        as they begin: how many there are
+    {"ranks": 2, "tests": ["tests/test_gpu.py::..", ..]}      as they begin: those that there are
     {"ranks": 2, "test": "tests/test_gpu.py::..", "outcome": "failed", "seconds": 3.1, "why": ".."}
 """
 
@@ -32,12 +32,12 @@ class Outcomes:
     """What became of the tests so far, by number of ranks and name.
 
     Attributes:
-        totals: how many tests there are with each number of ranks, where pytest has told.
+        names: the tests that there are with each number of ranks, where pytest has told.
         broken: what pytest said that could not run them.
     """
 
     counts: tuple[int, ...]
-    totals: dict[int, int] = field(default_factory=dict)
+    names: dict[int, list[str]] = field(default_factory=dict)
     found: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
@@ -46,24 +46,20 @@ class Outcomes:
         entry: dict[str, Any] = json.loads(line)
         if entry["ranks"] not in self.counts:
             return None
-        if "total" in entry:
-            self.totals[entry["ranks"]] = entry["total"]
+        if "tests" in entry:
+            self.names[entry["ranks"]] = entry["tests"]
             return None
         self.found[entry["ranks"], entry["test"]] = entry
         return entry
 
-    def count(self, outcome: str) -> int:
-        return sum(entry["outcome"] == outcome for entry in self.found.values())
-
-    @property
-    def left(self) -> int:
-        """Tests that are known of and have not run."""
-        # The file may tell of tests that are no more.
-        return max(0, sum(self.totals.values()) - len(self.found))
+    def count(self, outcome: str | None) -> int:
+        """How many of the tests that there are ended so; None: have not run."""
+        ends = (self.found.get((count, name)) for count in self.names for name in self.names[count])
+        return sum((end and end["outcome"]) == outcome for end in ends)
 
     @property
     def finished(self) -> bool:
-        return len(self.totals) == len(self.counts) and self.left == 0
+        return len(self.names) == len(self.counts) and not self.count(None)
 
     @property
     def wrong(self) -> bool:
@@ -73,19 +69,19 @@ class Outcomes:
     def __str__(self) -> str:
         if self.broken:
             return "could not be run"
-        if not self.totals:
-            return "not run"
-        kinds = [(outcome, self.count(outcome)) for outcome in ("passed", "skipped", "failed")]
-        told = [f"{number} {outcome}" for outcome, number in kinds if number or outcome == "passed"]
-        unknown = len(self.totals) < len(self.counts)
-        return ", ".join([*told, *[f"{self.left or 'some'} not run"] * (self.left > 0 or unknown)])
+        kinds = {"passed": "passed", "skipped": "skipped", "failed": "failed", None: "not run"}
+        told = [f"{self.count(kind)} {text}" for kind, text in kinds.items() if self.count(kind)]
+        if self.names and len(self.names) < len(self.counts):
+            told.append("others not run")
+        return ", ".join(told) or "not run"
 
 
 def read(record: Path, counts: Sequence[int]) -> Outcomes:
     """The outcomes that a file keeps."""
     outcomes = Outcomes(tuple(counts))
-    for line in record.read_text().splitlines() if record.exists() else ():
-        outcomes.take(line)
+    for line in record.read_text().splitlines(keepends=True) if record.exists() else ():
+        if line.endswith("\n"):
+            outcomes.take(line)
     return outcomes
 
 
@@ -105,7 +101,7 @@ def run(
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
     outcomes = read(record, counts)
-    outcomes.totals.clear()  # they tell again
+    outcomes.names.clear()  # they tell again
     with open(record) as news, tempfile.TemporaryDirectory(prefix="weft-gpu-tests-") as folder:
         news.seek(0, os.SEEK_END)
         logs = {count: Path(folder) / str(count) for count in counts}

@@ -99,24 +99,26 @@ _RECORD = os.environ.get("GPU_RECORD", "")
 def _record(**entry: Any) -> None:
     # One write a line: several processes append to the file, and it outlives them all.
     line = json.dumps({"ranks": _GPU_RANKS[0], **entry}) + "\n"
-    file = os.open(_RECORD, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = os.open(_RECORD, os.O_WRONLY | os.O_APPEND)
     os.write(file, line.encode())
     os.close(file)
 
 
+@pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has passed with these ranks, as the record tells."""
     if not _RECORD:
         return
     with open(_RECORD) as record:
-        entries = [json.loads(line) for line in record]
+        # The last one may be half written.
+        entries = [json.loads(line) for line in record if line.endswith("\n")]
     last = {
         entry["test"]: entry["outcome"]
         for entry in entries
         if entry["ranks"] == _GPU_RANKS[0] and "test" in entry
     }
     done = [item for item in items if last.get(item.nodeid) in ("passed", "skipped")]
-    _record(total=len([item for item in items if item.get_closest_marker("gpu")]))
+    _record(tests=[item.nodeid for item in items])
     config.hook.pytest_deselected(items=done)
     items[:] = [item for item in items if item not in done]
 
