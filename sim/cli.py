@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except SimError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"here by {_again(given, end, error)}", file=sys.stderr)
         return 1
     tried = f"{results.schedules} schedules"
     if results.states:
@@ -111,6 +113,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = Path(args.script.partition(":")[0])
         return compiling.tell(results.launched, path, PRESETS[args.hardware].chip)
     return 0
+
+
+def _again(given: list[str], end: int, error: SimError) -> str:
+    """The command for the schedule of `error` alone; the script's own arguments begin at `end`."""
+    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--schedules", "--schedule", "--seed"):
+        others.add_argument(option)
+    others.add_argument("--replay", action="store_true")
+    kept = others.parse_known_args(given[:end])[1]
+    one = ["--seed", str(error.seed), "--schedule", str(error.schedule)]
+    return shlex.join(["weft", "sim", *kept, *one, *given[end:]])
 
 
 def _parser() -> argparse.ArgumentParser:

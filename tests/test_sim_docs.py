@@ -37,10 +37,12 @@ def test_commands(
         assert "RaceError: symmetric buffer 1 of rank" in said.err
         for line in ("40 _all_reduce_kernel", "45 _all_reduce_kernel", "seed=0, schedule=0"):
             assert line in said.err
+        again = "examples/sim_planted_bug.py:call --ranks 3 --seed 0 --schedule 0"
+        assert said.err.endswith(f"here by weft sim {again}\n")
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 7
 
 
 def test_a_script_finds_its_arguments_and_its_rank(
