@@ -301,7 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     result = measure(options, counts, command, tell, earlier, until)
     wanted = on_gpu and not args.no_tests and not tests.finished and not tests.broken
-    if wanted and until is not None and until - time.monotonic() > _MARGIN_S:
+    time_left = until is not None and until - time.monotonic() > _MARGIN_S
+    if wanted and time_left and not result.interrupted:
         tests = gpu_tests.run(counts[:2], record, until=until, say=say)
         say(f"tests: {tests}")
     if result.cases:

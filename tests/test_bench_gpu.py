@@ -134,6 +134,26 @@ def test_figures_end_in_time_and_go_on_where_they_were(tmp_path, monkeypatch, a_
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_tests_go_on_when_all_is_measured(tmp_path, monkeypatch, a_gpu, stopped: bool) -> None:
+    """Not so after Ctrl-C."""
+    runs = []
+
+    def run_tests(*args: object, **kwargs: object) -> gpu_tests.Outcomes:
+        runs.append(kwargs["until"])
+        return gpu_tests.Outcomes((2,), {2: ["a"]}) if len(runs) == 1 else told("passed")
+
+    def run(suites: object, options: object, **kwargs: object) -> list[Result]:
+        return [Result("ops", dict(WHERE), interrupted=stopped)]
+
+    monkeypatch.setattr(gpu.runner, "run", run)
+    monkeypatch.setattr(gpu.gpu_tests, "run", run_tests)
+    arguments = ["--ranks", "2", "--minutes", "100", "--results", str(tmp_path)]
+    status = gpu.main([*arguments, "--page", str(tmp_path / "gpu.md")])
+    assert (status, len(runs)) == ((130, 1) if stopped else (0, 2))
+    assert runs == sorted(runs)  # the figures have the rest
+
+
 SOME_TESTS = """
 import os, pathlib, time, pytest
 pytestmark = pytest.mark.gpu
