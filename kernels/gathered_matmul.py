@@ -43,6 +43,7 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.collectives.movement import offsets
+from weft.kernels import epilogues, host
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
@@ -62,24 +63,7 @@ from weft.kernels.engines import (
     record_backward,
     refuse_second_order,
 )
-from weft.kernels.epilogues import (
-    Activation,
-    activate,
-    check_activation,
-    gradients,
-    keeps_sums,
-)
-from weft.kernels.host import (
-    gather_bytes,
-    gather_shards,
-    publish,
-    publish_product,
-    reduce_rows,
-    row_chunks,
-    rows_in_place,
-    shards,
-    sums_in_place,
-)
+from weft.kernels.epilogues import Activation
 from weft.kernels.scaled import Scaling, refuse_traced, scaled_products, scaling_of
 
 
@@ -144,14 +128,14 @@ def all_gather_matmul(
     biases: list[torch.Tensor | None] = (
         [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     )
-    check_activation(activation, weights)
+    epilogues.check_activation(activation, weights)
     scaling = scaling_of("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
     if is_call_traced(x):  # see `library`
         refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(
             x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered
         )
-        ys = activate(traced[: len(weights)], activation)
+        ys = epilogues.activate(traced[: len(weights)], activation)
         y = ys[0] if single or activation == "swiglu" else ys
         return (traced[-1], y) if return_gathered else y
     where = resolve(group)
@@ -185,7 +169,7 @@ def all_gather_matmul(
             gathered, *zs = _GatheredProducts.apply(
                 x, where, gather_dim, lengths, *weights, *biases
             )
-        ys = activate(zs, activation)
+        ys = epilogues.activate(zs, activation)
     else:
         rows = [length * batch.numel() for length in lengths]
         flat = as_rows(front)
@@ -325,7 +309,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx: Any, call: _Call, x: torch.Tensor, *operands: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = _halves(operands)
-        keep_sums = any(ctx.needs_input_grad) and keeps_sums(call.activation)
+        keep_sums = any(ctx.needs_input_grad) and epilogues.keeps_sums(call.activation)
         if call.engine == "host":
             made = _host_forward(call, x, weights, biases)
         else:
@@ -347,7 +331,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
         record_backward("all_gather_matmul", call.engine, *filter(None, moved))
         dgathered = grads[-1] if call.keep else None
-        dys = gradients(grads[: len(grads) - call.keep], kept, call.activation)
+        dys = epilogues.gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]
         given = Gradient(x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w)
         if torch.is_grad_enabled():
@@ -372,14 +356,14 @@ def _host_forward(
     biases: list[torch.Tensor | None],
 ) -> _Made:
     group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
-    op, nbytes = "all_gather_matmul", gather_bytes(x, rows)
+    op, nbytes = "all_gather_matmul", host.gather_bytes(x, rows)
     if scaling is not None:
         scaling = replace(scaling, rows=all_gather(scaling.rows, group, sizes=rows))
     gathered = None
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
-        publish(ex, x, rows)
-        if keep or scaling is not None or not rows_in_place(x, weights, rows):
-            gathered = gather_shards(ex, x, rows)
+        host.publish(ex, x, rows)
+        if keep or scaling is not None or not host.rows_in_place(x, weights, rows):
+            gathered = host.gather_shards(ex, x, rows)
             if scaling is not None:
                 zs = scaled_products(gathered, weights, biases, scaling)
             else:
@@ -387,10 +371,10 @@ def _host_forward(
             gathered = gathered.clone() if keep else None
         else:
             zs = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
-            for start, chunk in shards(ex, x, rows):
+            for start, chunk in host.shards(ex, x, rows):
                 for z, w, bias in zip(zs, weights, biases, strict=True):
                     mm(chunk, w, bias, out=z[start : start + len(chunk)])
-    return _Made(activate(zs, call.activation), zs, gathered)
+    return _Made(epilogues.activate(zs, call.activation), zs, gathered)
 
 
 def _host_backward(given: Gradient) -> _Gradients:
@@ -402,9 +386,9 @@ def _host_backward(given: Gradient) -> _Gradients:
     with ExitStack() as stack:
         if any(needs_w):
             gather = stack.enter_context(
-                exchange(group, gather_bytes(x, rows), op, x.device, channel="host gather")
+                exchange(group, host.gather_bytes(x, rows), op, x.device, channel="host gather")
             )
-            publish(gather, x, rows)
+            host.publish(gather, x, rows)
         if needs_x:
             scatter = stack.enter_context(
                 exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
@@ -412,23 +396,23 @@ def _host_backward(given: Gradient) -> _Gradients:
             plus = dgathered
             for dy, w in zip(dys[1:], weights[1:], strict=True):
                 plus = partial_mm(dy, w.t(), plus=plus)
-            own, overwrite = publish_product(scatter, dys[0], weights[0].t(), rows, plus)
+            own, overwrite = host.publish_product(scatter, dys[0], weights[0].t(), rows, plus)
         if any(needs_w):
-            in_place = sums_in_place(weights, rows)
+            in_place = host.sums_in_place(weights, rows)
             chunks = len(rows) if in_place else 1
             pairs = [
                 (i, WeightGrad(w, chunks), dys[i])
                 for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
                 if need
             ]
-            for start, chunk in row_chunks(gather, x, rows, in_place=in_place):
+            for start, chunk in host.row_chunks(gather, x, rows, in_place=in_place):
                 for _, grad, dy in pairs:
                     grad.add(chunk, dy[start : start + len(chunk)])
             for i, grad, _ in pairs:
                 dws[i] = grad.result()
         if needs_x:
             start = offsets(rows)[group.rank]
-            dx = reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
+            dx = host.reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
     return dx, dws
 
 

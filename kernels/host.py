@@ -152,9 +152,10 @@ def publish_product(
     w: torch.Tensor,
     rows: list[int],
     plus: torch.Tensor | None = None,
+    scaling: Scaling | None = None,
 ) -> tuple[torch.Tensor, bool]:
     """Show all peers their rows of x @ w (+ plus) in `sum_dtype`; return this rank's own of it, and
-    whether these are in memory of their own.
+    whether these are in memory of their own. Of scaled fp8 there is nothing to be added.
     """
     wire = sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
@@ -169,7 +170,9 @@ def publish_product(
             if peer != ex.rank:
                 ex.signal(peer)
         return product, True
-    if allocates(x, w) and x.dtype == wire:
+    if scaling is not None:
+        product = shown.copy_(scaled_partial(x, w, scaling))
+    elif allocates(x, w) and x.dtype == wire:
         product = mm(x, w, plus=plus)
         shown[:start].copy_(product[:start])
         shown[stop:].copy_(product[stop:])
@@ -177,17 +180,6 @@ def publish_product(
         product = partial_mm(x, w, plus=plus, out=shown)
     ex.signal_all()
     return product[start:stop], False
-
-
-def publish_scaled(
-    ex: Exchange, x: torch.Tensor, w: torch.Tensor, rows: list[int], scaling: Scaling
-) -> torch.Tensor:
-    """`publish_product` of scaled fp8, in fp32."""
-    shown = ex.local((x.shape[0], w.shape[1]), torch.float32)
-    shown.copy_(scaled_partial(x, w, scaling))
-    ex.signal_all()
-    start = offsets(rows)[ex.rank]
-    return shown[start : start + rows[ex.rank]]
 
 
 def reduce_rows(

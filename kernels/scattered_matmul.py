@@ -29,6 +29,7 @@ from weft.collectives import Group, all_gather, exchange, reduce_scatter, resolv
 from weft.collectives.exchange import check_call
 from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.collectives.movement import chunk_sizes, offsets
+from weft.kernels import host
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.chips import chip_of
 from weft.kernels.dense import (
@@ -46,16 +47,6 @@ from weft.kernels.dense import (
 )
 from weft.kernels.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.gathered_matmul import gather_workspace
-from weft.kernels.host import (
-    gather_bytes,
-    publish,
-    publish_product,
-    publish_scaled,
-    reduce_rows,
-    row_chunks,
-    rows_in_place,
-    sums_in_place,
-)
 from weft.kernels.replicated import Spread, Summed
 from weft.kernels.scaled import Scaling, refuse_traced, scaled_partial, scaling_of
 
@@ -121,13 +112,13 @@ def matmul_reduce_scatter(
             f"N = {w.shape[-1]}, along dim {scatter_dim}"
         ),
     )
-    check_operands(x, x.shape[-1], [w], [bias], dtype)
-    check_sum(reduce_op)
     if x.ndim < 2 or not -x.ndim <= scatter_dim < x.ndim:
         raise ValueError(
             f"x must have at least 2 dims and scatter_dim be a dim of the result, got shape "
             f"{tuple(x.shape)}, {scatter_dim=}"
         )
+    check_operands(x, x.shape[-1], [w], [bias], dtype)
+    check_sum(reduce_op)
     scatter_dim %= x.ndim
     columns = scatter_dim == x.ndim - 1
     K, N = w.shape
@@ -267,11 +258,8 @@ def _host_forward(
     dtype = scaling.out_dtype if scaling else x.dtype
     op, nbytes = "matmul_reduce_scatter", M * N * sum_dtype(x).itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
-        if scaling:
-            own, overwrite = publish_scaled(ex, x, w, rows, scaling), False
-        else:
-            own, overwrite = publish_product(ex, x, w, rows)
-        return reduce_rows(
+        own, overwrite = host.publish_product(ex, x, w, rows, scaling=scaling)
+        return host.reduce_rows(
             ex, own, offsets(rows)[group.rank], dtype, average=average, bias=bias,
             residual=residual, overwrite=overwrite,
         )  # fmt: skip
@@ -283,14 +271,16 @@ def _host_backward(given: Gradient) -> _Gradients:
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
     divisor = given.divisor
-    own, nbytes = dy / divisor if divisor > 1 else dy, gather_bytes(dy, rows)
-    in_place = rows_in_place(own, [w.t()], rows) if needs_x else sums_in_place([w.t()], rows)
+    own, nbytes = dy / divisor if divisor > 1 else dy, host.gather_bytes(dy, rows)
+    in_place = (
+        host.rows_in_place(own, [w.t()], rows) if needs_x else host.sums_in_place([w.t()], rows)
+    )
     in_place = in_place and not (needs_w and partials_cost(own))
     grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
     op = "matmul_reduce_scatter backward"
     with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
-        publish(ex, own, rows)
-        for start, chunk in row_chunks(ex, own, rows, in_place=in_place):
+        host.publish(ex, own, rows)
+        for start, chunk in host.row_chunks(ex, own, rows, in_place=in_place):
             stop = start + len(chunk)
             if needs_x and len(chunk) == len(x):
                 dx = mm(chunk, w.t())

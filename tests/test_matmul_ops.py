@@ -349,6 +349,7 @@ def misuse_body() -> None:
         ("gather_dim be one of them", lambda: gather(x, w, gather_dim=2)),
         ("gather_dim be one of them", lambda: gather(x, w, gather_dim=-3)),
         ("x must have at least 2 dims", lambda: scatter(x[0], w)),
+        ("x must have at least 2 dims", lambda: scatter(torch.tensor(1.0), w)),
         ("scatter_dim be a dim", lambda: scatter(x, w, scatter_dim=-3)),
         ("x must have at least one dim", lambda: reduce(torch.tensor(1.0), w)),
         ("activation must be", lambda: gather(x, w, activation="tanh")),  # type: ignore[arg-type]
