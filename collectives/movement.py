@@ -61,19 +61,14 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
+@profiled("all_gather")
 def gather(
     x: torch.Tensor, group: Group, sizes: list[int], given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    out = _result((sum(sizes), *x.shape[1:]), x, given)
-    _gather_into(out, _plain(x), group, sizes)
-    return _returned(out, given)
+    return _moved(_gather_into, (sum(sizes), *x.shape[1:]), x, group, given, sizes)
 
 
-@profiled("all_gather")
 def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int]) -> None:
-    if group.world_size == 1:
-        out.copy_(x)
-        return
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     widest = max(numels)
@@ -106,6 +101,7 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
                 ex.get(peer, out, starts[peer] + begin, starts[peer] + end)
 
 
+@profiled("reduce_scatter")
 def scatter(
     x: torch.Tensor,
     group: Group,
@@ -113,18 +109,12 @@ def scatter(
     op: ReduceOp,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = _result((sizes[group.rank], *x.shape[1:]), x, given)
-    _scatter_into(out, _plain(x), group, sizes, op)
-    return _returned(out, given)
+    return _moved(_scatter_into, (sizes[group.rank], *x.shape[1:]), x, group, given, sizes, op)
 
 
-@profiled("reduce_scatter")
 def _scatter_into(
     out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
 ) -> None:
-    if group.world_size == 1:
-        out.copy_(x)
-        return
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
@@ -177,19 +167,14 @@ _ONE_SHOT_RANKS = 2
 _ONE_SHOT_BYTES = 32 << 10
 
 
+@profiled("all_reduce")
 def all_reduce(
     x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    out = _result(x.shape, x, given)
-    _all_reduce_into(out, _plain(x), group, op)
-    return _returned(out, given)
+    return _moved(_all_reduce_into, x.shape, x, group, given, op)
 
 
-@profiled("all_reduce")
 def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
-    if group.world_size == 1:
-        out.copy_(x)
-        return
     nbytes = x.numel() * x.element_size()
     way = _way("all_reduce", group, x, nbytes)
     if way == "generic":
@@ -274,6 +259,7 @@ def _reduce_into(out: torch.Tensor, terms: list[torch.Tensor], op: ReduceOp) -> 
         out.copy_(acc)
 
 
+@profiled("all_to_all")
 def all_to_all(
     x: torch.Tensor,
     group: Group,
@@ -282,12 +268,11 @@ def all_to_all(
     told: bool,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = _result((sum(receives), *x.shape[1:]), x, given)
-    _all_to_all_into(out, _plain(x), group, sends, receives, told)
-    return _returned(out, given)
+    return _moved(
+        _all_to_all_into, (sum(receives), *x.shape[1:]), x, group, given, sends, receives, told
+    )
 
 
-@profiled("all_to_all")
 def _all_to_all_into(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -296,9 +281,6 @@ def _all_to_all_into(
     receives: list[int],
     told: bool,
 ) -> None:
-    if group.world_size == 1:
-        out.copy_(x)
-        return
     row = math.prod(x.shape[1:])
     # Equal shares are the same on every rank; told ones every rank must hear of. A GPU's host does
     # not stop for that: shares that it does not know are the library's.
@@ -362,19 +344,14 @@ def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[li
     return [sent for sent, _ in tables]
 
 
+@profiled("broadcast")
 def broadcast(
     x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    out = _result(x.shape, x, given)
-    _broadcast_into(out, _plain(x), group, src)
-    return _returned(out, given)
+    return _moved(_broadcast_into, x.shape, x, group, given, src)
 
 
-@profiled("broadcast")
 def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) -> None:
-    if group.world_size == 1:
-        out.copy_(x)
-        return
     if _way("broadcast", group, x, x.numel() * x.element_size()) == "generic":
         if group.rank == src:
             out.copy_(x)
@@ -407,14 +384,21 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def _result(shape: Sequence[int], x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """A contiguous tensor to write: `given`, where it is one."""
-    if given is not None and _plain(given) is given:
-        return given
-    return x.new_empty(shape)
-
-
-def _returned(out: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+def _moved(
+    move: Callable[..., None],
+    shape: Sequence[int],
+    x: torch.Tensor,
+    group: Group,
+    given: torch.Tensor | None,
+    *args: Any,
+) -> torch.Tensor:
+    """What `move(out, x, group, *args)` makes of a contiguous x; in `given`, where that is one."""
+    out = given if given is not None and _plain(given) is given else x.new_empty(shape)
+    x = _plain(x)
+    if group.world_size == 1:
+        out.copy_(x)
+    else:
+        move(out, x, group, *args)
     return out if given is None or given is out else given.copy_(out)
 
 
