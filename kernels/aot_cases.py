@@ -1,7 +1,8 @@
 """What every kernel is launched with, caught instead of made: the cases of `weft aot`.
 
-The launchers themselves run, on tensors without memory, so that the arguments, their alignment and
-the configuration are the real ones. The sizes are those of a 70B Llama on 8 ranks.
+The launchers themselves run, on tensors without memory that take themselves for a chip's, so that
+the arguments, their alignment and the configuration are the real ones. The sizes are those of a 70B
+Llama on 8 ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.collectives import chunk_sizes, kernel_collectives, multimem, pull, st
 from weft.kernels import (
     all_gather_contract,
     all_gather_gemm,
+    chips,
     copy_engines,
     flash_decoding,
     gathers,
@@ -120,7 +122,7 @@ class _Gather(NamedTuple):
 
 
 def _all_gather_launches(
-    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
+    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     op = all_gather_gemm
     scaled = dtype.itemsize == 1
@@ -166,10 +168,6 @@ def _all_gather_launches(
             weights = [empty(_HIDDEN, n) for n in widths]
         else:  # nn.Linear holds (N, K): its transpose is contiguous along K
             weights = [empty(n, _HIDDEN).T for n in widths]
-        config = op.config_for(
-            tokens, sum(widths), _HIDDEN, dtype, _W, chip,
-            activation=activation, keep=gradient, keep_sums=keep_sums,
-        )  # fmt: skip
         biases = None
         if activation == "gelu" or widths == _QKV:  # where models have them
             biases = [torch.empty(n, dtype=out_dtype, device="meta") for n in widths]
@@ -187,11 +185,9 @@ def _all_gather_launches(
                 scale_a=_factors(share, 1) if scaled else None,
                 scales_b=[_factors(1, n) for n in widths] if scaled else None,
                 out_dtype=out_dtype,
-                config=config,
             )
         # One publish kernel serves all.
-        publishes = case != "up" and not config.copy_engines
-        yield from ((case, launch) for launch in caught[int(publishes) :])
+        yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
     if scaled:
         return
     x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
@@ -203,7 +199,6 @@ def _all_gather_launches(
     if wide:
         sums.append(("weight gradient of down", x, True, None))
     for case, x, transposed, out in sums:
-        contract = all_gather_contract.config_for(8192, _FFN, dtype, _W, chip)
         with catching(all_gather_contract, gathers) as caught:
             all_gather_contract.launch_all_gather_contract(
                 x,
@@ -213,13 +208,12 @@ def _all_gather_launches(
                 transposed=transposed,
                 out=out,
                 with_own=out is not None,
-                config=contract,
             )
         yield case, caught[-1]
 
 
 def _reduce_launches(
-    chip: Chip, dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
+    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
     scaled = dtype.itemsize == 1
     out_dtype = torch.bfloat16 if scaled else dtype
@@ -252,7 +246,6 @@ def _reduce_launches(
         if scaled and gradient:
             continue
         sizes = [tokens // _W] * _W
-        config = gemm_reduce_scatter.config_for(sizes[0], _HIDDEN, dtype, _W, chip)
         with catching(gemm_reduce_scatter, gemm_one_shot) as caught:
             gemm_reduce_scatter.launch_matmul_reduce_scatter(
                 [empty(tokens, k) for k in depths],
@@ -264,11 +257,9 @@ def _reduce_launches(
                 scale_a=_factors(tokens, 1) if scaled else None,
                 scale_b=_factors(1, _HIDDEN) if scaled else None,
                 out_dtype=out_dtype,
-                config=config,
             )
         yield case, caught[0]
     for case, tokens, columns in sums:
-        reduce = gemm_all_reduce.config_for(tokens, columns, dtype, _W, chip)
         with catching(gemm_all_reduce, gemm_one_shot) as caught:
             gemm_all_reduce.launch_matmul_all_reduce(
                 empty(tokens, _FFN),
@@ -279,7 +270,6 @@ def _reduce_launches(
                 scale_a=_factors(tokens, 1) if scaled else None,
                 scale_b=_factors(1, columns) if scaled else None,
                 out_dtype=out_dtype,
-                config=reduce,
             )
         yield case, caught[0]
 
@@ -321,7 +311,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield "by the switch", caught[0]
 
 
-def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -369,32 +359,26 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         geometry = geometry_of(rows, before, packed, "zigzag" if plain else "contiguous")
         n = geometry.q_sizes[0]
         q, k = empty(1, heads, n, D), empty(1, kv_heads, n, D)
-        shape = (heads, kv_heads, n, D, dtype, _W, chip)
         with catching(ring_flash, ring_flash_backward) as caught:
-            out, lse = ring_flash.launch_ring_attention(
-                q, k, k, _workspace(), geometry, 0.1, config=ring_flash.config_for(*shape)
-            )
+            out, lse = ring_flash.launch_ring_attention(q, k, k, _workspace(), geometry, 0.1)
             if rows > 64:
+                saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                 ring_flash_backward.launch_ring_attention_backward(
-                    Saved(q, k, k, out, lse, q, lse if packed else None), _workspace(), geometry,
-                    0.1, config=ring_flash_backward.config_for(*shape),
-                )  # fmt: skip
+                    saved, _workspace(), geometry, 0.1
+                )
         yield from ((case, launch) for launch in caught)
     for case, rows, D, before, packed in shards:
         case = case.replace("attention", "attention by heads")
         geometry = geometry_of(rows, before, packed, "zigzag" if packed else "contiguous")
         n = geometry.q_sizes[0]
         q, k = empty(1, heads * _W, n, D), empty(1, _W, n, D)
-        shape = (heads * _W, _W, n, D, dtype, _W, chip)
         with catching(heads_flash, heads_flash_backward) as caught:
-            out, lse = heads_flash.launch_head_attention(
-                q, k, k, _workspace(), geometry, 0.1, config=heads_flash.config_for(*shape)
-            )
+            out, lse = heads_flash.launch_head_attention(q, k, k, _workspace(), geometry, 0.1)
             if rows > 64:
+                saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                 heads_flash_backward.launch_head_attention_backward(
-                    Saved(q, k, k, out, lse, q, lse if packed else None), _workspace(), geometry,
-                    0.1, config=heads_flash_backward.config_for(*shape),
-                )  # fmt: skip
+                    saved, _workspace(), geometry, 0.1
+                )
         yield from ((case, launch) for launch in caught)
     for case, batch, tokens, D, paged in decodes:
         page = 64
@@ -402,21 +386,15 @@ def _attention_launches(chip: Chip, dtype: torch.dtype, wide: bool) -> Iterator[
         keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
         q = empty(batch, heads, tokens, D)
         lengths = torch.empty(batch, dtype=torch.int64, device="meta")
-        rows, block_d, row_tiles = flash_decoding.tile_of(heads // kv_heads * tokens, D, dtype)
-        items = batch * kv_heads * row_tiles
-        config = flash_decoding.config_for(items, rows, block_d, dtype, chip)
-        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device="meta")
         cache = Cache(keys, keys, table, page, 0, _W)
         with catching(flash_decoding) as caught:
-            flash_decoding.launch(
-                torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config
-            )  # fmt: skip
+            flash_decoding.launch_flash_decode(q, cache, lengths, 0.1, _workspace())
         yield from ((case, launch) for launch in caught)
         if case == "decode":
             with catching(flash_decoding) as caught:
-                flash_decoding.launch(
-                    torch.empty_like(q), lse, q, cache, lengths, 0.1, _workspace(), config, 4095
-                )  # fmt: skip
+                flash_decoding.launch_flash_decode(
+                    q, cache, lengths, 0.1, _workspace(), window=4095
+                )
             yield "decode, window", caught[0]
         if case == "decode, pages":
             new = empty(batch, kv_heads, tokens, D)
@@ -429,7 +407,7 @@ def _factors(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=torch.float32, device="meta")
 
 
-def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> Iterator[tuple[str, Launch]]:
+def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tuple[str, Launch]]:
     """(case, launch) of every kernel, in the configurations that the heuristics choose.
 
     Args:
@@ -439,8 +417,10 @@ def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> Iterator[
     def empty(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device="meta")
 
-    yield from _all_gather_launches(chip, dtype, empty, wide)
-    yield from _reduce_launches(chip, dtype, empty, wide)
-    yield from _collective_launches(chip, dtype)
-    if dtype.itemsize > 1:
-        yield from _attention_launches(chip, dtype, wide)
+    with patch.object(chips, "_chip_behind", lambda device: chip):
+        return [
+            *_all_gather_launches(dtype, empty, wide),
+            *_reduce_launches(dtype, empty, wide),
+            *_collective_launches(chip, dtype),
+            *(_attention_launches(dtype, wide) if dtype.itemsize > 1 else ()),
+        ]

@@ -179,12 +179,12 @@ def flash_decode(
     if by_head:
         q = q.chunk(where.world_size, 1)[where.rank]
     if engine == "triton":
-        from weft.kernels import flash_decoding
+        from weft.kernels import flash_decoding as kernel
 
-        kernel_group = alone() if by_head else where
-        out, lse = flash_decoding.launch_flash_decode(
-            q, cache, lengths, scale, kernel_group, window=window
-        )
+        ws = kernel.workspace_for(q, cache, alone() if by_head else where)
+        ws.check("flash_decode")
+        out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
+        ws.launched("flash_decode")
     else:
         out, lse = _attend(q, cache, lengths, scale, window)
         if not by_head and where.world_size > 1:

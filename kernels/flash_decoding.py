@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import Group, signals, workspace
+from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.profiled import profiled
 from weft.collectives.workspace import link_of
 from weft.kernels import tiles
@@ -52,7 +52,6 @@ from weft.kernels.attention_tiles import (
 from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
 
 if TYPE_CHECKING:
-    from weft.collectives import Workspace
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
@@ -422,61 +421,53 @@ def _held(cache: Cache) -> Held:
     return Held(heads_of(cache.k), heads_of(cache.v), table, stride, cache.block, cache.world_size)
 
 
+def _cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
+    """What `tile_of` says of q (B, H, T, D), and how many items there are."""
+    (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
+    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
+    return rows, block_d, row_tiles, B * H_kv * row_tiles
+
+
+def workspace_for(q: torch.Tensor, cache: Cache, group: Group) -> Workspace:
+    """The group's workspace with room for every rank's results for q (B, H, T, D)."""
+    rows, block_d, _, items = _cut_queries(q, cache)
+    nbytes = group.world_size * items * rows * (block_d + 1) * 4
+    return workspace(group, nbytes, channel="decode kernel", device=q.device)
+
+
 @profiled("flash_decode")
 def launch_flash_decode(
     q: torch.Tensor,
     cache: Cache,
     lengths: torch.Tensor,
     scale: float,
-    group: Group,
-    config: Config | None = None,
+    ws: Workspace,
+    *,
     window: int | None = None,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, H, T, D) in q's dtype and lse (B, H, T) of the keys of all ranks of `group`."""
-    B, H, T, D = q.shape
+    """Enqueue the attention to the keys of all ranks.
+
+    Args:
+        q: (B, H, T, D), any strides; the same on all ranks.
+        ws: `workspace_for` q.
+        window: tokens before its own that a query sees; None: all.
+        config: the same on all ranks; default `config_for`.
+
+    Returns:
+        out (B, H, T, D), contiguous, dtype of q, and lse (B, H, T), fp32.
+    """
+    (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
     if not q.numel():
         return out, lse
-    room = cache.k.shape[2] if cache.table is None else cache.table.shape[1] * cache.block
-    if room >= 1 << 31:
+    if cache.room >= 1 << 31:
         raise NotImplementedError(
-            f"flash_decode's kernel counts a rank's keys in 32 bits, got {room=}: shard the cache "
-            f'over more ranks, or use weft.engine("generic")'
+            f"flash_decode's kernel counts a rank's keys in 32 bits, got room={cache.room}: shard "
+            f'the cache over more ranks, or use weft.engine("generic")'
         )
-    H_kv = cache.k.shape[1]
-    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
-    items = B * H_kv * row_tiles
+    rows, block_d, row_tiles, items = _cut_queries(q, cache)
     config = config or config_for(items, rows, block_d, q.dtype, chip_of(q.device))
-    ws = workspace(
-        group,
-        group.world_size * items * rows * (block_d + 1) * 4,
-        channel="decode kernel",
-        device=q.device,
-    )
-    ws.check("flash_decode")
-    launch(out, lse, q, cache, lengths, scale, ws, config, window)
-    ws.launched("flash_decode")
-    return out, lse
-
-
-def launch(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    cache: Cache,
-    lengths: torch.Tensor,
-    scale: float,
-    ws: Workspace,
-    config: Config,
-    window: int | None = None,
-) -> None:
-    """Enqueue the kernel."""
-    H_kv, T, D = cache.k.shape[1], q.shape[2], q.shape[3]
-    group = q.shape[1] // H_kv
-    rows, block_d, row_tiles = tile_of(group * T, D, q.dtype)
-    items = q.shape[0] * H_kv * row_tiles
-    # The kernel counts their elements one after another.
-    lengths = lengths.contiguous()
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)
@@ -486,7 +477,7 @@ def launch(
         lse,
         heads_of(q if q.stride(3) == 1 else q.contiguous()),
         _held(cache),
-        lengths,
+        lengths.contiguous(),
         scratch,
         link_of(ws),
         items,
@@ -498,7 +489,7 @@ def launch(
         cache.rank,
         WORLD_SIZE=ws.world_size,
         CUT=Cut(
-            group,
+            H // H_kv,
             D,
             rows,
             block_d,
@@ -509,3 +500,4 @@ def launch(
         ),
         **launch_options(config.num_warps, config.num_stages, config.all_registers),
     )
+    return out, lse
