@@ -78,35 +78,38 @@ def _chip_behind(device: torch.device) -> Chip:
     )
 
 
-def launch_options(num_warps: int, num_stages: int, all_registers: bool = False) -> dict[str, int]:
-    """What a kernel is launched with.
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How Triton compiles a kernel.
 
-    Args:
+    Attributes:
         all_registers: on NVIDIA's chips, of at most 8 warps: a lane may have all registers there
             are. Else the assembler spills some bytes where that lets a core hold a program more.
+        beside_others: on NVIDIA's chips: a core has room for one more warp.
     """
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return options | {"maxnreg": 255} if all_registers else options
+
+    num_warps: int = 8
+    num_stages: int = 3
+    all_registers: bool = False
+    beside_others: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a kernel is launched with."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.all_registers or self.beside_others:
+            options["maxnreg"] = 240 if self.beside_others else 255
+        return options
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(LaunchOptions):
     """How a matmul is cut: see `weft.kernels.tiles`."""
 
     block_m: int
     block_n: int
     block_k: int
     group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    all_registers: bool = False
-    beside_others: bool = False  # on NVIDIA's chips: a core has room for one more warp
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What kernels of such tiles are launched with."""
-        options = launch_options(self.num_warps, self.num_stages, self.all_registers)
-        return options | {"maxnreg": 240} if self.beside_others else options
 
 
 # Shards from this size on are fetched by copy engines: to enqueue a copy and to announce it takes

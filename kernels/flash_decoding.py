@@ -49,7 +49,7 @@ from weft.kernels.attention_tiles import (
     nothing_seen,
     weighed,
 )
-from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
+from weft.kernels.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 
 if TYPE_CHECKING:
     from weft.kernels.cached_attention import Cache
@@ -62,22 +62,18 @@ _MERGED = 4096
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchOptions):
     """How the kernel is launched; the same on all ranks.
 
     Attributes:
         programs: grid; items * split if split > 1.
         split: programs that share an item.
         block_n: keys a step.
-        all_registers: see `chips.launch_options`.
     """
 
     programs: int
     split: int
     block_n: int
-    num_warps: int = 4
-    num_stages: int = 2
-    all_registers: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -96,7 +92,7 @@ def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Ch
         # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
         # registers.
         return Config(programs, split, block_n, num_warps=4, num_stages=1)
-    return Config(programs, split, block_n, num_warps, all_registers=True)
+    return Config(programs, split, block_n, num_warps=num_warps, num_stages=2, all_registers=True)
 
 
 @dataclass(frozen=True)
@@ -498,6 +494,6 @@ def launch_flash_decode(
             config.split,
             merge_d=min(block_d, max(16, _MERGED // rows)),
         ),
-        **launch_options(config.num_warps, config.num_stages, config.all_registers),
+        **config.options,
     )
     return out, lse

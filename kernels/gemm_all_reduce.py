@@ -33,7 +33,6 @@ peer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -46,28 +45,12 @@ from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
 from weft.kernels.operands import described
+from weft.kernels.partial_sums import Config as Config
 from weft.kernels.partial_sums import factors_of, finish_of
 
 # One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay
 # a second exchange of signals. At 450 GB/s and 5 us a step they meet at about 1 MiB for 8 ranks.
 _ONE_SHOT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Config:
-    """How two shots are launched; the same on all ranks.
-
-    Attributes:
-        tiling: tiles of the matmul.
-        programs: grid.
-        reduce_m: rows of a tile that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    reduce_m: int
-    descriptors: bool
 
 
 def config_for(

@@ -47,22 +47,10 @@ from weft.kernels.partial_sums import Factors, Finish
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernel is launched; the same on all ranks.
+class Config(partial_sums.Config):
+    """With `split`, the programs that share a tile, each a part of K: the grid is tiles * split."""
 
-    Attributes:
-        tiling: tiles of the matmul.
-        programs: grid.
-        split: programs that share a tile, each a part of K; then the grid is tiles * split.
-        reduce_m: rows of a tile that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    split: int
-    reduce_m: int
-    descriptors: bool
+    split: int = 1
 
 
 # Ranks may differ in K, and must not in the grid: tiles are split as if K were this.
@@ -80,9 +68,9 @@ def config_for(
     return Config(
         tiling,
         programs=max(1, min(chip.programs, count * split)),
-        split=split if count else 1,
         reduce_m=8,  # 16 rows spill, 16 bytes on sm_100
         descriptors=chip.descriptors and dtype != torch.float32,
+        split=split if count else 1,
     )
 
 

@@ -62,27 +62,15 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import check_room, link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
-from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.chips import INTERPRETER, Chip, chip_of, tiling_for
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import factors_of, finish_of
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernel is launched; the same on all ranks.
+class Config(partial_sums.Config):
+    """With `senders`, the programs that store tiles to peers at a time: see `turns`."""
 
-    Attributes:
-        tiling: tiles of the matmul.
-        programs: grid.
-        reduce_m: rows of a tile that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-        senders: programs that store tiles to peers at a time: see `weft.kernels.turns`.
-    """
-
-    tiling: Tiling
-    programs: int
-    reduce_m: int
-    descriptors: bool
     senders: int = 1
 
 

@@ -19,6 +19,7 @@ apart, as they lie in one thread: in tensor cores' layout it has the same column
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,25 @@ import triton
 import triton.language as tl
 
 from weft.kernels import splits, tiles
+from weft.kernels.chips import Tiling
 from weft.kernels.operands import in_order, matrix, scales_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel that adds up partial products is launched; the same on all ranks.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid.
+        reduce_m: rows of a tile that are added up at a time.
+        descriptors: whether operands that allow it are read by tensor descriptor.
+    """
+
+    tiling: Tiling
+    programs: int
+    reduce_m: int
+    descriptors: bool
 
 
 class Factors(NamedTuple):

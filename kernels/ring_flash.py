@@ -48,9 +48,10 @@ from weft.kernels.attention_tiles import (
     visible,
     weighed,
 )
-from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
+from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.ring_keys import (
     Ring,
+    RingOptions,
     copy_programs,
     count_tiles,
     fetch_keys,
@@ -71,32 +72,11 @@ from weft.kernels.sharded_sequence import Geometry
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernel is launched; the same on all ranks.
-
-    Attributes:
-        block_m, block_n: queries and keys of a tile.
-        group_heads: heads whose tiles run together, to share keys in L2.
-        programs: grid, copy programs included.
-        copy_programs: how many of them fetch keys.
-        copy_m: rows that a copy moves at a time.
-        all_registers: see `chips.launch_options`.
-    """
+class Config(RingOptions):
+    """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
 
     block_m: int
     block_n: int
-    group_heads: int
-    programs: int
-    copy_programs: int
-    copy_m: int
-    num_warps: int = 8
-    num_stages: int = 2
-    all_registers: bool = False
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What the kernel is launched with."""
-        return launch_options(self.num_warps, self.num_stages, self.all_registers)
 
 
 def config_for(
@@ -106,7 +86,9 @@ def config_for(
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(block, block, 2, chip.programs, copies, 16)
+        return Config(
+            block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
+        )
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
         # What the chip's largest tiles leave room for spills here, 8 to 112 bytes.
@@ -116,9 +98,9 @@ def config_for(
     return Config(
         block_m,
         block_n,
-        max(1, heads // max(kv_heads, 1)),
-        chip.programs,
-        copies,
+        group_heads=max(1, heads // max(kv_heads, 1)),
+        programs=chip.programs,
+        copy_programs=copies,
         copy_m=32,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -40,7 +40,7 @@ from weft.kernels.attention_tiles import (
     seen_pairs,
     visible,
 )
-from weft.kernels.chips import INTERPRETER, Chip, chip_of, launch_options
+from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.ring_dkv import (
     Queries,
     head_queries,
@@ -52,6 +52,7 @@ from weft.kernels.ring_dkv import (
 )
 from weft.kernels.ring_keys import (
     Ring,
+    RingOptions,
     announce,
     compute_program,
     copy_programs,
@@ -76,14 +77,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernel is launched; the same on all ranks.
+class Config(RingOptions):
+    """How the kernel is launched.
 
     Attributes:
         dkv_m, dkv_n: queries of a step and keys of a tile of dk and dv.
         dq_m, dq_n: queries of a tile of dq and keys of a step.
         reduce_n: rows of dk and dv that are added up at a time.
-        group_heads, programs, copy_programs, copy_m, all_registers: as in `ring_flash.Config`.
     """
 
     dkv_m: int
@@ -91,18 +91,6 @@ class Config:
     dq_m: int
     dq_n: int
     reduce_n: int
-    group_heads: int
-    programs: int
-    copy_programs: int
-    copy_m: int
-    num_warps: int = 8
-    num_stages: int = 1
-    all_registers: bool = False
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What the kernel is launched with."""
-        return launch_options(self.num_warps, self.num_stages, self.all_registers)
 
 
 def config_for(
@@ -112,7 +100,10 @@ def config_for(
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(block, block, block, block, 16, 2, chip.programs, copies, 16)
+        return Config(
+            block, block, block, block, 16,
+            group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
+        )  # fmt: skip
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
     return Config(
         dkv_m,

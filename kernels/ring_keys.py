@@ -39,7 +39,7 @@ from weft.collectives.movement import offsets
 from weft.collectives.symmetric import lasting
 from weft.kernels import tiles
 from weft.kernels.attention_tiles import Heads, Sight, head_ptr
-from weft.kernels.chips import INTERPRETER, Chip
+from weft.kernels.chips import INTERPRETER, Chip, LaunchOptions
 from weft.kernels.sharded_sequence import Geometry, Span, needed_rows
 
 
@@ -62,6 +62,22 @@ class Shape:
     pitch: int
     fp32_pitch: int
     block_d: int
+    copy_programs: int
+    copy_m: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingOptions(LaunchOptions):
+    """How a kernel is launched, apart from its tiles; the same on all ranks.
+
+    Attributes:
+        group_heads: heads whose tiles run together, to share keys in L2.
+        programs: grid, copy programs included.
+        copy_programs: how many of them fetch keys. copy_m: rows that they move at a time.
+    """
+
+    group_heads: int
+    programs: int
     copy_programs: int
     copy_m: int
 

@@ -286,12 +286,12 @@ def gpu_like_tiles() -> None:
         y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
             [xs[rank][:, part] for part in terms], [weights[rank][part] for part in terms],
             ws, chunk_sizes(M, W),
-            config=scatter if index % 2 else gemm_one_shot.Config(tiling, 12, 2, 16, True),
+            config=scatter if index % 2 else gemm_one_shot.Config(tiling, 12, 16, True, split=2),
         )  # fmt: skip
         torch.testing.assert_close(y.double() * factors.double(), chunk, **close)
         for reduce in (
             gemm_all_reduce.Config(tiling, 2, 16, True),
-            gemm_one_shot.Config(tiling, 12, 2, 16, True),
+            gemm_one_shot.Config(tiling, 12, 16, True, split=2),
         ):
             y = gemm_all_reduce.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
             torch.testing.assert_close(y.double(), want, **close)
@@ -352,7 +352,7 @@ def test_workspaces_hold_what_is_sent():
     """A slot a rank, of whole tiles; 24 bits of each sum for a result in half precision."""
     t, bf16, fp32 = Tiling(32, 64, 32), torch.bfloat16, torch.float32
     scatter = gemm_reduce_scatter.Config(t, 3, 16, False)
-    one_shot = gemm_one_shot.Config(t, 3, 1, 8, False)
+    one_shot = gemm_one_shot.Config(t, 3, 8, False)
     two_shot = gemm_all_reduce.Config(t, 3, 16, False)
     tile = 32 * 64
     for dtype, sent in ((fp32, 4 * tile), (bf16, 3 * tile)):
