@@ -235,26 +235,19 @@ class _GatheredProducts(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: Any) -> Any:
         gathered, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        grads: list[torch.Tensor | None] = [None] * len(needs)
-        total = dgathered
-        for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
-            if dy is None:
-                continue
-            if needs_x:
-                part = partial_matmul(dy, w.t())
-                total = part if total is None else total + part
-            a, b = as_rows(gathered), as_rows(dy)
-            if needs[i]:
-                grads[i] = matmul(b.t(), a).t() if w.stride(0) == 1 else matmul(a.t(), b)
-            if needs[len(weights) + i]:
-                grads[len(weights) + i] = b.sum(0)
-        dx = None
-        if needs_x and total is not None:
-            dx = reduce_scatter(total, ctx.group, dim=ctx.dim, sizes=ctx.sizes).to(gathered.dtype)
-        return dx, None, None, None, *grads
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
+        given = Gradient(
+            gathered, weights, list(dys), dgathered, ctx.group, ctx.sizes, needs_x, needs_w
+        )
+        dx, dws = generic_backward(given, ctx.dim, gathered)
+        dbs = [
+            as_rows(dy).sum(0) if need and dy is not None else None
+            for dy, need in zip(dys, needs_b, strict=True)
+        ]
+        return dx, None, None, None, *dws, *dbs
 
 
 def _halves(
@@ -337,7 +330,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if torch.is_grad_enabled():
             if call.activation is not None:
                 refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
-            dx, dws = _differentiable_backward(given)
+            dx, dws = generic_backward(given)
         else:
             dx, dws = run_backward(call.engine, given)
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs_b, strict=True)]
@@ -494,19 +487,31 @@ def _triton_backward(given: Gradient) -> _Gradients:
     return dx, dws
 
 
-def _differentiable_backward(given: Gradient) -> _Gradients:
-    """The same by ops that have gradients themselves."""
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
-    dx: torch.Tensor | None = None
+def generic_backward(
+    given: Gradient, dim: int = 0, gathered: torch.Tensor | None = None
+) -> _Gradients:
+    """The same by collectives and matmuls, which have gradients themselves.
+
+    Args:
+        given: x and its gradients may have more dims here; a dy that is None is 0.
+        dim: along which x is gathered, `given.rows` the lengths.
+        gathered: the whole x, where it was kept.
+    """
+    x, weights, dys, dx, group, sizes, needs_x, needs_w = given
     dws: list[torch.Tensor | None] = [None] * len(weights)
-    if needs_x:
-        terms = [partial_matmul(dy, w.t()) for w, dy in zip(weights, dys, strict=True)]
-        terms += [] if dgathered is None else [dgathered]
-        dx = reduce_scatter(sum(terms[1:], terms[0]), group, sizes=rows).to(x.dtype)
-    if any(needs_w):
-        whole = all_gather(x, group, sizes=rows).t()
-        dws = [matmul(whole, dy) if need else None for dy, need in zip(dys, needs_w, strict=True)]
-    return dx, dws
+    if gathered is None and any(needs_w):
+        gathered = all_gather(x, group, dim=dim, sizes=sizes)
+    for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
+        if dy is not None and needs_x:
+            part = partial_matmul(dy, w.t())
+            dx = part if dx is None else dx + part
+        if dy is not None and needs_w[i]:
+            assert gathered is not None
+            a, b = as_rows(gathered), as_rows(dy)
+            dws[i] = matmul(b.t(), a).t() if w.stride(0) == 1 else matmul(a.t(), b)
+    if not needs_x or dx is None:
+        return None, dws
+    return reduce_scatter(dx, group, dim=dim, sizes=sizes).to(x.dtype), dws
 
 
 def all_gather_matmul_reference(

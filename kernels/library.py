@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from weft.collectives import all_gather, reduce_scatter, resolve
+from weft.collectives import all_gather, resolve
 from weft.collectives.collective_ops import even_sizes
 from weft.collectives.library import (
     compose,
@@ -37,7 +37,7 @@ from weft.collectives.library import (
 )
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
-from weft.kernels.dense import as_rows, matmul, partial_matmul, sum_dtype
+from weft.kernels.dense import as_rows, matmul
 from weft.kernels.engines import choose
 
 _ops: Any = torch.ops.weft
@@ -134,17 +134,8 @@ def _all_gather_matmul_backward(
     gather_dim %= x.ndim
     engine = choose(gathered_matmul.gather_problem(x, weights, gather_dim, sizes), group, x.device)
     if engine == "generic":
-        dx = None
-        if needs_x:
-            dx = torch.zeros((), dtype=sum_dtype(x)) if dgathered is None else dgathered
-            for dy, w in zip(dys, weights, strict=True):
-                dx = dx + partial_matmul(dy, w.t())
-            dx = reduce_scatter(dx, group, dim=gather_dim, sizes=sizes).to(x.dtype)
-        whole = all_gather(x, group, dim=gather_dim, sizes=sizes) if any(needs_w) else x
-        dws = [
-            matmul(_flat(whole, 0).t(), _flat(dy, 0)) if need else None
-            for dy, need in zip(dys, needs_w, strict=True)
-        ]
+        given = gathered_matmul.Gradient(x, weights, dys, dgathered, group, sizes, needs_x, needs_w)
+        dx, dws = gathered_matmul.generic_backward(given, gather_dim)
     else:
         front = x.movedim(gather_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
