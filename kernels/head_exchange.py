@@ -40,6 +40,7 @@ from weft.kernels.sequence_attention import (
     Plan,
     Saved,
     as_op_arguments,
+    check_tensors,
     plan,
     ring_attention,
     saved_with,
@@ -97,11 +98,7 @@ def ulysses_attention(
         )  # fmt: skip
         return (out, lse) if return_lse else out
     inner = resolve(group)
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[1] % max(1, k.shape[1]):
-        raise ValueError(
-            f"q must be (B, H, n, D), k and v (B, H_kv, m, D) with H_kv dividing H, got q "
-            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
+    check_tensors(q, k, v, layout)
     H, engine = q.shape[1], settings.current_engine()
     if ring_group is None:
         if layout != "contiguous":

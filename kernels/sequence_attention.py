@@ -159,7 +159,7 @@ def plan(
         ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
     """
     where = resolve(group)
-    _check_tensors(q, k, v, layout)
+    check_tensors(q, k, v, layout)
     before, after = _reach(causal, window)
     documents = _documents(cu_seqlens)
     B, H, D = q.shape[0], q.shape[1], q.shape[3]
@@ -203,7 +203,8 @@ def _host_refusal(q: torch.Tensor, scale: float) -> str:
     return "" if scale > 0 else f"torch's CPU kernel masks before it scales, here by {scale}"
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Raise ValueError unless q can attend to k and v, and the layout is one of ours."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(f"q must be (B, H, n, D), k and v (B, H_kv, m, D), {shapes}")

@@ -201,7 +201,7 @@ def test_every_byte_crosses_the_link_once() -> None:
 
 def errors() -> None:
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 3, 3, 8)
-    with pytest.raises(ValueError, match="H_kv dividing H"):
+    with pytest.raises(ValueError, match="H_kv must divide H"):
         weft.ulysses_attention(q, k, k)
     with pytest.raises(ValueError, match="length of every rank's shard"):
         weft.ulysses_attention(q, q, q, sizes=[1, 2])
