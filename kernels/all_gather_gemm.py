@@ -56,6 +56,7 @@ from weft.kernels.chips import (
 )
 from weft.kernels.epilogues import Activation
 from weft.kernels.operands import described_weights, in_order, matrix, scales_of
+from weft.kernels.scaled import Scaling
 
 # What all programs together may read over the link instead of a copy made once: at 450 GB/s about
 # the 3 us that a copy costs in signals.
@@ -454,9 +455,7 @@ def launch_all_gather_matmul(
     activation: Activation | None = None,
     keep_sums: bool = False,
     with_own: bool = False,
-    scale_a: torch.Tensor | None = None,
-    scales_b: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    scaling: Scaling | None = None,
     config: Config | None = None,
 ) -> Gathered:
     """Enqueue y_i = activation(cat(x over ranks) @ w_i + bias_i).
@@ -471,8 +470,7 @@ def launch_all_gather_matmul(
         activation: see `weft.kernels.epilogues`; "swiglu" makes one y of two weights.
         keep_sums: also give what the activation was applied to.
         with_own: also put this rank's rows into the gathered matrix; without it they are undefined.
-        scale_a, scales_b: of fp8 operands, fp32: one factor, or one a row of x, a column of w_i.
-        out_dtype: default that of x.
+        scaling: of fp8 operands.
         config: default `config_for`; `copy_engines` must be the same on all ranks.
     """
     K, M, W = x.shape[1], sum(sizes), ws.world_size
@@ -483,13 +481,14 @@ def launch_all_gather_matmul(
     )  # fmt: skip
     tiling, pitch = config.tiling, gathers.pitch_of(K)
     Ns = tuple(w.shape[1] for w in weights)
-    out_dtype = out_dtype or x.dtype
+    out_dtype = scaling.out_dtype if scaling else x.dtype
+    row_factors = scaling.rows if scaling else None
     outs = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
     sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
     gathered = scales = None
     if not config.direct:
         gathered = x.new_empty(M, K)
-        scales = None if scale_a is None else torch.empty(M, dtype=torch.float32, device=x.device)
+        scales = torch.empty(M, dtype=torch.float32, device=x.device) if scaling else None
     if config.copy_engines and not gathers.in_place(x):
         x = x.contiguous()
     # Triton's launcher takes no descriptors in a tuple.
@@ -506,7 +505,7 @@ def launch_all_gather_matmul(
             assert gathered is not None
             stack.enter_context(
                 copy_engines.fetching(
-                    x, scale_a, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+                    x, row_factors, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
                 )
             )
         else:
@@ -515,7 +514,7 @@ def launch_all_gather_matmul(
             shown = x[:0] if unread else x
             gathers.publish(
                 shown, ws, pitch, config.programs, config.copy_m, config.copy_n,
-                scales_of(scale_a), scales_at,
+                scales_of(row_factors), scales_at,
             )  # fmt: skip
         _ag_gemm_kernel[(config.programs,)](
             tuple(outs),
@@ -523,12 +522,12 @@ def launch_all_gather_matmul(
             gathered,
             scales,
             matrix(x),
-            scales_of(scale_a),
+            scales_of(row_factors),
             tuple(matrix(w) for w in weights),
             w_desc,
             w2_desc,
             tuple(map(in_order, biases or [None] * len(weights))),
-            tuple(scales_of(scale) for scale in scales_b or (None,) * len(weights)),
+            tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
             splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
             link_of(ws),
             (0, *accumulate(sizes)),

@@ -7,7 +7,7 @@ Llama on 8 ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -36,6 +36,7 @@ from weft.kernels import (
 from weft.kernels.cached_attention import WIDEST_BYTES, Cache
 from weft.kernels.chips import Chip
 from weft.kernels.epilogues import Activation
+from weft.kernels.scaled import Scaling
 from weft.kernels.sequence_attention import Saved
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
@@ -182,9 +183,7 @@ def _all_gather_launches(
                 activation=activation,
                 keep_sums=keep_sums,
                 with_own=gradient,
-                scale_a=_factors(share, 1) if scaled else None,
-                scales_b=[_factors(1, n) for n in widths] if scaled else None,
-                out_dtype=out_dtype,
+                scaling=_scaling(dtype, share, widths),
             )
         # One publish kernel serves all.
         yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
@@ -254,9 +253,7 @@ def _reduce_launches(
                 sizes,
                 bias=None if gradient else row(_HIDDEN),
                 residual=None if gradient else rows(sizes[0], _HIDDEN),
-                scale_a=_factors(tokens, 1) if scaled else None,
-                scale_b=_factors(1, _HIDDEN) if scaled else None,
-                out_dtype=out_dtype,
+                scaling=_scaling(dtype, tokens, (_HIDDEN,)),
             )
         yield case, caught[0]
     for case, tokens, columns in sums:
@@ -267,9 +264,7 @@ def _reduce_launches(
                 _workspace(),
                 bias=row(columns),
                 residual=rows(tokens, columns),
-                scale_a=_factors(tokens, 1) if scaled else None,
-                scale_b=_factors(1, columns) if scaled else None,
-                out_dtype=out_dtype,
+                scaling=_scaling(dtype, tokens, (columns,)),
             )
         yield case, caught[0]
 
@@ -403,8 +398,12 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
             yield "append, pages", caught[0]
 
 
-def _factors(rows: int, columns: int) -> torch.Tensor:
-    return torch.empty(rows, columns, dtype=torch.float32, device="meta")
+def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:
+    if dtype.itemsize > 1:
+        return None
+    like = torch.empty(0, dtype=torch.float32, device="meta")
+    columns = [like.new_empty(1, width) for width in widths]
+    return Scaling(like.new_empty(rows, 1), columns, torch.bfloat16)
 
 
 def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tuple[str, Launch]]:

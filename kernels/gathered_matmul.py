@@ -434,9 +434,7 @@ def _triton_forward(
         activation=call.activation,
         keep_sums=keep_sums,
         with_own=keep,
-        scale_a=scaling.rows if scaling else None,
-        scales_b=scaling.columns if scaling else None,
-        out_dtype=scaling.out_dtype if scaling else None,
+        scaling=scaling,
         config=config,
     )
     ws.launched(op)

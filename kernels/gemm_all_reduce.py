@@ -47,6 +47,7 @@ from weft.kernels.gemm_one_shot import tile_count
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import Config as Config
 from weft.kernels.partial_sums import factors_of, finish_of
+from weft.kernels.scaled import Scaling
 
 # One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay
 # a second exchange of signals. At 450 GB/s and 5 us a step they meet at about 1 MiB for 8 ranks.
@@ -219,9 +220,7 @@ def launch_matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    scaling: Scaling | None = None,
     config: Config | gemm_one_shot.Config | None = None,
 ) -> torch.Tensor:
     """Enqueue scale * sum over ranks of x @ w, + bias + residual.
@@ -233,8 +232,7 @@ def launch_matmul_all_reduce(
         bias: (N,), added once, after the scale; the same on all ranks.
         residual: (M, N), likewise.
         scale: 1 / W makes an average.
-        scale_a, scale_b: of fp8 operands, fp32: one factor, or one a row of x, a column of w.
-        out_dtype: default that of x.
+        scaling: of fp8 operands.
         config: the same on all ranks; default `config_for`.
 
     Returns:
@@ -242,10 +240,10 @@ def launch_matmul_all_reduce(
     """
     (M, _), N, W = x.shape, w.shape[1], ws.world_size
     config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
-    out = x.new_empty(M, N, dtype=out_dtype or x.dtype)
+    out = x.new_empty(M, N, dtype=scaling.out_dtype if scaling else x.dtype)
     needed = workspace_bytes(M, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config)")
-    factors, finish = factors_of([x], [w], scale_a, scale_b), finish_of(scale, bias, residual)
+    factors, finish = factors_of([x], [w], scaling), finish_of(scale, bias, residual)
     if isinstance(config, gemm_one_shot.Config):
         gemm_one_shot.launch(out, [x], [w], factors, finish, ws, None, config)
         return out

@@ -65,6 +65,7 @@ from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
 from weft.kernels.chips import INTERPRETER, Chip, chip_of, tiling_for
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import factors_of, finish_of
+from weft.kernels.scaled import Scaling
 
 
 @dataclass(frozen=True)
@@ -272,9 +273,7 @@ def launch_matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    scaling: Scaling | None = None,
     config: Config | gemm_one_shot.Config | None = None,
 ) -> torch.Tensor:
     """Enqueue this rank's chunk of scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
@@ -287,8 +286,7 @@ def launch_matmul_reduce_scatter(
         bias: (N,), added once, after the scale.
         residual: (sizes[rank], N), likewise.
         scale: 1 / W makes an average.
-        scale_a, scale_b: of fp8 operands (one term), fp32: one factor, or one a row, a column.
-        out_dtype: default that of x.
+        scaling: of fp8 operands (one term).
         config: the same on all ranks; default `config_for`.
 
     Returns:
@@ -297,11 +295,11 @@ def launch_matmul_reduce_scatter(
     x, W = xs[0], ws.world_size
     chunk, N = max(sizes), weights[0].shape[1]
     config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
-    out = x.new_empty(sizes[ws.rank], N, dtype=out_dtype or x.dtype)
+    out = x.new_empty(sizes[ws.rank], N, dtype=scaling.out_dtype if scaling else x.dtype)
     needed = workspace_bytes(chunk, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)")
     offsets = (0, *accumulate(sizes))
-    factors = factors_of(xs, weights, scale_a, scale_b)
+    factors = factors_of(xs, weights, scaling)
     finish = finish_of(scale, bias, residual)
     if isinstance(config, gemm_one_shot.Config):
         gemm_one_shot.launch(out, xs, weights, factors, finish, ws, offsets, config)

@@ -29,6 +29,7 @@ import triton.language as tl
 from weft.kernels import splits, tiles
 from weft.kernels.chips import Tiling
 from weft.kernels.operands import in_order, matrix, scales_of
+from weft.kernels.scaled import Scaling
 
 
 @dataclass(frozen=True)
@@ -236,18 +237,15 @@ def finished(
 
 
 def factors_of(
-    xs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], scaling: Scaling | None
 ) -> Factors:
     """The operands as a kernel takes them."""
     return Factors(
         tuple(matrix(x) for x in xs),
         tuple(matrix(w) for w in weights),
         tuple(x.shape[1] for x in xs),
-        scales_of(scale_a),
-        scales_of(scale_b),
+        scales_of(scaling.rows if scaling else None),
+        scales_of(scaling.columns[0] if scaling else None),
     )
 
 

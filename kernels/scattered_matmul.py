@@ -316,9 +316,7 @@ def _triton_forward(
         bias=bias,
         residual=residual,
         scale=1 / group.world_size if average else 1.0,
-        scale_a=scaling.rows if scaling else None,
-        scale_b=scaling.columns[0] if scaling else None,
-        out_dtype=out_dtype,
+        scaling=scaling,
     )
     ws.launched("matmul_reduce_scatter")
     return y

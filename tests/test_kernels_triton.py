@@ -30,6 +30,7 @@ from weft.kernels import (
     gemm_reduce_scatter,
 )
 from weft.kernels.chips import INTERPRETER, KNOWN, Chip, Tiling
+from weft.kernels.scaled import Scaling
 
 pytestmark = needs_interpreter
 
@@ -275,10 +276,11 @@ def gpu_like_tiles() -> None:
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         close = tolerance(dtype, W * K)
         scatter = gemm_reduce_scatter.Config(tiling, 3, 16, True)
-        factors = torch.linspace(0.5, 1.0, N)  # of columns, as fp8 has them
-        chunk = want.split(chunk_sizes(M, W))[rank] * factors.double()
+        columns = torch.linspace(0.5, 1.0, N)
+        scaling = Scaling(torch.ones(1), [columns], dtype)  # as fp8 has it
+        chunk = want.split(chunk_sizes(M, W))[rank] * columns.double()
         y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
-            [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), scale_b=factors, config=scatter
+            [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), scaling=scaling, config=scatter
         )
         torch.testing.assert_close(y.double(), chunk, **close)
         # The same as a sum of two terms, or of three.
@@ -288,7 +290,7 @@ def gpu_like_tiles() -> None:
             ws, chunk_sizes(M, W),
             config=scatter if index % 2 else gemm_one_shot.Config(tiling, 12, 16, True, split=2),
         )  # fmt: skip
-        torch.testing.assert_close(y.double() * factors.double(), chunk, **close)
+        torch.testing.assert_close(y.double() * columns.double(), chunk, **close)
         for reduce in (
             gemm_all_reduce.Config(tiling, 2, 16, True),
             gemm_one_shot.Config(tiling, 12, 16, True, split=2),
@@ -338,7 +340,7 @@ def scaled_ways() -> None:
         for way in WAYS:
             made = all_gather_gemm.launch_all_gather_matmul(
                 whole.split(sizes)[rank], [w], engines_ws if way == "copy engines" else ws, sizes,
-                scale_a=mine, scales_b=[columns], out_dtype=torch.float32,
+                scaling=Scaling(mine, [columns], torch.float32),
                 config=gather_config(way, sum(sizes), N, K, fp8, W),
             )  # fmt: skip
             torch.testing.assert_close(made.ys[0].double(), want, rtol=1e-5, atol=1e-4)
