@@ -440,7 +440,6 @@ def launch_flash_decode(
     ws: Workspace,
     *,
     window: int | None = None,
-    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue the attention to the keys of all ranks.
 
@@ -448,7 +447,6 @@ def launch_flash_decode(
         q: (B, H, T, D), any strides; the same on all ranks.
         ws: `workspace_for` q.
         window: tokens before its own that a query sees; None: all.
-        config: the same on all ranks; default `config_for`.
 
     Returns:
         out (B, H, T, D), contiguous, dtype of q, and lse (B, H, T), fp32.
@@ -463,7 +461,7 @@ def launch_flash_decode(
             f'the cache over more ranks, or use weft.engine("generic")'
         )
     rows, block_d, row_tiles, items = _cut_queries(q, cache)
-    config = config or config_for(items, rows, block_d, q.dtype, chip_of(q.device))
+    config = config_for(items, rows, block_d, q.dtype, chip_of(q.device))
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)

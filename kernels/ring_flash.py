@@ -269,21 +269,18 @@ def launch_ring_attention(
     ws: Workspace,
     geometry: Geometry,
     scale: float,
-    *,
-    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue this rank's part of the attention.
 
     Args:
         q: (B, H, n, D), any strides; k, v: (B, H_kv, m, D).
         ws: `workspace_for` the keys.
-        config: the same on all ranks; default `config_for`.
 
     Returns:
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
-    config = config or config_for(
+    config = config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = in_rows(k, v)

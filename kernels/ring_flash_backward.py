@@ -334,21 +334,20 @@ def _ring_attention_backward_kernel(
 
 
 def launch_ring_attention_backward(
-    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `ring_flash.launch_ring_attention`.
 
     Args:
         saved: its operands, what it returned, and the gradients of that, grad_out of any strides.
         ws: `workspace_for` the keys.
-        config: the same on all ranks; default `config_for`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
-    config = config or config_for(
+    config = config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = in_rows(k, v)
