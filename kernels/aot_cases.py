@@ -343,38 +343,32 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
             for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
         ]
 
-    def geometry_of(rows: int, before: int, packed: bool, layout: SequenceLayout) -> Geometry:
-        total = rows * _W
-        sizes = tuple((zigzag_sizes if layout == "zigzag" else chunk_sizes)(total, _W))
-        documents = (0, total // 3, total) if packed else None
-        return Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
-
-    for case, rows, D, before, packed in shards:
-        plain = before == UNBOUNDED and not packed
-        geometry = geometry_of(rows, before, packed, "zigzag" if plain else "contiguous")
-        n = geometry.q_sizes[0]
-        q, k = empty(1, heads, n, D), empty(1, kv_heads, n, D)
-        with catching(ring_flash, ring_flash_backward) as caught:
-            out, lse = ring_flash.launch_ring_attention(q, k, k, _workspace(), geometry, 0.1)
-            if rows > 64:
-                saved = Saved(q, k, k, out, lse, q, lse if packed else None)
-                ring_flash_backward.launch_ring_attention_backward(
-                    saved, _workspace(), geometry, 0.1
-                )
-        yield from ((case, launch) for launch in caught)
-    for case, rows, D, before, packed in shards:
-        case = case.replace("attention", "attention by heads")
-        geometry = geometry_of(rows, before, packed, "zigzag" if packed else "contiguous")
-        n = geometry.q_sizes[0]
-        q, k = empty(1, heads * _W, n, D), empty(1, _W, n, D)
-        with catching(heads_flash, heads_flash_backward) as caught:
-            out, lse = heads_flash.launch_head_attention(q, k, k, _workspace(), geometry, 0.1)
-            if rows > 64:
-                saved = Saved(q, k, k, out, lse, q, lse if packed else None)
-                heads_flash_backward.launch_head_attention_backward(
-                    saved, _workspace(), geometry, 0.1
-                )
-        yield from ((case, launch) for launch in caught)
+    ways: list[tuple[str, int, Callable[..., Any], Callable[..., Any]]] = [
+        (
+            "attention", 1,
+            ring_flash.launch_ring_attention, ring_flash_backward.launch_ring_attention_backward,
+        ),
+        (
+            "attention by heads", _W,
+            heads_flash.launch_head_attention, heads_flash_backward.launch_head_attention_backward,
+        ),
+    ]  # fmt: skip
+    for way, times, forward, backward in ways:
+        for case, rows, D, before, packed in shards:
+            plain, total = before == UNBOUNDED and not packed, rows * _W
+            layout: SequenceLayout = "zigzag" if (packed if times > 1 else plain) else "contiguous"
+            sizes = tuple((zigzag_sizes if layout == "zigzag" else chunk_sizes)(total, _W))
+            documents = (0, total // 3, total) if packed else None
+            geometry = Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
+            q, k = (empty(1, times * h, sizes[0], D) for h in (heads, kv_heads))
+            with catching(
+                ring_flash, ring_flash_backward, heads_flash, heads_flash_backward
+            ) as got:
+                out, lse = forward(q, k, k, _workspace(), geometry, 0.1)
+                if rows > 64:
+                    saved = Saved(q, k, k, out, lse, q, lse if packed else None)
+                    backward(saved, _workspace(), geometry, 0.1)
+            yield from ((case.replace("attention", way), launch) for launch in got)
     for case, batch, tokens, D, paged in decodes:
         page = 64
         table = torch.empty(batch, 64, dtype=torch.int32, device="meta") if paged else None
