@@ -209,13 +209,11 @@ def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any)
 def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     group_name, scatter_dim, reduce_op = ctx.rest
-    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
-    needs = [needs_x, needs_w, needs_b]
+    needs = list(ctx.needs_input_grad[:3])
     computed = _ops.matmul_reduce_scatter_backward(
         x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
     )
-    dx, dw, db = _spread(computed, needs)
-    return dx, dw, db, None, None, None
+    return *_spread(computed, needs), None, None, None
 
 
 def _matmul_reduce_scatter_backward(
@@ -231,15 +229,13 @@ def _matmul_reduce_scatter_backward(
     scatter_dim %= x.ndim
     length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
     sizes = chunk_sizes(length, group.world_size)
-    dx: torch.Tensor | None
-    dw: torch.Tensor | None
-    db: torch.Tensor | None
     engine = choose(scattered_matmul.scatter_problem(x, w, group, scatter_dim), group, x.device)
     if engine == "generic":
         whole: torch.Tensor = all_gather(dy, group, dim=scatter_dim, sizes=sizes)
-        db = whole.flatten(0, -2).sum(0)
+        db = as_rows(whole).sum(0) if needs[2] else None
         whole = whole / group.world_size if average else whole
-        dx, dw = matmul(whole, w.t()), matmul(_flat(x, 0).t(), _flat(whole, 0))
+        dx = matmul(whole, w.t()) if needs[0] else None
+        dw = matmul(as_rows(x).t(), as_rows(whole)) if needs[1] else None
     else:
         front = x.movedim(scatter_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
