@@ -74,7 +74,7 @@ def own_ranks() -> Iterator[Callable[[int], RankPool]]:
     made: list[RankPool] = []
 
     def make(world_size: int) -> RankPool:
-        made.append(RankPool(world_size, method="forkserver"))
+        made.append(RankPool(world_size, quick=True))
         return made[-1]
 
     yield make

@@ -77,23 +77,28 @@ def _serve(
         os._exit(0)  # no destructors: a peer may be gone already
 
 
+# What most tests need. Many ops import torch's tracer on their way.
+_PRELOADED = ["weft.kernels", "weft.dtensor", "torch._dynamo", "pytest"]
+
+
 class RankPool:
     """`world_size` processes with torch.distributed (gloo) over them, for tensors on `device`.
 
-    With `method` "forkserver" they are forked from one process that has imported torch and weft, in
-    2 s less each. All of them hash strings alike, though: sets have the same order on all ranks.
+    On a CPU they are forked from one process that has imported torch and weft, in 3 s less each.
+    Those hash strings alike, and sets have the same order on them: rank 0 is spawned, and differs,
+    unless `quick`.
     """
 
-    def __init__(self, world_size: int, device: str = "cpu", method: str = "spawn") -> None:
+    def __init__(self, world_size: int, device: str = "cpu", quick: bool = False) -> None:
         self.world_size = world_size
         self.alive = True
         self._dir = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        context = mp.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(["weft.kernels", "weft.dtensor"])
+        mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
+            spawned = device != "cpu" or (rank == 0 and not quick)
+            context = mp.get_context("spawn" if spawned else "forkserver")
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ import torch
 from weft import cli
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, Shape
-from weft.demo.train import Run, train
-from weft.launch import launch
+from weft.demo.train import Result, Run, train
 
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
 
@@ -51,15 +51,19 @@ def test_demo_end_to_end(
     assert (tmp_path / "text.txt").read_text().rstrip("\n") == report["text"].rstrip("\n")
 
 
-def test_three_ranks_with_uneven_sequences_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def trained(run: Run) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_ENGINE", run.engine)  # which `train` sets, for good
+        return train(0, lambda _: None, run)
+
+
+def test_three_ranks_with_uneven_sequences_train_alike(ranks: Any) -> None:
     shape = Shape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
     run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, text_bytes=4)
-    monkeypatch.setenv("WEFT_ENGINE", run.engine)  # which `train` sets, for good
-    reference = train(0, lambda _: None, run)
-    ranks = launch(3, train, run)
-    for result in ranks:
-        assert result.losses == pytest.approx(reference.losses, abs=1e-5)
-        assert result.text == ranks[0].text
+    alone, results = trained(run), ranks(3, trained, run)
+    for result in results:
+        assert result.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert result.text == results[0].text
 
 
 @pytest.mark.parametrize(
