@@ -322,11 +322,9 @@ def repeated_body(engine: weft.settings.Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("W", [2, 3])
-def test_results_are_bitwise_the_same_again_and_on_every_rank(
-    ranks: Any, W: int, engine: str
-) -> None:
-    first, *others = ranks(W, repeated_body, engine)
+def test_results_are_bitwise_the_same_again_and_on_every_rank(ranks: Any, engine: str) -> None:
+    # The sum of two terms is the same in either order, that of three is not.
+    first, *others = ranks(3, repeated_body, engine)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
