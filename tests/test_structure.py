@@ -66,8 +66,14 @@ def test_folders_cannot_be_imported_as_top_level(folder: str) -> None:
     assert run.returncode != 0 and f"import weft.{folder}" in run.stderr
 
 
-def test_import_weft_does_not_import_torch() -> None:
-    code = "import sys, weft; assert 'torch' not in sys.modules; weft.all_gather_matmul"
+def test_imports_bring_no_more_than_they_need() -> None:
+    """Neither torch, which takes two seconds, nor its tracer, which takes one more."""
+    code = """
+import sys, weft
+assert "torch" not in sys.modules
+weft.all_gather_matmul, weft.dtensor.DTensor
+assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
