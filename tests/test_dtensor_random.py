@@ -19,10 +19,6 @@ from weft.dtensor import DTensor, distribute_tensor, init_device_mesh, random
 SHAPES = [(5, 3), (7, 9), (33, 5), (3, 4, 2), (1,), (0, 3), (64, 32)]
 
 
-def of_values(x: Any, op: Callable[..., Any], *args: Any) -> Any:
-    return op(x.abs().clamp(0.01, 0.99), *args)
-
-
 OPS: dict[str, Callable[[Any], Any]] = {
     "uniform_": lambda x: x.uniform_(-2, 3),
     "normal_": lambda x: x.normal_(1, 2),

@@ -242,19 +242,6 @@ def attention_body(backend: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_attention_compiled_as_eager(ranks: Any) -> None:
-    ranks(2, attention_body, "aot_eager")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("engine", ["host", "generic", "triton"])
-def test_attention_compiled_on_every_engine(ranks: Any, engine: str, backend: str) -> None:
-    if backend == "inductor" and not shutil.which("g++"):
-        pytest.skip("no C++ compiler")
-    ranks(2, with_engine, engine, attention_body, backend, timeout_s=300)
-
-
 BACKENDS = [
     "aot_eager",
     pytest.param(
@@ -265,6 +252,17 @@ BACKENDS = [
         ],
     ),
 ]
+
+
+def test_attention_compiled_as_eager(ranks: Any) -> None:
+    ranks(2, attention_body, "aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["host", "generic", "triton"])
+def test_attention_compiled_on_every_engine(ranks: Any, engine: str, backend: str) -> None:
+    ranks(2, with_engine, engine, attention_body, backend, timeout_s=300)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
