@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from weft.bench.suites import SUITES
+
 # What a CPU takes: models are shrunk to this width, proportions kept.
 _MIRRORED_HIDDEN = 512
 _MIRRORED_HEAD_DIM = 32
@@ -100,6 +102,8 @@ def parse(text: str) -> tuple[Any, ...]:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         sizes = ()
+    if text in SUITES:
+        raise argparse.ArgumentTypeError(f"name suites first: weft bench {text} --shapes ...")
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
             f"a shape is sizes with commas between them, a .yaml file, or one of "

@@ -308,6 +308,7 @@ def test_mirrored_models_keep_their_proportions(ranks: int) -> None:
         (["opts"], "no suite 'opts': there are mlp, ops"),
         (["ops", "--ranks", "1"], "ranks must be at least 2"),
         (["ops", "--filter", "nothing"], "no case has that, but 'all_gather_matmul 16x256x1024'"),
+        (["--shapes", "8,8,8", "mlp"], "name suites first: weft bench mlp --shapes"),
         (["mlp", "dispatch", "--engines", "host"], "mlp, dispatch would not heed it"),
         (["model", "--shapes", "llama-3-8b"], "model takes no --shapes"),
         (["dispatch", "--shapes", "8,8"], "dispatch takes no --shapes"),
