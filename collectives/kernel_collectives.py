@@ -92,7 +92,8 @@ def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> C
     if op in ("all_reduce", "reduce_scatter"):
         block, most = _SUM_BYTES, _SUM_PROGRAMS
     if interpreted:
-        block, most = 64, 3
+        # Up to eight blocks a program: an interpreted block takes as long however wide it is.
+        block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
     return Config(block, max(1, min(most, -(-piece // block))), 4 if interpreted else 8, two_shot)
 
 

@@ -199,6 +199,13 @@ def test_the_choice_is_one_for_all_and_by_size() -> None:
     assert not kernel_collectives.is_quicker(1 << 30, 8, huge)[0]
 
 
+def test_interpreted_programs_have_several_blocks_but_few() -> None:
+    """A block takes them about 0.4 ms, whether of 64 bytes or of 64 KiB."""
+    for nbytes in (200, 3000, 9 << 10, 1 << 20):
+        config = kernel_collectives.config_for("all_gather", nbytes, 8, torch.device("cpu"))
+        assert 1 <= nbytes / config.block_bytes / config.programs <= 8, (nbytes, config)
+
+
 def room_body() -> None:
     where = resolve(None)
     config = kernel_collectives.config_for("all_gather", 1 << 20, 2, torch.device("cpu"))
