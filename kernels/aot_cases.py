@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -385,6 +385,12 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
                     q, cache, lengths, 0.1, _workspace(), window=4095
                 )
             yield "decode, window", caught[0]
+            if chips.chip_of(q.device).fp8:
+                narrow = cache.k.to(torch.float8_e4m3fn)
+                narrow_cache = replace(cache, k=narrow, v=narrow)
+                with catching(flash_decoding) as caught:
+                    flash_decoding.launch_flash_decode(q, narrow_cache, lengths, 0.1, _workspace())
+                yield "decode, fp8 keys", caught[0]
         if case == "decode, pages":
             new = empty(batch, kv_heads, tokens, D)
             with catching(flash_decoding) as caught:

@@ -34,7 +34,9 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.profiled import profiled
+from weft.kernels.chips import chip_of
 from weft.kernels.engines import Problem, choose, too_wide
+from weft.kernels.scaled import FP8
 
 # Among fewer keys torch's kernel for CPUs loses nan.
 _FEWEST = 16
@@ -107,7 +109,9 @@ def flash_decode(
         q: (B, H, T, D), the same on every rank unless shard is None; T is small, say 1 to 8. Query
             t of sequence b is at position lengths[b] - T + t, and sees the positions up to its own.
         k_cache, v_cache: (B, H_kv, S, D), this rank's part, new tokens included; with a
-            `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H.
+            `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H. Of q's
+            dtype, or float8_e4m3fn: of k / k_scale and v / v_scale with factors of your own, pass
+            `scale * k_scale`, and multiply out by v_scale.
         lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scale: of the scores; None: 1 / sqrt(D).
@@ -171,9 +175,7 @@ def flash_decode(
         K=2 * D,
         dtype=q.dtype,
         moved_bytes=4 * B * H * T * (D + 1) * (where.world_size - 1),
-        kernel_refusal=too_wide(D, WIDEST_BYTES // q.element_size())
-        if where.on_gpus(q.device)
-        else "",
+        kernel_refusal=_kernel_refusal(q, k_cache) if where.on_gpus(q.device) else "",
     )
     engine = choose(problem, where, q.device)
     if by_head:
@@ -195,6 +197,12 @@ def flash_decode(
         out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
     out = out.to(q.dtype).contiguous()
     return (out, lse.contiguous()) if return_lse else out
+
+
+def _kernel_refusal(q: torch.Tensor, k_cache: torch.Tensor) -> str:
+    if k_cache.dtype != q.dtype and not chip_of(q.device).fp8:
+        return f"{chip_of(q.device).name} has no {FP8}"
+    return too_wide(q.shape[3], WIDEST_BYTES // q.element_size())
 
 
 def append_to_cache(
@@ -304,10 +312,12 @@ def _checked(
         )
     if not x.shape[3] or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError(f"D must be at least 1, and contiguous in the caches, {shapes}")
+    narrow = (FP8,) if name == "q" and k.dtype == v.dtype else ()
     for of, other in (("k_cache", k), ("v_cache", v)):
-        if (other.dtype, other.device) != (x.dtype, x.device):
+        if other.dtype not in (x.dtype, *narrow) or other.device != x.device:
+            either = f", or {FP8} both caches" if name == "q" else ""
             raise ValueError(
-                f"{of} must have {name}'s dtype and device, {x.dtype} on {x.device}, got "
+                f"{of} must have {name}'s dtype and device, {x.dtype} on {x.device}{either}, got "
                 f"{other.dtype} on {other.device}"
             )
     if not x.dtype.is_floating_point:
@@ -415,7 +425,8 @@ def _attend(
         same = list(run)
         rows, first, end = slice(same[0], same[-1] + 1), visible[0][0], visible[-1][1]
         if first < end:
-            parts.append(_attend_run(q[rows], *cache.keys(rows, first, end), visible, scale))
+            k, v = (x.to(q.dtype) for x in cache.keys(rows, first, end))
+            parts.append(_attend_run(q[rows], k, v, visible, scale))
         else:
             parts.append(_nothing(q[rows]))
     if len(parts) == 1:
@@ -496,7 +507,9 @@ def _attend_captured(
     for row in range(len(q)):
         # What nobody sees may be anything, and 0 * nan is nan.
         unseen = hidden[row].all(0).unsqueeze(-1)
-        k, v = (x.masked_fill(unseen, 0) for x in held.keys(slice(row, row + 1), 0, room))
+        k, v = (
+            x.to(q.dtype).masked_fill(unseen, 0) for x in held.keys(slice(row, row + 1), 0, room)
+        )
         mask = torch.zeros_like(hidden[row], dtype=torch.float32)
         mask = mask.masked_fill(hidden[row], -torch.inf).repeat(q.shape[1] // k.shape[1], 1)
         rows = q[row].reshape(1, k.shape[1], -1, q.shape[3])

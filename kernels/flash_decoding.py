@@ -77,8 +77,11 @@ class Config(LaunchOptions):
 
 
 @lru_cache(maxsize=1024)
-def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip) -> Config:
-    """The launch for `items` tiles of (rows, block_d)."""
+def config_for(
+    items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip, narrow: bool = False
+) -> Config:
+    """The launch for `items` tiles of (rows, block_d); `narrow`: keys are fp8, and turned to dtype,
+    which takes registers for both."""
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
@@ -86,7 +89,7 @@ def config_for(items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Ch
     # At twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 each lane
     # multiplies by itself, with more numbers in its registers.
     size = rows * block_d * (4 if dtype == torch.float32 else 1)
-    block_n = 32 if size <= 32 * 256 else 16
+    block_n = 32 if size <= 32 * 256 and not narrow else 16
     num_warps = 4 if size <= 32 * 64 else 8
     if chip.name.startswith("gfx"):
         # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
@@ -207,6 +210,7 @@ def _attend(
     for start in range(first, last, CUT.block_n):
         tokens = start + tl.arange(0, CUT.block_n)
         k, v = _load_keys(held, row, head, tokens, tokens < last, CUT)
+        k, v = k.to(rows.dtype), v.to(rows.dtype)  # of fp8
         scores = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n)) * qk_scale
         limits = tl.minimum(seen, last)
         scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
@@ -461,7 +465,8 @@ def launch_flash_decode(
             f'the cache over more ranks, or use weft.engine("generic")'
         )
     rows, block_d, row_tiles, items = _cut_queries(q, cache)
-    config = config_for(items, rows, block_d, q.dtype, chip_of(q.device))
+    narrow = cache.k.dtype != q.dtype
+    config = config_for(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)

@@ -144,6 +144,38 @@ def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     assert len(set(found)) == 1
 
 
+def narrow_caches(engine: str) -> None:
+    """Caches of fp8 count as what they hold, in q's dtype."""
+    rank, W, block = dist.get_rank(), dist.get_world_size(), 4
+    generator = torch.Generator("cpu").manual_seed(0)
+    lengths = torch.tensor([37, 9])
+    for dtype in DTYPES:
+        q = drawn(generator, 2, 4, 2, 8).to(dtype)
+        k, v = (drawn(generator, 2, 2, 40, 8).to(torch.float8_e4m3fn) for _ in range(2))
+        whole = [x.double() for x in (q, k, v)]
+        expected, _ = flash_decode_reference(*whole, lengths, 0.5, window=20)
+        wide = [cut(x.float(), block, rank, W, 20) for x in (k, v)]
+        table = torch.randperm(10, generator=generator, device="cpu").view(2, 5).int().to(q.device)
+        pages = [paged(x, block, table).to(torch.float8_e4m3fn) for x in wide]
+        options: list[tuple[Any, dict[str, Any]]] = [
+            ([x.to(torch.float8_e4m3fn) for x in wide], {"block_size": block}),
+            (pages, {"block_table": table}),
+        ]
+        for caches, where in options:
+            with weft.engine(engine):  # type: ignore[arg-type]
+                out = weft.flash_decode(q, *caches, lengths, scale=0.5, window=20, **where)
+            assert out.dtype == dtype
+            atol = 3 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    with pytest.raises(ValueError, match="float8_e4m3fn both caches, got"):
+        weft.flash_decode(q, caches[0], caches[1].to(torch.float8_e5m2), lengths)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_caches_of_fp8(ranks, engine: str) -> None:
+    ranks(2, narrow_caches, engine)
+
+
 def beyond_the_window(engine: str) -> None:
     """Pages whose tokens no query sees are not read: a server has given them to others."""
     rank, W, block, window = dist.get_rank(), dist.get_world_size(), 4, 9
