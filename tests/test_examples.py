@@ -22,6 +22,8 @@ from dtensors import world
 from rank_pool import RankPool
 from torch import nn
 
+from weft.dtensor import init_device_mesh
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 FRAMEWORKS = re.findall(
@@ -141,24 +143,31 @@ class GatedLayer(nn.Module):
         return x + self.down(nn.functional.silu(gate) * up)
 
 
-def plain_layers() -> None:
+def plain_layers(dp: int) -> None:
+    """On `dp` groups of ranks that share a block, each with its part of the batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
+    tp = None if dp == 1 else mesh["tp"]
     names: dict[str, Any] = {}
     exec(FRAMEWORKS[0], names)
     whole, block = GatedLayer(), GatedLayer()
     block.load_state_dict(whole.state_dict())
-    names["make_parallel"](block)
-    x = torch.randn(10, 32)
+    names["make_parallel"](block, tp)
+    model = block
+    if dp > 1:
+        model = nn.parallel.DistributedDataParallel(block, process_group=mesh.get_group("dp"))
+    x = torch.randn(12, 32)
     for _ in range(2):  # gradients add up
-        whole(x).square().sum().backward()
-        block(x.chunk(world_size)[rank]).square().sum().backward()
-    norm = names["clip_grad_norm_"](block, 1.0)
+        (whole(x).square().sum() / dp).backward()
+        model(x.chunk(world_size)[rank]).square().sum().backward()
+    norm = names["clip_grad_norm_"](block, 1.0, tp)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
     torch.testing.assert_close(block.norm.weight.grad, whole.norm.weight.grad)
 
 
-def test_plain_layers_of_frameworks(ranks: Any) -> None:
-    ranks(2, plain_layers)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_plain_layers_of_frameworks(ranks: Any, dp: int) -> None:
+    ranks(2 * dp, plain_layers, dp)
 
 
 # The snippets on transformers, and what they must give.
