@@ -12,8 +12,9 @@ nobody waits for an answer: for few bytes that is all the time there is.
 A half of the workspace is W slots of one piece; for two shots, W finished pieces follow. Elements
 are added in rank order, in fp32 if they are of a half type, with one rounding.
 
-Protocol, in each program p of P; it moves the blocks b of every piece for which b % P == p.
-  1. Store blocks in slot `rank` of each peer; signal that peer's word (0, rank, p): release at
+Protocol, in each program p of P; it moves the blocks b of every piece with b % P == p, of all
+peers at once: a tile has a row for each.
+  1. Store blocks in slot `rank` of each peer; signal all their words (0, rank, p): release at
      system scope.
   2. Wait for the words (0, r, p) of all peers (acquire, system scope); copy or add up the slots.
      Two shots: store the sums among the finished pieces of all peers, signal their words
@@ -55,7 +56,7 @@ class Config:
     """How a collective is launched; the same on all ranks.
 
     Attributes:
-        block_bytes: what a program moves at a time.
+        block_bytes: what a program moves at a time, to or from each rank.
         programs: grid.
         num_warps: of a program.
         two_shot: whether each element of an all_reduce is added up by one rank only.
@@ -68,14 +69,13 @@ class Config:
 
 
 # One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
-# about 3 us: at 300 GB/s they meet at some 200 KiB for 8 ranks.
-_ONE_SHOT_BYTES = 256 << 10
+# about 3 us: in virtual time they meet at some 230 KiB on 8 x H100.
+_ONE_SHOT_BYTES = 224 << 10
 # Beyond, the rings and trees of the process group's library are as quick and leave the cores alone.
 _MOST_BYTES = 4 << 20
-# Threads load 16 bytes at a time: a copy has 4 such loads under way, a sum one of each rank's.
-_COPY_BYTES, _SUM_BYTES = 16 << 10, 4 << 10
-# 1 MiB or, of sums, 0.5 MiB a rank under way: what a link of 450 GB/s carries in about 2 us.
-_COPY_PROGRAMS, _SUM_PROGRAMS = 64, 128
+# A thread of 256 then has 16 bytes of each rank under way, and 64 programs what a link of 450 GB/s
+# carries to 8 ranks in about 4 us.
+_BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
 
 
 def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> Config:
@@ -88,9 +88,7 @@ def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> C
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
     piece = -(-nbytes // world_size) if two_shot else nbytes
-    block, most = (_COPY_BYTES, _COPY_PROGRAMS)
-    if op in ("all_reduce", "reduce_scatter"):
-        block, most = _SUM_BYTES, _SUM_PROGRAMS
+    block, most = _BLOCK_BYTES, _PROGRAMS
     if interpreted:
         # Up to eight blocks a program: an interpreted block takes as long however wide it is.
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
@@ -142,17 +140,22 @@ def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
 
 
 @triton.jit
-def _copy_blocks(dst, src, size, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """dst[:size] = src[:size], the blocks of this program. Both are aligned to ALIGN bytes."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    whole = _vectors(size, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)
-    for block in range(program, cdiv(whole, BLOCK), programs):
-        offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(dst + offs, tl.load(src + offs, mask=offs < whole), mask=offs < whole)
-    # Less than a vector is left, in the block that it is a part of: ranks may differ in ALIGN.
-    if program == whole // BLOCK % programs:
-        offs = tl.cast(whole, tl.int64) + tl.arange(0, 16)
-        tl.store(dst + offs, tl.load(src + offs, mask=offs < size), mask=offs < size)
+def _copy_pieces(dst, src, sizes, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """dst[i][:sizes[i]] = src[i][:sizes[i]] for all i, the blocks of this program. All begin at
+    multiples of ALIGN bytes."""
+    blocks = cdiv(tl.max(sizes, 0), BLOCK)
+    whole = _vectors(sizes, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)[:, None]
+    dst, src, sizes = dst[:, None], src[:, None], sizes[:, None]
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        # Less than a vector is left of a piece, in the block that it is a part of: ranks may differ
+        # in ALIGN.
+        rest = tl.cast(whole, tl.int64) + tl.arange(0, 16)[None, :]
+        is_rest = (rest < sizes) & (whole // BLOCK == block)
+        values = tl.load(src + offs, mask=offs < whole)
+        last = tl.load(src + rest, mask=is_rest)
+        tl.store(dst + offs, values, mask=offs < whole)
+        tl.store(dst + rest, last, mask=is_rest)
 
 
 @triton.jit
@@ -167,14 +170,12 @@ def _send_pieces(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Step 1: each peer's piece of x to its slot `rank`, the next rank first."""
-    for step in range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        slot = _slot_ptr(link, peer, rank, slot_size, generation, x_ptr.dtype.element_ty)
-        piece = _piece_ptr(x_ptr, pieces, peer, WORLD_SIZE, ALIGN)
-        _copy_blocks(slot, piece, element(pieces.sizes, peer, WORLD_SIZE), BLOCK, ALIGN)
-        word = signals.slot_ptr(link.signal_ptrs, peer, WORLD_SIZE, 0, rank, tl.program_id(0))
-        signals.signal(word, generation)
+    """Step 1: each peer's piece of x to its slot `rank`, and tell all."""
+    lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
+    slots = _slot_ptr(link, peers, rank, slot_size, generation, x_ptr.dtype.element_ty)
+    sizes = tl.where(lanes < WORLD_SIZE - 1, element(pieces.sizes, peers, WORLD_SIZE), 0)
+    _copy_pieces(slots, _piece_ptr(x_ptr, pieces, peers, WORLD_SIZE, ALIGN), sizes, BLOCK, ALIGN)
+    signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, tl.program_id(0), generation)
 
 
 @triton.jit
@@ -190,17 +191,16 @@ def _receive_pieces(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Each peer's piece to out, once announced: from slots in phase 0, finished pieces in 1."""
-    for step in range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        if signals.wait_for(
-            link.signal_ptrs, rank, WORLD_SIZE, PHASE, peer, tl.program_id(0), generation,
-            link.max_polls,
-        ):  # fmt: skip
-            number = PHASE * WORLD_SIZE + peer
-            slot = _slot_ptr(link, rank, number, slot_size, generation, out_ptr.dtype.element_ty)
-            piece = _piece_ptr(out_ptr, pieces, peer, WORLD_SIZE, ALIGN)
-            _copy_blocks(piece, slot, element(pieces.sizes, peer, WORLD_SIZE), BLOCK, ALIGN)
+    """The peers' pieces to out, once announced: from slots in phase 0, finished pieces in 1."""
+    if signals.wait_for_peers(
+        link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl.program_id(0), generation, link.max_polls
+    ):
+        lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        slots = _slot_ptr(link, rank, PHASE * WORLD_SIZE + peers, slot_size, generation, dtype)
+        sizes = tl.where(lanes < WORLD_SIZE - 1, element(pieces.sizes, peers, WORLD_SIZE), 0)
+        into = _piece_ptr(out_ptr, pieces, peers, WORLD_SIZE, ALIGN)
+        _copy_pieces(into, slots, sizes, BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -223,10 +223,11 @@ def _exchange_kernel(
     """
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
     _send_pieces(x_ptr, sent, link, slot_size, rank, generation, WORLD_SIZE, BLOCK, ALIGN)
-    _copy_blocks(
-        _piece_ptr(out_ptr, received, rank, WORLD_SIZE, ALIGN),
-        _piece_ptr(x_ptr, sent, rank, WORLD_SIZE, ALIGN),
-        element(sent.sizes, rank, WORLD_SIZE),
+    own = rank + tl.arange(0, 1)
+    _copy_pieces(
+        _piece_ptr(out_ptr, received, own, WORLD_SIZE, ALIGN),
+        _piece_ptr(x_ptr, sent, own, WORLD_SIZE, ALIGN),
+        element(sent.sizes, own, WORLD_SIZE),
         BLOCK,
         ALIGN,
     )

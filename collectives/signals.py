@@ -119,19 +119,27 @@ def _sleep(address: int, value: int) -> int:
 on_poll: Callable[[int, int], int] = _sleep
 
 
-# Told of every wait before its first poll.
-on_wait: Callable[[int, int], None] | None = None
+# Told of every wait before its first poll: the signals' addresses, and the value awaited in each.
+on_wait: Callable[[list[int], int], None] | None = None
 
 
-def _begin(ptr: Any, value: Any, _semantic: Any = None) -> None:
+def _addresses(ptr: Any, mask: Any) -> list[int]:
+    places = ptr.handle.data
+    if isinstance(mask, tl.tensor):
+        places = places[mask.handle.data]
+    found: list[int] = places.reshape(-1).tolist()
+    return found
+
+
+def _begin(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> None:
     """A wait begins. Only interpreted kernels contain it."""
     if on_wait is not None:
-        on_wait(int(ptr.handle.data.reshape(-1)[0]), int(value))
+        on_wait(_addresses(ptr, mask), int(value))
 
 
-def _pause(ptr: Any, value: Any, _semantic: Any = None) -> int:
+def _pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int:
     """Let others run before the next poll. Only interpreted kernels contain it."""
-    return on_poll(int(ptr.handle.data.reshape(-1)[0]), int(value))
+    return on_poll(_addresses(ptr, mask)[0], int(value))
 
 
 # Triton's code generator refuses to look at plain functions, in branches that it drops as well.
@@ -195,13 +203,16 @@ def set_generation(signal_ptrs, rank, generation):
 # stay in order on their way to L2, as LLVM's memory model takes them to. Not tried on such a chip.
 # Triton 3.9 puts a barrier before its atomics itself; ours then costs a second bar.sync.
 @triton.jit
-def signal(ptr, value):
-    """Publish all that this program has stored, to any rank: release `value`. One writer a slot."""
+def signal(ptr, value, mask=None):
+    """Publish all that this program has stored, to any rank: release `value`. One writer a slot.
+
+    `ptr` may be of several slots, a lane each: stores are then waited for once.
+    """
     tl.debug_barrier()
     if _HAS_ATOMIC_LOAD:
-        tl.atomic_store(ptr, value, sem="release", scope="sys")
+        tl.atomic_store(ptr, value, mask=mask, sem="release", scope="sys")
     else:
-        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
+        tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
@@ -236,11 +247,11 @@ def mark_local(ptr, value):
 # read-modify-write. 3.9 also has tl.atomic_poll, but that waits for one value: a peer may already
 # have announced its next call when a waiter looks.
 @triton.jit
-def _acquire(ptr, scope: tl.constexpr):
+def _acquire(ptr, scope: tl.constexpr, mask=None):
     if _HAS_ATOMIC_LOAD:
-        value = tl.atomic_load(ptr, sem="acquire", scope=scope)
+        value = tl.atomic_load(ptr, mask=mask, sem="acquire", scope=scope)
     else:
-        value = tl.atomic_add(ptr, 0, sem="acquire", scope=scope)
+        value = tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope=scope)
     return value
 
 
@@ -323,30 +334,67 @@ def wait_for_own(
     return arrived
 
 
+# One lane a peer. A release waits until this program's stores have been acknowledged, over the link
+# and back: one after the other, the releases and acquires of 8 ranks would take longer than all
+# else in a call of few bytes.
 @triton.jit
-def signal_peers(signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation):
-    """Announce `phase` of call `generation` to every peer, the next rank first."""
-    for step in range(1, world_size):
-        peer = (rank + step) % world_size
-        signal(slot_ptr(signal_ptrs, peer, world_size, phase, rank, program), generation)
+def peer_lanes(first, WORLD_SIZE: tl.constexpr):
+    """Ranks `first`, `first` + 1, ... round the world: (number of a lane, its rank). Lanes are a
+    power of 2: those from WORLD_SIZE on repeat ranks."""
+    lanes = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    return lanes, (first + lanes) % WORLD_SIZE
+
+
+@triton.jit
+def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls):
+    """Wait until each word of `awaited` lanes, which that lane's peer writes, is at least `value`.
+
+    False on a time-out, which is then recorded in STATUS of `own_pad`, that of `rank`.
+    """
+    missing = awaited
+    polls = patience(own_pad, max_polls)
+    if _INTERPRETED:
+        _begin(words, value, missing)
+    missing &= _acquire(words, "sys", missing) < value
+    while (tl.max(missing.to(tl.int32), 0) > 0) & (polls > 0):
+        if _INTERPRETED:
+            polls -= _pause(words, value, missing)
+        else:
+            polls -= 1
+        missing &= _acquire(words, "sys", missing) < value
+    late = tl.max(tl.where(missing, peers, -1), 0)
+    if late >= 0:
+        record_timeout(own_pad, rank, late, value)
+    return late < 0
+
+
+@triton.jit
+def signal_peers(
+    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation
+):
+    """Announce `phase` of call `generation` to every peer."""
+    lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
+    words = slot_ptr(signal_ptrs, peers, WORLD_SIZE, phase, rank, program)
+    signal(words, generation, lanes < WORLD_SIZE - 1)
 
 
 @triton.jit
 def wait_for_peers(
-    signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation, max_polls
+    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, max_polls
 ):
     """Wait until every peer has announced `phase` of call `generation`. False on a time-out."""
-    arrived = True
-    for step in range(1, world_size):
-        peer = (rank + step) % world_size
-        arrived &= wait_for(
-            signal_ptrs, rank, world_size, phase, peer, program, generation, max_polls
-        )
-    return arrived
+    lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
+    words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)
+    return wait_for_lanes(
+        peer_ptr(signal_ptrs, rank, tl.int64), words, peers, lanes < WORLD_SIZE - 1, rank,
+        generation, max_polls,
+    )  # fmt: skip
 
 
 @triton.jit
-def barrier(signal_ptrs, rank, world_size, phase: tl.constexpr, program, generation, max_polls):
+def barrier(
+    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, max_polls
+):
     """Wait for the same-numbered program of every peer. What each stored before, all see after."""
-    signal_peers(signal_ptrs, rank, world_size, phase, program, generation)
-    return wait_for_peers(signal_ptrs, rank, world_size, phase, program, generation, max_polls)
+    signal_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation)
+    return wait_for_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation, max_polls)

@@ -2,7 +2,7 @@
 
 Each is enqueued in the current stream and captured by CUDA graphs; generations live in device
 memory and are advanced by the kernels themselves, so that a replay continues the count. To launch a
-kernel takes longer than to signal a peer, so one launch serves any number of ranks in a row.
+kernel takes longer than to signal peers, so one launch serves any number of ranks in a row.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def _post_kernel(
     Grid: 1.
     """
     generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
-    for step in range(count):
-        peer = (first + step) % WORLD_SIZE
-        signals.signal(_slot(signal_ptrs, peer, rank, SLOT_WORD), generation)
+    lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
+    signals.signal(_slot(signal_ptrs, peers, rank, SLOT_WORD), generation, lanes < count)
 
 
 @triton.jit
@@ -82,9 +81,11 @@ def _wait_kernel(
 
     Grid: 1.
     """
-    generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
-    for step in range(count):
-        hold(signal_ptrs, rank, (first + step) % WORLD_SIZE, generation, max_polls, SLOT_WORD)
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
+    words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
+    generation = tl.load(own_pad + GENERATION_WORD)
+    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, max_polls)
 
 
 def begin(ws: Workspace) -> None:

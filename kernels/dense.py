@@ -68,6 +68,19 @@ def _in_onednn(x: torch.Tensor, w: torch.Tensor) -> bool:
     )
 
 
+def _in_parts(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor | None
+) -> torch.Tensor:
+    linear = torch.ops.mkldnn._linear_pointwise
+    for part, rows in zip(x.split(_ONEDNN_K, 1), w.split(_ONEDNN_K), strict=True):
+        if total is None:
+            total = linear(part, rows.t(), bias, "none", [], "")
+        else:
+            total = linear.binary(part, total, rows.t(), None, "add")
+    assert total is not None
+    return total
+
+
 def mm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -86,13 +99,7 @@ def mm(
         value = torch.mm(*wide) if added is None else torch.addmm(added.float(), *wide)
         return value.to(x.dtype) if out is None else out.copy_(value)
     if _in_onednn(x, w):
-        linear, value = torch.ops.mkldnn._linear_pointwise, plus
-        for part, rows in zip(x.split(_ONEDNN_K, 1), w.split(_ONEDNN_K), strict=True):
-            if value is None:
-                value = linear(part, rows.t(), bias, "none", [], "")
-            else:
-                value = linear.binary(part, value, rows.t(), None, "add")
-        assert value is not None
+        value = _in_parts(x, w, bias, plus)
         return value if out is None else out.copy_(value)
     if added is not None:
         return torch.addmm(added, x, w, out=out) if out is not None else torch.addmm(added, x, w)

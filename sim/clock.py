@@ -281,7 +281,7 @@ class Clock:
             elif isinstance(event, Wait):
                 if not isinstance(before, Wait):
                     yield start + hardware.launch_us
-                yield self._arrival(event.address, event.version)
+                yield from self._arrivals(event)
                 if engine.now > start:
                     self._launches.append(Span(rank, -1, "wait", "waiting", start, engine.now))
             elif isinstance(event, Meet):
@@ -380,7 +380,7 @@ class Clock:
                 fence = max(fence, self._load_latency(rank, event.owner))
                 kind = "moving"
             elif isinstance(event, Wait):
-                yield self._arrival(event.address, event.version)
+                yield from self._arrivals(event)
                 yield engine.now + hardware.l2_latency_us
                 kind = "waiting"
             else:
@@ -515,6 +515,10 @@ class Clock:
                 self._awaited.pop(key).part_done()
 
         self._engine.at(arrives, arrive)
+
+    def _arrivals(self, wait: Wait) -> Process:
+        for address, version in wait.versions.items():
+            yield self._arrival(address, version)
 
     def _arrival(self, address: int, version: int) -> Join:
         """Done once the word's `version`-th change is there; at once if it was before the trace."""

@@ -18,7 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Protocol
 
@@ -246,6 +246,10 @@ class _Hooks:
         return self._observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        if self._are_words(ptr):
+            one = partial(self.atomic_rmw, op, sem=sem, scope=scope)
+            return self._each(one, ptr, val, mask)
+
         def run() -> tuple[Any, bool, Array]:
             out = self._rmw(op, ptr, val, mask, sem, scope)
             # Adding 0 is how a load is spelled; all others are writers, whatever they write.
@@ -259,6 +263,10 @@ class _Hooks:
     def atomic_load(
         self, ptr: Any, mask: Any, sem: Any, scope: Any, wanted: int | None = None
     ) -> Any:
+        if self._are_words(ptr):
+            one = partial(self.atomic_load, sem=sem, scope=scope, wanted=wanted)
+            return self._each(one, ptr, mask)
+
         def run() -> tuple[Any, bool, Array]:
             out = self._load(ptr, mask, None, None, True)
             return out, False, out.data
@@ -266,6 +274,8 @@ class _Hooks:
         return self._atomic(ptr, mask, sem, scope, run, wanted, ("load",))
 
     def atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        if self._are_words(ptr):
+            return self._each(partial(self.atomic_store, sem=sem, scope=scope), ptr, val, mask)
         effect = ("set", int(val.data.flat[0])) if val.data.dtype.kind in "iu" else None
 
         def run() -> tuple[Any, bool, Array]:
@@ -273,6 +283,28 @@ class _Hooks:
             return self._store(ptr, val, mask, None), True, before
 
         return self._atomic(ptr, mask, sem, scope, run, effect=effect)
+
+    def _are_words(self, ptr: Any) -> bool:
+        """Whether these are several signals: each is then an atomic of its own, as on a GPU."""
+        words = ptr.data.size > 1 and ptr.get_element_ty().is_int()
+        return bool(words and self._observer.active())
+
+    @staticmethod
+    def _each(atomic: Callable[..., Any], ptr: Any, *operands: Any) -> Any:
+        """`atomic` of one lane after another. The last operand is the mask."""
+        shape, kind = ptr.data.shape, ptr.get_element_ty()
+        operands = (ptr, *operands)
+        data = [np.broadcast_to(operand.data, shape).reshape(-1) for operand in operands]
+        found = np.zeros(ptr.data.size, interpreter._get_np_dtype(kind))
+        for lane in np.flatnonzero(data[-1]):
+            handles = [
+                interpreter.TensorHandle(values[lane : lane + 1], operand.dtype)
+                for values, operand in zip(data, operands, strict=True)
+            ]
+            out = atomic(*handles)
+            if out is not None:  # as of a store
+                found[lane] = out.data[0]
+        return interpreter.TensorHandle(found.reshape(shape), kind)
 
     def _atomic(
         self,

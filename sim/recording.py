@@ -41,13 +41,15 @@ class Track:
 
     Attributes:
         key: the same in every schedule.
-        awaited: word and value of a wait that has not come to its end.
+        awaited: value of a wait that has not come to its end; `arrived`: each of its words, with
+            the operation that ended it.
     """
 
     key: Hashable
     ops: list[Op] = field(default_factory=list)
     touched: list[tuple[Region, Array, str, str]] = field(default_factory=list)
-    awaited: tuple[Hashable, int] | None = None
+    awaited: int | None = None
+    arrived: dict[Hashable, Op | None] = field(default_factory=dict)
 
 
 class Tape:
@@ -117,9 +119,9 @@ class Tape:
         """`place` of each."""
         return tuple(self._places[slot] for slot in slots)
 
-    def await_value(self, strand: Strand, word: Hashable, value: int) -> None:
-        """A wait of a kernel begins: its atomics on `word` are one operation."""
-        strand.track.awaited = word, value
+    def await_value(self, strand: Strand, words: Sequence[Hashable], value: int) -> None:
+        """A wait of a kernel begins: its atomics on each of `words` are one operation."""
+        strand.track.awaited, strand.track.arrived = value, dict.fromkeys(words)
 
     def atomic(
         self,
@@ -133,14 +135,17 @@ class Tape:
         """An atomic with this `effect` has found `seen` in `word`."""
         track = strand.track
         if track.awaited is not None:
-            awaited, value = track.awaited
-            if awaited != word:
+            if word not in track.arrived:
                 self.unfit = "a wait was given up"
-            if seen < value:
-                self.take(strand)
-                return
-            track.awaited = None
-            self.signal(strand, "wait", word, value, sem, scope)
+            touched = self.take(strand)
+            if seen >= track.awaited:
+                op = "wait", word, track.awaited, sem, scope, self.place(strand.slot), touched
+                track.arrived[word] = op
+            ends = [op for op in track.arrived.values() if op is not None]
+            if len(ends) == len(track.arrived):
+                track.awaited = None
+                for end in ends:  # in the order of the words, whatever came first
+                    self._add(track, end)
             return
         if word is None or effect is None:
             self.unfit = f"an atomic that is not understood: {effect} of {word}"

@@ -325,9 +325,9 @@ def _polls(world: World) -> Iterator[None]:
     def on_poll(address: int, value: int) -> int:
         return world.poll(address, value) if world.active() else before[0](address, value)
 
-    def on_wait(address: int, value: int) -> None:
+    def on_wait(addresses: list[int], value: int) -> None:
         if world.active():
-            world.expect(address, value)
+            world.expect(addresses, value)
 
     signals.on_poll, signals.on_wait = on_poll, on_wait
     try:

@@ -49,7 +49,7 @@ class Strand:
         waits_for: tells what it waits for, while it sleeps.
         lane: the events of the program that it runs, where virtual time is kept.
         track: what it has done, where the schedule is recorded.
-        looks_for: address and value of the last wait that it began.
+        looks_for: address -> value, of the last wait that it began.
         timed: whether what it does takes virtual time.
         to_come: programs of its launch that run in turn after this one.
     """
@@ -67,7 +67,7 @@ class Strand:
     seen_before: int = 0  # hash of what it saw, but for the last
     random_state: torch.Tensor | None = None
     lane: Lane | None = None
-    looks_for: tuple[int, int] = (0, 0)
+    looks_for: dict[int, int] = field(default_factory=dict)
     timed: bool = True
     to_come: int = 0
     track: Track = field(default_factory=lambda: Track(None))
@@ -220,9 +220,10 @@ class Scheduler:
         self._switch(strand)
         strand.blocked = strand.waits_for = None
 
-    def sleep_on(self, strand: Strand, address: int, waits_for: Callable[[], str]) -> None:
-        """Let others run until the word at `address` changes."""
-        version = self.versions.get(address, 0)
+    def sleep_on(
+        self, strand: Strand, address: int, version: int, waits_for: Callable[[], str]
+    ) -> None:
+        """Let others run until the word at `address` has changed more than `version` times."""
         versions = self.versions
         self.sleep_until(strand, lambda: versions.get(address, 0) != version, waits_for)
 

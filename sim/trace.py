@@ -68,10 +68,9 @@ class Signal:
 
 @dataclass(slots=True)
 class Wait:
-    """What comes next needs the word's `version`-th change."""
+    """What comes next needs changes of words, looked at together: address -> which change."""
 
-    address: int
-    version: int
+    versions: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -202,8 +201,9 @@ class Lane:
         self._work, self._position = None, 0
         # Polls in vain are one wait: for what the last of them saw.
         last = self.events[-1] if self.events else None
-        if isinstance(event, Wait) and isinstance(last, Wait) and last.address == event.address:
-            self.events.pop()
+        match event, last:
+            case Wait(versions), Wait(before) if versions.keys() == before.keys():
+                self.events.pop()
         self.events.append(event)
 
     def _pipeline(self) -> Work:
@@ -300,19 +300,21 @@ class Recorder:
         """`strand` has changed a word, or read it; it had changed `version` times after that."""
         owner = self.owner(address, strand.rank)
         if not changed:
-            self.add(strand, Wait(address, self._awaited(strand, address, version)))
+            self.add(strand, Wait(self._awaited(strand, address, version)))
         elif order in ("acquire", "acq_rel"):
             self.add(strand, Update(address, version, owner))
         else:
             self.add(strand, Signal(address, version, owner, order == "release"))
 
-    def _awaited(self, strand: Strand, address: int, last: int) -> int:
-        """The change that a poll which goes on has waited for: the last, unless a value is looked
-        for that an earlier one brought."""
-        looked_for, value = strand.looks_for
-        if looked_for != address:
-            return last
-        return next((v for v, held in self._values.get(address, ()) if held >= value), last)
+    def _awaited(self, strand: Strand, address: int, last: int) -> dict[int, int]:
+        """The changes that a poll which goes on has waited for: the last, unless values are looked
+        for that earlier ones brought."""
+        if address not in strand.looks_for:
+            return {address: last}
+        return {
+            word: next((v for v, held in self._values.get(word, ()) if held >= value), last)
+            for word, value in strand.looks_for.items()
+        }
 
     @contextmanager
     def beside(self, rank: int, number: int) -> Iterator[None]:

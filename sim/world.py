@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -310,7 +310,8 @@ class World:
         if self.tape:
             known = effect if accessed.size == 1 else None
             self.tape.atomic(strand, self._word(first), known, value, sem, scope)
-        self._saw(strand, first, value, changed)
+        if changed or value >= strand.looks_for.get(first, value):  # else it will look again
+            self._saw(strand, first, value, changed)
         if changed:
             for address in map(int, accessed):
                 scheduler.changed(address)
@@ -342,19 +343,20 @@ class World:
             if self.tape:
                 self.tape.sync(strand, "barrier", self.tape.place(strand.slot))
 
-    def expect(self, address: int, value: int) -> None:
-        """A kernel begins to wait for `value` at `address`: what it polled before was not in vain.
+    def expect(self, addresses: Sequence[int], value: int) -> None:
+        """A kernel begins to wait for `value` at all `addresses`: what it polled before was not in
+        vain.
 
         Words that it looks at before every wait would else make it seem to spin, and others would
         always go first.
         """
         strand = strand_here()
-        strand.looks_for = address, value
+        strand.looks_for = dict.fromkeys(addresses, value)
         self.scheduler.progressed(strand)
         if self.tape:
             self.tape.flush(strand)
             self.tape.note(strand, "progress")
-            self.tape.await_value(strand, self._word(address), value)
+            self.tape.await_value(strand, [self._word(address) for address in addresses], value)
 
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
@@ -364,8 +366,9 @@ class World:
             self.scheduler.changed(address)
             self._time_change(address)
             return 0
-        self.scheduler.looks_again(strand)
-        self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
+        # Others may have come between this poll and that of another lane.
+        version = strand.words[address]
+        self.scheduler.sleep_on(strand, address, version, lambda: self._awaited(address, value))
         return 0
 
     def _awaited(self, address: int, value: int | None) -> str:
@@ -453,12 +456,13 @@ class World:
                     self.tape.signal(strand, "await", self._word(address), value)
                 if self.recorder:
                     version = self.scheduler.versions.get(address, 0)
-                    self.recorder.add(strand, Wait(address, version))
+                    self.recorder.add(strand, Wait({address: version}))
                 return
             if self.tape:
                 self.tape.take(strand)
             self.scheduler.looks_again(strand)
-            self.scheduler.sleep_on(strand, address, lambda: self._awaited(address, value))
+            version = self.scheduler.versions.get(address, 0)
+            self.scheduler.sleep_on(strand, address, version, lambda: self._awaited(address, value))
 
     def word_access(self, address: int, kind: str, value: int = 0) -> None:
         """The host reads a word of a pad as plain memory, or writes `value` there."""

@@ -57,12 +57,12 @@ def fault(name: str, module: ModuleType, old: str, new: str, cases: tuple[str, .
     return Fault(name, module, ((old, new),), cases, *rest, **more)
 
 
-SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="sys")'
+SIGNAL = 'tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")'
 LOCAL_SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="gpu")'
-PEERS = """        peer = (rank + step) % world_size
-        signal("""
-WAIT_PEERS = """    arrived = True
-    for step in range(1, world_size):"""
+ACQUIRE = 'tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope=scope)'
+SIGNAL_PEERS = "words = slot_ptr(signal_ptrs, peers, WORLD_SIZE, phase, rank, program)"
+WAIT = "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)"
+WAIT_PEERS = "words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)"
 
 IN_SIGNALS = [
     fault(
@@ -78,44 +78,44 @@ IN_SIGNALS = [
     fault(
         "no barrier before a signal",
         signals,
-        'One writer a slot."""\n    tl.debug_barrier()',
-        'One writer a slot."""',
+        'are then waited for once.\n    """\n    tl.debug_barrier()',
+        'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
         but(*GATHERS, *PULLS, "gather of rows, direct", "reduce-scatter"),
     ),
     fault(
         "a wait that acquires nothing",
         signals,
-        'tl.atomic_add(ptr, 0, sem="acquire"',
-        'tl.atomic_add(ptr, 0, sem="relaxed"',
+        ACQUIRE,
+        ACQUIRE.replace("acquire", "relaxed"),
         EVERY,
     ),
     fault(
         "a wait at the scope of one device",
         signals,
-        '_wait(ptr, value, max_polls, "sys")',
-        '_wait(ptr, value, max_polls, "gpu")',
+        ACQUIRE,
+        ACQUIRE.replace("=scope", '="gpu"'),
         EVERY,
     ),
-    fault(
+    Fault(
         "no wait for peers",
         signals,
-        "arrived = wait(slot, generation, patience(own_pad, max_polls))",
-        "arrived = True",
+        (
+            ("arrived = wait(slot, generation, patience(own_pad, max_polls))", "arrived = True"),
+            ("missing = awaited\n", "missing = awaited & (value < 0)\n"),
+        ),
         EVERY,
     ),
-    fault(
+    Fault(
         "a wait for the generation before",
         signals,
-        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
-        "generation -= 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        tuple((wait, f"generation -= 1\n    {wait}") for wait in (WAIT, WAIT_PEERS)),
         EVERY,
     ),
-    fault(
+    Fault(
         "a wait for the generation after",
         signals,
-        "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
-        "generation += 1\n    slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)",
+        tuple((wait, f"generation += 1\n    {wait}") for wait in (WAIT, WAIT_PEERS)),
         EVERY,
         DEADLOCK,
         message="should have signalled",
@@ -123,25 +123,25 @@ IN_SIGNALS = [
     fault(
         "one peer is not signalled",
         signals,
-        f"for step in range(1, world_size):\n{PEERS}",
-        f"for step in range(1, world_size - 1):\n{PEERS}",
-        but("reduce-scatter", *EXCHANGES, *SUMS[:1]),
+        f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 1)",
+        f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 2)",
+        but("reduce-scatter"),
         DEADLOCK,
     ),
     fault(
         "the wrong peer is signalled",
         signals,
-        PEERS,
-        PEERS.replace("(rank + step)", "(rank + step + 1)"),
-        but("reduce-scatter", *EXCHANGES, *SUMS[:1]),
+        SIGNAL_PEERS,
+        SIGNAL_PEERS.replace("peers", "(peers + 1) % WORLD_SIZE"),
+        but("reduce-scatter"),
         DEADLOCK,
     ),
     fault(
         "one peer is not waited for",
         signals,
-        WAIT_PEERS,
-        WAIT_PEERS.replace("world_size", "world_size - 1"),
-        but(*GATHERS, *EXCHANGES, "ring attention"),
+        "words, peers, lanes < WORLD_SIZE - 1, rank",
+        "words, peers, lanes < WORLD_SIZE - 2, rank",
+        but(*GATHERS, "ring attention"),
     ),
     fault(
         "one half for all calls",

@@ -109,16 +109,16 @@ IN_COLLECTIVES = [
     fault(
         "pieces land in the other half",
         kernel_collectives,
-        "_slot_ptr(link, peer, rank, slot_size, generation,",
-        "_slot_ptr(link, peer, rank, slot_size, generation + 1,",
+        "_slot_ptr(link, peers, rank, slot_size, generation,",
+        "_slot_ptr(link, peers, rank, slot_size, generation + 1,",
         (*EXCHANGES, *SUMS),
         (RACE, AssertionError),
     ),
     fault(
         "all pieces land in one slot",
         kernel_collectives,
-        "_slot_ptr(link, peer, rank, slot_size, generation,",
-        "_slot_ptr(link, peer, 0, slot_size, generation,",
+        "_slot_ptr(link, peers, rank, slot_size, generation,",
+        "_slot_ptr(link, peers, 0, slot_size, generation,",
         (*EXCHANGES, *SUMS),
     ),
     fault(
@@ -132,8 +132,8 @@ IN_COLLECTIVES = [
     fault(
         "finished sums do not wait",
         kernel_collectives,
-        "link.signal_ptrs, rank, WORLD_SIZE, PHASE, peer",
-        "link.signal_ptrs, rank, WORLD_SIZE, 0, peer",
+        "link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl",
+        "link.signal_ptrs, rank, WORLD_SIZE, 0, tl",
         SUMS[1:],
     ),
     fault(

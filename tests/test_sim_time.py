@@ -92,8 +92,8 @@ def test_two_readers_of_one_link_take_twice_as_long() -> None:
 
 
 def test_what_was_loaded_lately_comes_from_l2() -> None:
-    again = play(trace([launch([work(0, 4000), Wait(1, 0), work(0, 4000)])]), TOY)
-    other = play(trace([launch([work(0, 4000), Wait(1, 0), work(9, 4000)])]), TOY)
+    again = play(trace([launch([work(0, 4000), Wait({1: 0}), work(0, 4000)])]), TOY)
+    other = play(trace([launch([work(0, 4000), Wait({1: 0}), work(9, 4000)])]), TOY)
     assert again.hbm_bytes == 4000 and other.hbm_bytes == 8000
     assert other.makespan - again.makespan == pytest.approx(0.5)  # of latency
 
@@ -103,7 +103,7 @@ def test_two_ranks_by_hand() -> None:
     # core, then 5 us until the store is acknowledged; its signal takes 2 us. Rank 1 sees it with
     # its next poll, 0.5 us.
     sends = launch([work(0, 2000), Store(1, 2000), Signal(8, 1, 1)])
-    waits = launch([Wait(8, 1), work(0, 1000, owner=1)])
+    waits = launch([Wait({8: 1}), work(0, 1000, owner=1)])
     played = play(trace([sends], [waits]), TOY)
     sent = 10 + (1 + 2) + (2 + 2 + 5)
     assert max(s.end for s in played.spans if s.rank == 0) == pytest.approx(sent)
@@ -148,7 +148,9 @@ def test_only_a_release_waits_for_stores() -> None:
 
 
 def test_circular_waits_are_an_error() -> None:
-    stuck = trace([launch([Wait(8, 1), Signal(9, 1, 1)])], [launch([Wait(9, 1), Signal(8, 1, 0)])])
+    stuck = trace(
+        [launch([Wait({8: 1}), Signal(9, 1, 1)])], [launch([Wait({9: 1}), Signal(8, 1, 0)])]
+    )
     with pytest.raises(RuntimeError, match="stands still"):
         play(stuck, TOY)
 
