@@ -133,8 +133,9 @@ def _addresses(ptr: Any, mask: Any) -> list[int]:
 
 def _begin(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> None:
     """A wait begins. Only interpreted kernels contain it."""
-    if on_wait is not None:
-        on_wait(_addresses(ptr, mask), int(value))
+    addresses = _addresses(ptr, mask)
+    if on_wait is not None and addresses:
+        on_wait(addresses, int(value))
 
 
 def _pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int:
@@ -316,27 +317,9 @@ def wait_for(
     return arrived
 
 
-@triton.jit
-def wait_for_own(
-    signal_ptrs, rank, world_size, phase: tl.constexpr, source, first, last, generation, max_polls
-):
-    """Wait until programs of this device have announced words first..last of (`phase`, `source`).
-
-    False on a time-out, which is then recorded as one of `source`.
-    """
-    arrived = True
-    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
-    for word in range(first, last + 1):
-        slot = slot_ptr(signal_ptrs, rank, world_size, phase, source, word)
-        arrived &= wait_local(slot, generation, patience(own_pad, max_polls))
-    if not arrived:
-        record_timeout(own_pad, rank, source, generation)
-    return arrived
-
-
 # One lane a peer. A release waits until this program's stores have been acknowledged, over the link
 # and back: one after the other, the releases and acquires of 8 ranks would take longer than all
-# else in a call of few bytes.
+# else in a call of few bytes, and those of a hundred programs longer than a step of decoding.
 @triton.jit
 def peer_lanes(first, WORLD_SIZE: tl.constexpr):
     """Ranks `first`, `first` + 1, ... round the world: (number of a lane, its rank). Lanes are a
@@ -346,7 +329,9 @@ def peer_lanes(first, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls):
+def wait_for_lanes(
+    own_pad, words, peers, awaited, rank, value, max_polls, scope: tl.constexpr = "sys"
+):
     """Wait until each word of `awaited` lanes, which that lane's peer writes, is at least `value`.
 
     False on a time-out, which is then recorded in STATUS of `own_pad`, that of `rank`.
@@ -355,17 +340,46 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls):
     polls = patience(own_pad, max_polls)
     if _INTERPRETED:
         _begin(words, value, missing)
-    missing &= _acquire(words, "sys", missing) < value
+    missing &= _acquire(words, scope, missing) < value
     while (tl.max(missing.to(tl.int32), 0) > 0) & (polls > 0):
         if _INTERPRETED:
             polls -= _pause(words, value, missing)
         else:
             polls -= 1
-        missing &= _acquire(words, "sys", missing) < value
+        missing &= _acquire(words, scope, missing) < value
     late = tl.max(tl.where(missing, peers, -1), 0)
     if late >= 0:
         record_timeout(own_pad, rank, late, value)
     return late < 0
+
+
+@triton.jit
+def wait_for_own(
+    signal_ptrs,
+    rank,
+    world_size,
+    phase: tl.constexpr,
+    source,
+    first,
+    last,
+    generation,
+    max_polls,
+    LANES: tl.constexpr,
+):
+    """Wait until programs of this device have announced words first..last of (`phase`, `source`),
+    LANES of them (a power of 2) at a time.
+
+    False on a time-out, which is then recorded as one of `source`.
+    """
+    arrived = True
+    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    for start in range(first, last + 1, LANES):
+        programs = start + tl.arange(0, LANES)
+        words = slot_ptr(signal_ptrs, rank, world_size, phase, source, programs)
+        arrived &= wait_for_lanes(
+            own_pad, words, source, programs <= last, rank, generation, max_polls, "gpu"
+        )
+    return arrived
 
 
 @triton.jit

@@ -308,7 +308,7 @@ def _flash_decode_kernel(
             if whole:
                 complete = signals.wait_for_own(
                     link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
-                    generation, link.max_polls,
+                    generation, link.max_polls, triton.next_power_of_2(SPLIT - 1),
                 )  # fmt: skip
                 # The own part was stored by other threads than the ones that read it next.
                 tl.debug_barrier()

@@ -216,7 +216,7 @@ def wait_for_chunks(
     """
     return signals.wait_for_own(
         link.signal_ptrs, rank, WORLD_SIZE, 1, peer, _word(first, part, PARTS),
-        _word(last, part, PARTS), generation, link.max_polls,
+        _word(last, part, PARTS), generation, link.max_polls, 1,
     )  # fmt: skip
 
 

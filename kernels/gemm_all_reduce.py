@@ -17,8 +17,8 @@ in the output's dtype.
 
 Protocol, in each program p; tile j of an owner is t = j W + owner, and p makes those with
 j % P == p.
-  1. For the owners rank+1, rank+2, ..., rank: store the tiles in the owner's slot `rank`, signal
-     its word (0, rank, p): release at system scope.
+  1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`. Signal
+     the words (0, rank, p) of all: release at system scope. Store the own tiles in the own slot.
   2. Wait for the words (0, r, p) of all peers (acquire, system scope); add up the own tiles in rank
      order, store them in the output and among the finished tiles of every peer; signal the words
      (1, rank, p) of all peers.
@@ -146,6 +146,8 @@ def _gemm_two_shot_kernel(
     slot_stride = tl.cast(tiles.cdiv(count, WORLD_SIZE), tl.int64) * SENT
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
+        if owner == rank:
+            signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
         half_bytes = link.half_bytes
         slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
@@ -158,10 +160,6 @@ def _gemm_two_shot_kernel(
                 tile_n * BLOCK_N, N, 0, TILES, 1, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
             )  # fmt: skip
             partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
-        if owner != rank:
-            signals.signal(
-                signals.slot_ptr(link.signal_ptrs, owner, WORLD_SIZE, 0, rank, program), generation
-            )
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls

@@ -218,12 +218,10 @@ def _gemm_rs_kernel(
         away = owner != rank
         if not away:
             turns.end_all(link, rank, program, generation, WORLD_SIZE)
-            for ahead in range(1, WORLD_SIZE):
-                peer = (rank + ahead) % WORLD_SIZE
-                first = _first_tile(peer, count, program, programs)
-                signals.signal(
-                    signals.slot_ptr(link.signal_ptrs, peer, WORLD_SIZE, 0, rank, first), generation
-                )
+            lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
+            firsts = _first_tile(peers, count, program, programs)
+            words = signals.slot_ptr(link.signal_ptrs, peers, WORLD_SIZE, 0, rank, firsts)
+            signals.signal(words, generation, lanes < WORLD_SIZE - 1)
         begin = tiles.element(offsets, owner, WORLD_SIZE)
         rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
         half_bytes = link.half_bytes

@@ -477,6 +477,7 @@ def having(come, step, ring, SHAPE: tl.constexpr):
         arrived = signals.wait_for_own(
             ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
             SHAPE.copy_programs - 1, ring.generation, ring.link.max_polls,
+            triton.next_power_of_2(SHAPE.copy_programs),
         )  # fmt: skip
         come |= tl.where(arrived, tl.cast(1, come.dtype) << step, 0)
     return come
