@@ -41,7 +41,7 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash, tiles
-from weft.kernels.attention_tiles import LN_2, head_ptr, heads_of, in_rows, load_rows
+from weft.kernels.attention_tiles import LN_2, head_ptr, heads_of, in_rows
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.head_units import (
     area_ptr,
@@ -163,18 +163,17 @@ def _head_attention_kernel(
                 head, batch, position, row, length = query_tile(
                     unit, owner, B, count, ring, SHAPE, BLOCK_M
                 )
-                stop, at = row + length, tl.cast(batch * H + head, tl.int64) * n
+                at = tl.cast(batch * H + head, tl.int64) * n
                 kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
                 batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
                 if owner == rank:
-                    q_rows, stride = head_ptr(q, batch, head), tl.cast(q.stride_m, tl.int32)
+                    q_ptr, stride = head_ptr(q, batch, head), tl.cast(q.stride_m, tl.int32)
                 else:
-                    q_rows = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
+                    q_ptr = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
                     stride = tl.cast(PITCH, tl.int32)
-                q_tile = load_rows(q_rows, row, stop, stride, BLOCK_M, D, SHAPE.block_d)
                 come, out, lse = attend(
-                    come, q_tile, position, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
-                    BLOCK_N,
+                    come, q_ptr, stride, position, row, length, batch, kv_head, keys, ring, sees,
+                    scale, SHAPE, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 if owner == rank:
                     out_rows, numbers = out_ptr + at * D, lse_ptr + at
@@ -183,8 +182,8 @@ def _head_attention_kernel(
                     out_rows = area_ptr(ring, owner, areas.out, dtype) + at * PITCH
                     numbers = area_ptr(ring, owner, areas.lse, tl.float32) + at
                     pitch = tl.cast(PITCH, tl.int32)
+                rows, stop = row + tl.arange(0, BLOCK_M), row + length
                 tiles.store(out_rows, out, row, 0, stop, D, pitch, 1)
-                rows = row + tl.arange(0, BLOCK_M)
                 tl.store(numbers + rows, lse * LN_2, mask=rows < stop)
             if step < WORLD_SIZE:
                 announce_results(ring, owner, SHAPE)

@@ -60,7 +60,7 @@ from weft.kernels.head_units import (
     stagger_of,
     unit_of,
 )
-from weft.kernels.ring_dkv import HeadQueries, Queries, add_to_dkv, in_base_2
+from weft.kernels.ring_dkv import HeadQueries, Queries, add_to_dkv
 from weft.kernels.ring_flash_backward import Config, make_delta, sum_dq
 from weft.kernels.ring_keys import (
     Ring,
@@ -348,7 +348,6 @@ def _make_dq(
 ):
     """dq of the queries of `owner`, to where it belongs; `come` as `having` leaves it."""
     D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     rank, H = ring.rank, queries.H
     first, last = own_heads(rank, H, SHAPE)
@@ -358,25 +357,20 @@ def _make_dq(
     for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
         come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
         head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
-        rows, stop = row + tl.arange(0, BLOCK_M), row + length
         at = tl.cast(batch * H + head, tl.int64) * n
         kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
         batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
         mine = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
-        q = load_rows(mine.q, row, stop, mine.stride_q, BLOCK_M, D, BLOCK_D)
-        dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
-        lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
-        delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
         come, dq = sum_dq(
-            come, q, dout, lse, delta, position, length, batch, kv_head, keys, ring, sees, scale,
-            SHAPE, BLOCK_N,
+            come, mine, position, row, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
         else:
             to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
             pitch = tl.cast(SHAPE.pitch, tl.int32)
-        tiles.store(to, dq, row, 0, stop, D, pitch, 1)
+        tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
     return come
 
 

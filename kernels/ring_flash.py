@@ -169,8 +169,10 @@ def _add_keys(
 @triton.jit
 def attend(
     come,
-    q,  # (BLOCK_M, block_d), of which `length` rows count
-    position,  # of row 0 of q
+    q_ptr,  # row 0 of a head
+    stride_q,
+    position,  # of the tile's first query
+    row,  # where that is, of `length`
     length,
     batch,
     kv_head,
@@ -179,13 +181,15 @@ def attend(
     sees,
     scale,
     SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """A tile of queries over all keys that it sees: `come` as `having` leaves it, and what
     `averaged` returns."""
     SPANS: tl.constexpr = SHAPE.spans
+    q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
     lowest, highest = visible(position, sees), visible(position + length - 1, sees)
-    top, total, acc = nothing_seen(q.shape[0], SHAPE.block_d)
+    top, total, acc = nothing_seen(BLOCK_M, SHAPE.block_d)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
@@ -244,17 +248,14 @@ def _ring_attention_kernel(
             # The last queries see the most where attention is causal: longest tiles first.
             position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
             batch, q_of = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-            stop = row + length
-            q_head = head_ptr(q, batch, q_of)
-            q_tile = load_rows(q_head, row, stop, q.stride_m, BLOCK_M, D, SHAPE.block_d)
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             come, out, lse = attend(
-                come, q_tile, position, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
-                BLOCK_N,
+                come, head_ptr(q, batch, q_of), q.stride_m, position, row, length, batch, kv_head,
+                keys, ring, sees, scale, SHAPE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             # From row 0 of the head: offsets that are the same for all tiles would be kept in
             # registers through them all.
-            at = tl.cast(head, tl.int64) * n
+            at, stop = tl.cast(head, tl.int64) * n, row + length
             tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
             rows = row + tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)

@@ -211,11 +211,9 @@ def _add_to_dq(
 @triton.jit
 def sum_dq(
     come,
-    q,  # (BLOCK_M, block_d), of which `length` rows count
-    dout,
-    lse,  # (BLOCK_M,) times log2(e)
-    delta,
-    position,  # of row 0 of q
+    queries,  # HeadQueries
+    position,  # of the tile's first query
+    row,  # where that is, of `length`
     length,
     batch,
     kv_head,
@@ -224,12 +222,20 @@ def sum_dq(
     sees,
     scale,
     SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """A tile of dq, over all keys that its queries see; `come` as `having` leaves it."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
+    rows, stop = row + tl.arange(0, BLOCK_M), row + length
+    q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
+    dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
+    delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
     lowest, highest = visible(position, sees), visible(position + length - 1, sees)
-    dq = tiles.zeros(q.shape[0], SHAPE.block_d)
+    dq = tiles.zeros(BLOCK_M, BLOCK_D)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
@@ -262,7 +268,6 @@ def _make_dq(
 ):
     """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     program, programs = compute_program(SHAPE)
     table, rank, H = ring.table, ring.rank, queries.H
@@ -271,19 +276,13 @@ def _make_dq(
         head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
         position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
         batch, q_of = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-        rows, stop = row + tl.arange(0, BLOCK_M), row + length
-        mine = head_queries(queries, batch, q_of, 0)
-        q = load_rows(mine.q, row, stop, mine.stride_q, BLOCK_M, D, BLOCK_D)
-        dout = load_rows(mine.dout, row, stop, mine.stride_dout, BLOCK_M, D, BLOCK_D)
-        lse = in_base_2(tl.load(mine.lse + rows, mask=rows < stop, other=0.0))
-        delta = tl.load(mine.delta + rows, mask=rows < stop, other=0.0)
         kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
         come, dq = sum_dq(
-            come, q, dout, lse, delta, position, length, batch, kv_head, keys, ring, sees, scale,
-            SHAPE, BLOCK_N,
+            come, head_queries(queries, batch, q_of, 0), position, row, length, batch, kv_head,
+            keys, ring, sees, scale, SHAPE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
-        tiles.store(dq_head, dq, row, 0, stop, D, D, 1)
+        tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
