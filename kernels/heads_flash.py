@@ -137,18 +137,19 @@ def _head_attention_kernel(
     has head 0: of the tokens of rank 1, program 1 makes 80 .. 95 and program 2 makes 48 .. 79; then
     of its own, 32 .. 47 and 0 .. 31. Programs 1 and 2 of rank 1 bring it the same of head 1.
     """
-    ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     D: tl.constexpr = SHAPE.head_dim
     PITCH: tl.constexpr = SHAPE.pitch
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if tl.program_id(0) < SHAPE.copy_programs:
-        publish_keys(keys, ring, SHAPE)
+        publish_keys(ring, SHAPE)
         shown = area_ptr(ring, rank, areas.q, dtype)
         publish_rows(shown, q, H, B * H, count_rows(table_ptr, rank, SPANS), SHAPE)
         signal_published(ring, SHAPE)
-        fetch_keys(keys, ring, SHAPE)
+        fetch_keys(ring, SHAPE)
     else:
         first, last = own_heads(rank, H, SHAPE)
         programs = compute_program(SHAPE)[1]
@@ -172,8 +173,8 @@ def _head_attention_kernel(
                     q_ptr = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
                     stride = tl.cast(PITCH, tl.int32)
                 come, out, lse = attend(
-                    come, q_ptr, stride, position, row, length, batch, kv_head, keys, ring, sees,
-                    scale, SHAPE, BLOCK_M, BLOCK_N,
+                    come, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
+                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 if owner == rank:
                     out_rows, numbers = out_ptr + at * D, lse_ptr + at
@@ -194,7 +195,7 @@ def _head_attention_kernel(
                 out_ptr, brought, lse_ptr, numbers, ring, B, H, areas.stagger, SHAPE, BLOCK_M
             )
     if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, ring.generation)
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def launch_head_attention(

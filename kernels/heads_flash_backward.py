@@ -164,10 +164,10 @@ def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geom
 
 
 @triton.jit
-def _publish(out_ptr, dlse_ptr, queries, keys, areas, ring, B, SHAPE: tl.constexpr):
+def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
     """Step 1 of the protocol, up to the signal. `queries.delta` is the own area of delta."""
-    dtype: tl.constexpr = keys.k.dtype.element_ty
-    publish_keys(keys, ring, SHAPE)
+    dtype: tl.constexpr = ring.keys.k.dtype.element_ty
+    publish_keys(ring, SHAPE)
     H, n, rank = queries.H, queries.n, ring.rank
     publish_rows(area_ptr(ring, rank, areas.q, dtype), queries.q, H, B * H, n, SHAPE)
     publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
@@ -248,10 +248,10 @@ def _held_queries(
 
 
 @triton.jit
-def _part_ptr(areas, keys, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
+def _part_ptr(areas, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
     """Where `owner` has the dk that rank `user` makes of a head of keys, and how far behind it the
     dv is."""
-    sharing = H // keys.H_KV
+    keys, sharing = ring.keys, H // ring.keys.H_KV
     slot = user - _first_user(kv_head, sharing, H, SHAPE)
     size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
     at = tl.cast(batch * keys.H_KV + kv_head, tl.int64) * areas.rows * SHAPE.fp32_pitch
@@ -270,13 +270,10 @@ def _make_dkv(
     owner,
     queries,
     fetched,
-    keys,
     areas,
-    sees,  # Sight of the queries
     seen_by,  # Sight of the keys
     ring,
     B,
-    scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -287,7 +284,7 @@ def _make_dkv(
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    sharing = queries.H // keys.H_KV
+    keys, sharing = ring.keys, queries.H // ring.keys.H_KV
     each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
     begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
     for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
@@ -299,7 +296,7 @@ def _make_dkv(
         if is_needed(table, rank, owner, row, stop, SHAPE):
             come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
             held = head_keys(
-                keys, ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
+                ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
             )
             k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
             v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
@@ -318,13 +315,11 @@ def _make_dkv(
                             B, q_row - start, SHAPE,
                         )  # fmt: skip
                         dk, dv = add_to_dkv(
-                            dk, dv, k, v, position, mine, begin, a, b, end, sees, scale * LOG2_E,
-                            SHAPE, BLOCK_M,
+                            dk, dv, k, v, position, mine, begin, a, b, end, ring.sees,
+                            ring.scale * LOG2_E, SHAPE, BLOCK_M,
                         )  # fmt: skip
-            part_ptr, size = _part_ptr(
-                areas, keys, ring, owner, rank, batch, kv_head, queries.H, SHAPE
-            )
-            tiles.store(part_ptr, dk * scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
+            tiles.store(part_ptr, dk * ring.scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
             tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
     return come
 
@@ -336,12 +331,9 @@ def _make_dq(
     owner,
     queries,
     fetched,
-    keys,
     areas,
-    sees,
     ring,
     B,
-    scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -358,13 +350,12 @@ def _make_dq(
         come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
         head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
         at = tl.cast(batch * H + head, tl.int64) * n
-        kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
+        kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
         batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
         mine = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
         come, dq = sum_dq(
-            come, mine, position, row, length, batch, kv_head, keys, ring, sees, scale, SHAPE,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            come, mine, position, row, length, batch, kv_head, ring, SHAPE, BLOCK_M, BLOCK_N
+        )
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
         else:
@@ -378,7 +369,6 @@ def _make_dq(
 def _add_parts(
     dk_ptr,  # (B, H_KV, m, D)
     dv_ptr,
-    keys,
     areas,
     ring,
     B,
@@ -391,7 +381,8 @@ def _add_parts(
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    sharing, heads = H // keys.H_KV, tiles.cdiv(H, SHAPE.world_size)
+    keys, heads = ring.keys, tiles.cdiv(H, SHAPE.world_size)
+    sharing = H // keys.H_KV
     m, count = rows_of(table, rank, SHAPE), count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
     begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
     for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
@@ -401,7 +392,7 @@ def _add_parts(
         users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
         users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
         user = _first_user(kv_head, sharing, H, SHAPE)
-        parts, size = _part_ptr(areas, keys, ring, rank, user, batch, kv_head, H, SHAPE)
+        parts, size = _part_ptr(areas, ring, rank, user, batch, kv_head, H, SHAPE)
         for part in range(0, length, REDUCE_N):
             rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
             inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
@@ -443,21 +434,22 @@ def _head_attention_backward_kernel(
     and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
     slot 1. dk = slot 0 + slot 1.
     """
-    ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     H = queries.H
     if tl.program_id(0) < SHAPE.copy_programs:
         delta = area_ptr(ring, rank, areas.delta, tl.float32)
         shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
-        _publish(out_ptr, dlse_ptr, shown, keys, areas, ring, B, SHAPE)
+        _publish(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
         signal_published(ring, SHAPE)
         announce(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
             source = (rank + step) % SHAPE.world_size
             if signals.wait_for(
                 link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
-                ring.generation, link.max_polls,
+                generation, link.max_polls,
             ):  # fmt: skip
-                fetch_shard(keys, ring, source, SHAPE)
+                fetch_shard(ring, source, SHAPE)
                 _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
                 announce(ring, source, SHAPE)
     else:
@@ -466,14 +458,14 @@ def _head_attention_backward_kernel(
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             come = _make_dkv(
-                come, owner, queries, fetched, keys, areas, sees, seen_by, ring, B, scale, SHAPE,
+                come, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
                 TILES.dkv_m, TILES.dkv_n,
             )  # fmt: skip
         # A loop of its own: what is the same in all turns of one loop stays in registers there.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             come = _make_dq(
-                dq_ptr, come, owner, queries, fetched, keys, areas, sees, ring, B, scale, SHAPE,
+                dq_ptr, come, owner, queries, fetched, areas, ring, B, SHAPE,
                 TILES.dq_m, TILES.dq_n,
             )  # fmt: skip
             if step < SHAPE.world_size:
@@ -483,9 +475,9 @@ def _head_attention_backward_kernel(
         if await_results(ring, SHAPE):
             brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
             collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
-            _add_parts(dk_ptr, dv_ptr, keys, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
+            _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
     if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, ring.generation)
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def launch_head_attention_backward(

@@ -128,17 +128,17 @@ def head_queries(queries, batch, head, shift):
 
 
 @triton.jit
-def _slot_ptr(slots, keys, ring, owner, source, SHAPE: tl.constexpr):
+def _slot_ptr(slots, ring, owner, source, SHAPE: tl.constexpr):
     """Where slot `source` of `owner` begins."""
     link = ring.link
     half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, tl.float32)
-    return half + slots.offset // 4 + source * 2 * _slot_size(slots, keys, SHAPE)
+    return half + slots.offset // 4 + source * 2 * _slot_size(slots, ring, SHAPE)
 
 
 @triton.jit
-def _slot_size(slots, keys, SHAPE: tl.constexpr):
+def _slot_size(slots, ring, SHAPE: tl.constexpr):
     """Elements of dk, or of dv, in a slot."""
-    return tl.cast(slots.rows, tl.int64) * keys.heads * SHAPE.fp32_pitch
+    return tl.cast(slots.rows, tl.int64) * ring.keys.heads * SHAPE.fp32_pitch
 
 
 @triton.jit
@@ -214,11 +214,8 @@ def make_dkv(
     come,
     slots,
     queries,
-    keys,
-    sees,  # Sight of the queries
     seen_by,  # Sight of the keys
     ring,
-    scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -230,6 +227,7 @@ def make_dkv(
     PITCH: tl.constexpr = SHAPE.fp32_pitch
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
+    keys, scale = ring.keys, ring.scale
     sharing = queries.H // keys.H_KV  # heads of queries that read one of keys
     for step in range(SHAPE.world_size):
         owner = (rank + step) % SHAPE.world_size
@@ -245,7 +243,7 @@ def make_dkv(
             if is_needed(table, rank, owner, row, stop, SHAPE):
                 batch = tl.cast(head // keys.H_KV, tl.int64)
                 kv_head = tl.cast(head % keys.H_KV, tl.int64)
-                held = head_keys(keys, ring, owner, batch, kv_head, 0, SHAPE)
+                held = head_keys(ring, owner, batch, kv_head, 0, SHAPE)
                 k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
                 v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
                 lowest, highest = (
@@ -259,12 +257,12 @@ def make_dkv(
                     q_of = kv_head * sharing + shared // SPANS
                     dk, dv = add_to_dkv(
                         dk, dv, k, v, position, head_queries(queries, batch, q_of, q_row - start),
-                        begin, a, b, end, sees, scale * LOG2_E, SHAPE, BLOCK_M,
+                        begin, a, b, end, ring.sees, scale * LOG2_E, SHAPE, BLOCK_M,
                     )  # fmt: skip
-                at = _slot_ptr(slots, keys, ring, owner, rank, SHAPE)
+                at = _slot_ptr(slots, ring, owner, rank, SHAPE)
                 at += tl.cast(head, tl.int64) * slots.rows * PITCH
                 tiles.store(at, dk * scale, row, 0, stop, D, PITCH, 1)
-                at += _slot_size(slots, keys, SHAPE)
+                at += _slot_size(slots, ring, SHAPE)
                 tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
         if step > 0:
             announce_results(ring, owner, SHAPE)
@@ -276,7 +274,6 @@ def reduce_dkv(
     dk_ptr,  # (B, H_KV, m, D)
     dv_ptr,
     slots,
-    keys,
     ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -291,12 +288,12 @@ def reduce_dkv(
     tl.debug_barrier()
     if await_results(ring, SHAPE):
         m = rows_of(table, rank, SHAPE)
-        size = _slot_size(slots, keys, SHAPE)
-        first_slot = _slot_ptr(slots, keys, ring, rank, 0, SHAPE)
-        count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * keys.heads
+        size = _slot_size(slots, ring, SHAPE)
+        first_slot = _slot_ptr(slots, ring, rank, 0, SHAPE)
+        count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * ring.keys.heads
         for tile in range(_first_tile(rank, slots, program, programs), count, programs):
-            head = tl.cast(tile % keys.heads, tl.int64)
-            _, row, length = tile_of(spans_ptr, rank, tile // keys.heads, SPANS, BLOCK_N)
+            head = tl.cast(tile % ring.keys.heads, tl.int64)
+            _, row, length = tile_of(spans_ptr, rank, tile // ring.keys.heads, SPANS, BLOCK_N)
             for part in range(0, length, REDUCE_N):
                 rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
                 inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]

@@ -176,10 +176,7 @@ def attend(
     length,
     batch,
     kv_head,
-    keys,
     ring,
-    sees,
-    scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -188,7 +185,7 @@ def attend(
     `averaged` returns."""
     SPANS: tl.constexpr = SHAPE.spans
     q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
-    lowest, highest = visible(position, sees), visible(position + length - 1, sees)
+    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
     top, total, acc = nothing_seen(BLOCK_M, SHAPE.block_d)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
@@ -197,10 +194,10 @@ def attend(
             begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
                 come = having(come, step, ring, SHAPE)
-                held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
+                held = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 top, total, acc = _add_keys(
-                    top, total, acc, q, position, held, begin, a, b, end, sees, scale * LOG2_E,
-                    SHAPE, BLOCK_N,
+                    top, total, acc, q, position, held, begin, a, b, end, ring.sees,
+                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
     out, lse = averaged(top, total, acc)
     return come, out, lse
@@ -232,14 +229,15 @@ def _ring_attention_kernel(
     own keys; on rank 1 both then wait for rank 0's.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     COPIES: tl.constexpr = SHAPE.copy_programs
     SPANS: tl.constexpr = SHAPE.spans
     D: tl.constexpr = SHAPE.head_dim
     if program < COPIES:
-        publish_keys(keys, ring, SHAPE)
+        publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
-        fetch_keys(keys, ring, SHAPE)
+        fetch_keys(ring, SHAPE)
     else:
         come = nothing_came(SHAPE) | 1  # bit `step`: that source's keys are here
         tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
@@ -251,7 +249,7 @@ def _ring_attention_kernel(
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             come, out, lse = attend(
                 come, head_ptr(q, batch, q_of), q.stride_m, position, row, length, batch, kv_head,
-                keys, ring, sees, scale, SHAPE, BLOCK_M, BLOCK_N,
+                ring, SHAPE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             # From row 0 of the head: offsets that are the same for all tiles would be kept in
             # registers through them all.
@@ -260,7 +258,7 @@ def _ring_attention_kernel(
             rows = row + tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, ring.generation)
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def launch_ring_attention(

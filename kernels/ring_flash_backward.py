@@ -217,10 +217,7 @@ def sum_dq(
     length,
     batch,
     kv_head,
-    keys,
     ring,
-    sees,
-    scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -234,7 +231,7 @@ def sum_dq(
     dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
     lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
     delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
-    lowest, highest = visible(position, sees), visible(position + length - 1, sees)
+    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
     dq = tiles.zeros(BLOCK_M, BLOCK_D)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
@@ -243,12 +240,12 @@ def sum_dq(
             begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
                 come = having(come, step, ring, SHAPE)
-                held = head_keys(keys, ring, source, batch, kv_head, k_row - start, SHAPE)
+                held = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 dq = _add_to_dq(
-                    dq, q, dout, lse, delta, position, held, begin, a, b, end, sees,
-                    scale * LOG2_E, SHAPE, BLOCK_N,
+                    dq, q, dout, lse, delta, position, held, begin, a, b, end, ring.sees,
+                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
-    return come, dq * scale
+    return come, dq * ring.scale
 
 
 @triton.jit
@@ -256,11 +253,8 @@ def _make_dq(
     dq_ptr,
     come,
     queries,
-    keys,
-    sees,
     ring,
     B,
-    scale,
     SHAPE: tl.constexpr,
     GROUP_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -276,10 +270,10 @@ def _make_dq(
         head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
         position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
         batch, q_of = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-        kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
+        kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
         come, dq = sum_dq(
             come, head_queries(queries, batch, q_of, 0), position, row, length, batch, kv_head,
-            keys, ring, sees, scale, SHAPE, BLOCK_M, BLOCK_N,
+            ring, SHAPE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
         tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
@@ -310,26 +304,22 @@ def _ring_attention_backward_kernel(
     Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
     programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
     """
-    ring = Ring(link, table_ptr, rank, signals.last_generation(link.signal_ptrs, rank) + 1)
+    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     if tl.program_id(0) < SHAPE.copy_programs:
-        publish_keys(keys, ring, SHAPE)
+        publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
         announce(ring, rank, SHAPE)
-        fetch_keys(keys, ring, SHAPE)
+        fetch_keys(ring, SHAPE)
     else:
         # Bit `step`: that source's keys are here; bit 0: delta is.
         come = having(nothing_came(SHAPE), 0, ring, SHAPE)
-        come = make_dkv(
-            come, slots, queries, keys, sees, seen_by, ring, scale, SHAPE, TILES.dkv_m, TILES.dkv_n
-        )
-        _make_dq(
-            dq_ptr, come, queries, keys, sees, ring, B, scale, SHAPE, TILES.group_heads,
-            TILES.dq_m, TILES.dq_n,
-        )  # fmt: skip
-        reduce_dkv(dk_ptr, dv_ptr, slots, keys, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
+        come = make_dkv(come, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n)
+        _make_dq(dq_ptr, come, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n)
+        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
     if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, ring.generation)
+        signals.set_generation(link.signal_ptrs, rank, generation)
 
 
 def launch_ring_attention_backward(

@@ -99,12 +99,16 @@ class Keys(NamedTuple):
 
 class Ring(NamedTuple):
     """A call, as its kernel knows it: the way to the peers, what `tables` says of all ranks'
-    shards, the own rank and the number of the call."""
+    shards, the own rank, the number of the call, the keys (Keys), what queries see of them (Sight)
+    and the scale of the scores."""
 
     link: Any
     table: Any
     rank: Any
     generation: Any
+    keys: Any
+    sees: Any
+    scale: Any
 
 
 class HeadKeys(NamedTuple):
@@ -280,10 +284,10 @@ def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _shard_ptr(keys, ring, source, SHAPE: tl.constexpr):
+def _shard_ptr(ring, source, SHAPE: tl.constexpr):
     """Where the keys of `source` begin in `gathered`."""
     base = base_of(ring.table, source, 0, SHAPE)
-    return keys.gathered + base * 2 * _fetched_heads(keys) * SHAPE.pitch
+    return ring.keys.gathered + base * 2 * _fetched_heads(ring.keys) * SHAPE.pitch
 
 
 @triton.jit
@@ -300,18 +304,18 @@ def _fetched_heads(keys):
 
 
 @triton.jit
-def head_keys(keys, ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
+def head_keys(ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
     """The keys and values of one head of `source`, once they have come: row `shift` of each.
 
     For rows counted by position, `shift` is the row less the position of some token.
     """
-    shift = tl.cast(shift, tl.int64)
+    keys, shift = ring.keys, tl.cast(shift, tl.int64)
     if source == ring.rank:
         at = batch * keys.strides[0] + kv_head * keys.strides[1] + shift * keys.strides[2]
         k, v, stride = keys.k + at, keys.v + at, tl.cast(keys.strides[2], tl.int32)
     else:
         rows = tl.cast(rows_of(ring.table, source, SHAPE), tl.int64)
-        k = _shard_ptr(keys, ring, source, SHAPE)
+        k = _shard_ptr(ring, source, SHAPE)
         k += ((batch * keys.fetched + kv_head - keys.first) * rows + shift) * SHAPE.pitch
         v, stride = k + _fetched_heads(keys) * rows * SHAPE.pitch, tl.cast(SHAPE.pitch, tl.int32)
     return HeadKeys(k, v, stride)
@@ -347,10 +351,10 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexpr):
+def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
     """The keys or values of `source` that are needed here, every chunk that is this program's."""
     COPY_M: tl.constexpr = SHAPE.copy_m
-    chunks = tiles.cdiv(rows, COPY_M)
+    keys, chunks = ring.keys, tiles.cdiv(rows, COPY_M)
     for head in range(_fetched_heads(keys)):
         of_all = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
         for chunk in range(first_chunk(of_all, chunks, SHAPE), chunks, SHAPE.copy_programs):
@@ -371,9 +375,9 @@ def _fetch_rows(out_ptr, shard_ptr, keys, ring, source, rows, SHAPE: tl.constexp
 
 
 @triton.jit
-def publish_keys(keys, ring, SHAPE: tl.constexpr):
+def publish_keys(ring, SHAPE: tl.constexpr):
     """Step 1 of the protocol, up to the signal."""
-    link, rank, generation = ring.link, ring.rank, ring.generation
+    link, rank, generation, keys = ring.link, ring.rank, ring.generation, ring.keys
     dtype: tl.constexpr = keys.k.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     rows = rows_of(ring.table, rank, SHAPE)
@@ -393,7 +397,7 @@ def signal_published(ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def fetch_keys(keys, ring, SHAPE: tl.constexpr):
+def fetch_keys(ring, SHAPE: tl.constexpr):
     """Step 2 of the protocol."""
     link, rank, generation, program = ring.link, ring.rank, ring.generation, tl.program_id(0)
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
@@ -407,22 +411,22 @@ def fetch_keys(keys, ring, SHAPE: tl.constexpr):
                 link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls
             )
             if arrived & useful:
-                fetch_shard(keys, ring, source, SHAPE)
+                fetch_shard(ring, source, SHAPE)
             if arrived:
                 announce(ring, source, SHAPE)
 
 
 @triton.jit
-def fetch_shard(keys, ring, source, SHAPE: tl.constexpr):
+def fetch_shard(ring, source, SHAPE: tl.constexpr):
     """This program's share of the keys of `source`, which have been published."""
-    link = ring.link
+    link, keys = ring.link, ring.keys
     dtype: tl.constexpr = keys.gathered.dtype.element_ty
     shard = signals.half_ptr(link.buffer_ptrs, source, ring.generation, link.half_bytes, dtype)
-    out, rows = _shard_ptr(keys, ring, source, SHAPE), rows_of(ring.table, source, SHAPE)
+    out, rows = _shard_ptr(ring, source, SHAPE), rows_of(ring.table, source, SHAPE)
     pitch = tl.cast(rows, tl.int64) * SHAPE.pitch
-    _fetch_rows(out, shard, keys, ring, source, rows, SHAPE)
+    _fetch_rows(out, shard, ring, source, rows, SHAPE)
     out += _fetched_heads(keys) * pitch
-    _fetch_rows(out, shard + keys.heads * pitch, keys, ring, source, rows, SHAPE)
+    _fetch_rows(out, shard + keys.heads * pitch, ring, source, rows, SHAPE)
 
 
 @triton.jit

@@ -148,7 +148,7 @@ IN_COLLECTIVES = [
 
 HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
 WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls"
-FETCHED = "                fetch_shard(keys, ring, source, SHAPE)"
+FETCHED = "                fetch_shard(ring, source, SHAPE)"
 ANNOUNCE = "                announce(ring, source, SHAPE)\n"
 
 IN_ATTENTION = [
@@ -207,8 +207,8 @@ IN_ATTENTION = [
     fault(
         "gradients of keys go to one slot",
         ring_dkv,
-        "_slot_ptr(slots, keys, ring, owner, rank, SHAPE)",
-        "_slot_ptr(slots, keys, ring, owner, 0, SHAPE)",
+        "_slot_ptr(slots, ring, owner, rank, SHAPE)",
+        "_slot_ptr(slots, ring, owner, 0, SHAPE)",
         BACKWARD,
     ),
     fault(
@@ -246,8 +246,8 @@ IN_ATTENTION = [
     fault(
         "queries are published after the signal",
         heads_flash,
-        "    publish_keys(keys, ring, SHAPE)\n",
-        "    publish_keys(keys, ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
+        "    publish_keys(ring, SHAPE)\n",
+        "    publish_keys(ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
         HEADS[:1],
     ),
     fault(
