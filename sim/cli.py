@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 from weft.collectives import pad
 from weft.sim import compiling
@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--schedule: {error}")
     if args.schedules != "exhaustive" and not args.schedules.isdecimal():
         parser.error(f"--schedules must be a number or `exhaustive`, got {args.schedules!r}")
-    schedules: int | Literal["exhaustive"] = "exhaustive"
-    if args.schedules != "exhaustive":
-        schedules = int(args.schedules)
+    schedules = args.schedules if args.schedules == "exhaustive" else int(args.schedules)
     if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
         parser.error("--replay is for races, in a number of --schedules, without --hardware")
     if not Path(args.script.partition(":")[0]).is_file():

@@ -277,7 +277,7 @@ class Clock:
                 # A small kernel, which tells all peers.
                 if not isinstance(before, Signal):
                     yield start + hardware.launch_us
-                self._deliver(rank, event, engine.now)
+                self._deliver(rank, event)
             elif isinstance(event, Wait):
                 if not isinstance(before, Wait):
                     yield start + hardware.launch_us
@@ -303,12 +303,12 @@ class Clock:
         free = [core for _ in range(together) for core in range(self._hw.cores)]
         if not beside:  # small kernels there take the cores that a large one leaves free: the last
             free.reverse()
-        waiting = list(enumerate(launch.programs))[::-1]
+        waiting = launch.programs[::-1]
         done = Join(len(launch.programs) + 1)
 
         def next_program() -> None:
             while waiting and free:
-                core, (_, events) = free.pop(), waiting.pop()
+                core, events = free.pop(), waiting.pop()
                 program = self._engine.start(self._program(rank, core, launch.kernel, events))
                 program.then(partial(ended, core))
 
@@ -393,12 +393,12 @@ class Clock:
                 if isinstance(event, Update):
                     before = self._arrival(event.address, event.version - 1)
                     change = Signal(event.address, event.version, event.owner)
-                    before.then(lambda change=change: self._deliver(rank, change, engine.now))  # type: ignore[misc]
+                    before.then(lambda change=change: self._deliver(rank, change))  # type: ignore[misc]
                     if number + 1 < len(events):
                         yield before
                         yield engine.now + hardware.l2_latency_us
                 else:
-                    self._deliver(rank, event, engine.now)
+                    self._deliver(rank, event)
             if engine.now > start:
                 self._spans.append(Span(rank, core, kernel, kind, start, engine.now))
         yield stored
@@ -504,10 +504,12 @@ class Clock:
 
     # Signals
 
-    def _deliver(self, rank: int, signal: Signal, sent: float) -> None:
+    def _deliver(self, rank: int, signal: Signal) -> None:
         hardware, key = self._hw, (signal.address, signal.version)
         remote = signal.owner != rank
-        arrives = sent + (hardware.link_latency_us if remote else hardware.l2_latency_us)
+        arrives = self._engine.now + (
+            hardware.link_latency_us if remote else hardware.l2_latency_us
+        )
 
         def arrive() -> None:
             self._arrived[key] = arrives

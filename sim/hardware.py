@@ -142,8 +142,9 @@ H100 = Hardware(
 H200 = replace(H100, name="H200", hbm_bandwidth=4.8e12)
 
 # [B200], [MAMF] 1745 of 2250 TFLOP/s, [DeepEP]; two dies, each taken to have the L2 bandwidth of
-# [A100]; latencies as for the H100.
-B200 = Hardware(
+# [A100]; other latencies as for the H100.
+B200 = replace(
+    H100,
     name="B200",
     chip="sm_100",
     cores=148,
@@ -161,13 +162,7 @@ B200 = Hardware(
     l2_bandwidth=2 * 5120 * 1.85e9,
     core_bandwidth=128 * 1.85e9,
     link_bandwidth=900e9,
-    link_sustained=0.82,
-    topology="switch",
-    ranks=8,
-    l2_latency_us=0.15,
     hbm_latency_us=0.4,
-    link_latency_us=0.7,
-    launch_us=2.0,
 )
 
 # The same chips, 72 on one switch.

@@ -51,27 +51,41 @@ class HostAccesses(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
-            schema = func._schema.arguments
-            for argument, value in zip(schema, args, strict=False):
-                self._look(argument, value)
-            if kwargs:
-                by_name = {argument.name: argument for argument in schema}
-                for name, value in kwargs.items():
-                    self._look(by_name[name], value)
+            for tensor, alias in operands(func, args, kwargs):
+                if alias is None:
+                    self._note(tensor, READ)
+                elif alias.is_write:
+                    self._note(tensor, WRITE)
         if func.namespace == "weft":  # Python again, whose ops are to be seen as well
             with self:
                 return func.redispatch(_CPU_KEYS, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, argument: Any, value: Any) -> None:
-        tensors = value if isinstance(value, (list, tuple)) else (value,)
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                alias = argument.alias_info
-                if alias is None:
-                    self._note(tensor, READ)
-                elif alias.is_write:
-                    self._note(tensor, WRITE)
+
+def operands(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """The tensors that an op of torch is given, each with what the schema says of its memory."""
+    schema = func._schema.arguments
+    for argument, value in zip(schema, args, strict=False):
+        for tensor in tensors_in((value,)):
+            yield tensor, argument.alias_info
+    if kwargs:
+        by_name = {argument.name: argument for argument in schema}
+        for name, value in kwargs.items():
+            for tensor in tensors_in((value,)):
+                yield tensor, by_name[name].alias_info
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments, in tuples and lists of them, and under descriptors."""
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a tensor descriptor
+            yield value.base
 
 
 @contextmanager

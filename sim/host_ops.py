@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from weft.sim.host_access import operands, tensors_in
 from weft.sim.scheduler import local
 from weft.sim.trace import HostOp, Recorder
 
@@ -50,7 +52,7 @@ class HostOps(TorchDispatchMode):
         computed = computed and (self._numerics or not _makes_floats(kwargs))
         run = _wide_mm if func in _WIDE_MM else func
         out = run(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
-        results = writes or [t for t in _tensors((out,)) if not any(t is r for r in reads)]
+        results = writes or [t for t in tensors_in((out,)) if not any(t is r for r in reads)]
         strand = local.strand
         if strand is not None and any(t.is_floating_point() for t in (*reads, *results)):
             self._recorder.add(strand, self._op(strand.rank, name, reads, results))
@@ -81,26 +83,16 @@ def _operands(
     """Tensors that `func` reads, and those of its arguments that it writes."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    by_name = {argument.name: argument for argument in func._schema.arguments}
-    pairs = [*zip(func._schema.arguments, args, strict=False)]
-    pairs += [(by_name[name], value) for name, value in kwargs.items()]
-    overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
-    for argument, value in pairs:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors((value,)):
-            if written:
-                writes.append(tensor)
-            if not written or not (argument.is_out or overwrites):
-                reads.append(tensor)
+    # What has an out= or is one of these does not look at what was there.
+    overwrites = any(argument.is_out for argument in func._schema.arguments)
+    overwrites = overwrites or func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
+    for tensor, alias in operands(func, args, kwargs):
+        written = alias is not None and alias.is_write
+        if written:
+            writes.append(tensor)
+        if not written or not overwrites:
+            reads.append(tensor)
     return reads, writes
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def _makes_floats(kwargs: dict[str, Any]) -> bool:
@@ -142,37 +134,20 @@ def _uncomputed(
     if name == "_linear_pointwise":
         x, w = args[0], args[2] if isinstance(args[2], torch.Tensor) else args[1]
         w = w if w.ndim == 2 else args[1]
-        return _made((*x.shape[:-1], w.shape[0]), None, x.dtype)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    shapes = func(*_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()})
-    return _off_meta(shapes)
+        shapes: Any = torch.empty((*x.shape[:-1], w.shape[0]), dtype=x.dtype, device="meta")
+    else:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        shapes = func(*args, **kwargs)
+    return tree_map_only(torch.Tensor, _off_meta, shapes)
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        shape, stride = value.shape, value.stride()
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_meta(each) for each in value)
-    return value
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _off_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _made(value.shape, value.stride(), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_off_meta(each) for each in value)
-    return value
-
-
-def _made(
-    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype
-) -> torch.Tensor:
+def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
     # Large memory is not touched, so that it is never there: it may be more than the machine has.
-    made = (
-        torch.empty(shape, dtype=dtype)
-        if stride is None
-        else torch.empty_strided(shape, stride, dtype=dtype)
-    )
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return made if made.numel() * made.element_size() >= _LARGE else made.zero_()

@@ -16,11 +16,11 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,59 +29,42 @@ from triton.runtime import interpreter
 
 from weft.sim import fast_integers
 
+if TYPE_CHECKING:
+    from weft.sim.world import World
+
 Array = npt.NDArray[Any]
 Effect = tuple[Any, ...]
-
-
-class Observer(Protocol):
-    """What is told of every operation. Each call is made by the thread that runs the kernel."""
-
-    def active(self) -> bool:
-        """Whether this thread is a virtual rank."""
-
-    def access(self, addresses: Array, itemsize: int, kind: str, stored: int | None = None) -> None:
-        """A load ("reads") or store ("writes") of the elements at `addresses` comes next;
-        `stored` is the value of one integer that is stored."""
-
-    def atomic(
-        self,
-        addresses: Array,
-        itemsize: int,
-        sem: str,
-        scope: str,
-        run: Callable[[], Any],
-        wanted: int | None = None,
-        effect: Effect | None = None,
-    ) -> Any:
-        """An atomic: `run()` does it and returns (what it returned, whether memory changed, the
-        values seen). `wanted` is what a loop around it waits for, if that can be told, `effect`
-        what it does to one integer: ("load",), ("add", n), ("set", n), ("swap", if it is, n)."""
-
-    def barrier(self) -> None:
-        """tl.debug_barrier."""
-
-    def launches(self, fn: Callable[..., Any], grid: Any, given: dict[str, Any]) -> None:
-        """`fn` is about to be launched on `grid`, with the arguments and options `given`."""
-
-    def launch(
-        self,
-        kernel: str,
-        arguments: list[Any],
-        warps: int,
-        programs: list[tuple[int, int, int]],
-        run: Callable[[tuple[int, int, int]], None],
-    ) -> None:
-        """Run all programs of a launch, of `warps` warps each."""
 
 
 _ATOMICS = frozenset(f"create_atomic_{name}" for name in ("rmw", "cas", "load", "store", "poll"))
 
 
+def moved(methods: dict[str, list[str]], names: Sequence[str]) -> list[str]:
+    """What is missing in Triton's interpreter, in words.
+
+    Args:
+        methods: of its builder, each with its first arguments.
+        names: of the module.
+    """
+    missing = []
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    for name, arguments in methods.items():
+        method = getattr(builder, name, None)
+        if method is None:
+            missing.append(f"InterpreterBuilder.{name} is gone")
+            continue
+        found = list(inspect.signature(method).parameters)[1 : 1 + len(arguments)]
+        if found != arguments:
+            missing.append(f"InterpreterBuilder.{name} takes {found}, not {arguments}")
+    for name in names:
+        if not hasattr(interpreter, name):
+            missing.append(f"triton.runtime.interpreter.{name} is gone")
+    return missing
+
+
 @cache
 def requirements() -> list[str]:
     """What is missing in this Triton, in words; empty if all hooks fit."""
-    missing = []
-    builder = getattr(interpreter, "InterpreterBuilder", None)
     want = {
         "create_masked_load": ["ptrs", "mask"],
         "create_masked_store": ["ptrs", "value", "mask"],
@@ -91,23 +74,14 @@ def requirements() -> list[str]:
         "set_grid_idx": ["x", "y", "z"],
         "set_grid_dim": ["nx", "ny", "nz"],
     }
-    for name, names in want.items():
-        method = getattr(builder, name, None)
-        if method is None:
-            missing.append(f"InterpreterBuilder.{name} is gone")
-            continue
-        found = list(inspect.signature(method).parameters)[1 : 1 + len(names)]
-        if found != names:
-            missing.append(f"InterpreterBuilder.{name} takes {found}, not {names}")
-    for name in ("_patch_lang", "GridExecutor", "InterpretedFunction", "interpreter_builder"):
-        if not hasattr(interpreter, name):
-            missing.append(f"triton.runtime.interpreter.{name} is gone")
+    names = "_patch_lang", "GridExecutor", "InterpretedFunction", "interpreter_builder"
+    missing = moved(want, names)
     executor = getattr(interpreter, "GridExecutor", None)
     source = inspect.getsource(executor.__call__) if executor else ""
     for text in ("_patch_lang(self.fn)", "self.fn(**args)", "set_grid_idx", "set_grid_dim"):
         if text not in source:
             missing.append(f"GridExecutor.__call__ does not contain {text!r} any more")
-    for name in vars(builder or object):
+    for name in vars(getattr(interpreter, "InterpreterBuilder", object)):
         if "atomic" in name and name not in _ATOMICS:
             missing.append(f"InterpreterBuilder.{name} is an atomic that is not hooked")
     return missing
@@ -127,11 +101,11 @@ class _Collected:
     """Stands for a kernel while its grid is walked, then hands over all programs at once."""
 
     def __init__(
-        self, fn: Any, observer: Observer, arguments: list[Any], warps: int, grid: _Grid
+        self, fn: Any, world: World, arguments: list[Any], warps: int, grid: _Grid
     ) -> None:
         self.__signature__ = inspect.signature(fn)
         self.__globals__, self.__name__ = fn.__globals__, fn.__name__
-        self._fn, self._observer, self._arguments, self._grid = fn, observer, arguments, grid
+        self._fn, self._world, self._arguments, self._grid = fn, world, arguments, grid
         self._warps = warps
         self._left: int | None = None
 
@@ -151,7 +125,7 @@ class _Collected:
 
         programs = list(product(*map(range, dim)))
         name = self._fn.__name__
-        self._observer.launch(name, self._arguments, self._warps, programs, run)  # type: ignore[arg-type]
+        self._world.launch(name, self._arguments, self._warps, programs, run)  # type: ignore[arg-type]
 
 
 def _name(value: Any, default: str) -> str:
@@ -163,8 +137,8 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def installed(observer: Observer, *, quick: bool = False) -> Iterator[None]:
-    """Tell `observer` of every operation of kernels interpreted in this process, inside the block.
+def installed(world: World, *, quick: bool = False) -> Iterator[None]:
+    """Tell `world` of every operation of kernels interpreted in this process, inside the block.
 
     Args:
         quick: integers take the short way, and are not checked for overflow.
@@ -177,17 +151,17 @@ def installed(observer: Observer, *, quick: bool = False) -> Iterator[None]:
     if not _lock.acquire(blocking=False):
         raise RuntimeError("one simulation runs at a time in a process")
     try:
-        with _patched(observer, quick):
+        with _patched(world, quick):
             yield
     finally:
         _lock.release()
 
 
 class _Hooks:
-    """What takes the place of the builder's methods: tells the observer, and does what they do."""
+    """What takes the place of the builder's methods: tells the world, and does what they do."""
 
-    def __init__(self, observer: Observer, builder: Any) -> None:
-        self._observer = observer
+    def __init__(self, world: World, builder: Any) -> None:
+        self._world = world
         self._load, self._store = builder.create_masked_load, builder.create_masked_store
         self._rmw, self._cas = builder.create_atomic_rmw, builder.create_atomic_cas
         self._barrier = builder.create_barrier
@@ -219,20 +193,20 @@ class _Hooks:
         if live_addresses.size:
             one = value is not None and live_addresses.size == 1 and value.data.dtype.kind in "iu"
             stored = int(value.data.flat[0]) if one and value.data.size == 1 else None
-            self._observer.access(live_addresses, _itemsize(ptrs), what, stored)
+            self._world.access(live_addresses, _itemsize(ptrs), what, stored)
 
     def masked_load(self, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
-        if self._observer.active():
+        if self._world.active():
             self._note(ptrs, mask, "reads")
         return self._load(ptrs, mask, *rest, **kwargs)
 
     def masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
-        if self._observer.active():
+        if self._world.active():
             self._note(ptrs, mask, "writes", value)
         return self._store(ptrs, value, mask, *rest, **kwargs)
 
     def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        if not self._observer.active():
+        if not self._world.active():
             return self._cas(ptr, cmp, val, sem, scope)
 
         def run() -> tuple[Any, bool, Array]:
@@ -243,7 +217,7 @@ class _Hooks:
         order, reach, wanted = _name(sem, "acq_rel"), _name(scope, "gpu"), int(cmp.data.flat[0])
         effect = "swap", wanted, int(val.data.flat[0])
         addresses = ptr.data.reshape(-1)
-        return self._observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
+        return self._world.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if self._are_words(ptr):
@@ -287,7 +261,7 @@ class _Hooks:
     def _are_words(self, ptr: Any) -> bool:
         """Whether these are several signals: each is then an atomic of its own, as on a GPU."""
         words = ptr.data.size > 1 and ptr.get_element_ty().is_int()
-        return bool(words and self._observer.active())
+        return bool(words and self._world.active())
 
     @staticmethod
     def _each(atomic: Callable[..., Any], ptr: Any, *operands: Any) -> Any:
@@ -317,14 +291,14 @@ class _Hooks:
         effect: Effect | None = None,
     ) -> Any:
         live = np.broadcast_to(np.asarray(mask.data, bool), ptr.data.shape)
-        if not self._observer.active() or not live.any():
+        if not self._world.active() or not live.any():
             return run()[0]
         order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
         addresses = ptr.data[live].reshape(-1)
-        return self._observer.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
+        return self._world.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 
     def atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
-        if not self._observer.active():
+        if not self._world.active():
             assert self._poll is not None
             return self._poll(ptr, expected, timeout_ns, sem, scope)
         every = types.SimpleNamespace(data=np.ones(ptr.data.shape, bool))
@@ -335,30 +309,30 @@ class _Hooks:
                 return interpreter.TensorHandle(matched, tl.int1)
 
     def barrier(self, *args: Any) -> Any:
-        if self._observer.active():
-            self._observer.barrier()
+        if self._world.active():
+            self._world.barrier()
         return self._barrier(*args)
 
 
 @contextmanager
-def _patched(observer: Observer, quick: bool) -> Iterator[None]:
+def _patched(world: World, quick: bool) -> Iterator[None]:
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
     execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
     grid = _Grid()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        if observer.active():
+        if world.active():
             warps = int(kwargs.get("num_warps", 4))
             given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-            observer.launches(self.fn, self.grid, given)
-            self.fn = _Collected(self.fn, observer, [*args, *kwargs.values()], warps, grid)
+            world.launches(self.fn, self.grid, given)
+            self.fn = _Collected(self.fn, world, [*args, *kwargs.values()], warps, grid)
             # Arguments are on the CPU already: there is nothing to bring back, and much to copy.
             self._restore_args_dev = lambda *_: None
         execute(self, *args, **kwargs)
 
     everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})
     scope = patch_lang(everything)
-    hooks = _Hooks(observer, builder).by_name()
+    hooks = _Hooks(world, builder).by_name()
     try:
         for name, hook in hooks.items():
             setattr(builder, name, hook)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.collectives.group import here
+from weft.sim.host_access import tensors_in
 from weft.sim.races import Region
 from weft.sim.scheduler import Strand, strand_here
 from weft.sim.trace import Lane
@@ -210,14 +211,3 @@ def _order(turn: int, lanes: int) -> Sequence[int]:
 def _program(kernel: str, program: Program) -> str:
     index = program[0] if program[1:] == (0, 0) else program
     return f"kernel {kernel}, program {index}"
-
-
-def tensors_in(arguments: list[Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments, in tuples and lists of them, and under descriptors."""
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_in(list(value))
-        elif isinstance(getattr(value, "base", None), torch.Tensor):  # a tensor descriptor
-            yield value.base

@@ -28,7 +28,6 @@ from weft.sim.recording import Op
 from weft.sim.replay import Piece, Recording
 from weft.sim.scheduler import Scheduler, Stop, Strand
 from weft.sim.schedules import Directed, Policy
-from weft.sim.sites import Sites
 from weft.sim.vector_clocks import Array, Clocks
 
 
@@ -56,7 +55,7 @@ class Player:
 
     def __init__(self, recording: Recording, policy: Policy) -> None:
         self._recording = recording
-        self._scheduler = Scheduler(policy, Sites())
+        self._scheduler = Scheduler(policy)
         self._scheduler.explain = lambda *_: ""
         self._clocks = Clocks()
         for rank, _ in sorted(recording.places, key=recording.places.__getitem__):

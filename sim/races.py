@@ -289,9 +289,9 @@ class Detector(Clocks):
                     f"  {self._sites.text(event.site)}"
                 )
         if region.atomics is not None:
-            self._check_atomics(region, strand, event, index)
+            self._check_table(region, region.atomics, strand, event, index)
         if kind in (WRITE, ATOMIC):
-            self._check_reads(region, strand, event, index)
+            self._check_table(region, region.reads, strand, event, index)
         if kind == WRITE:
             region.writer[index], region.written[index] = slot + 1, number
             return
@@ -326,21 +326,13 @@ class Detector(Clocks):
                 f"  perhaps in other threads, with no tl.debug_barrier between"
             )
 
-    def _check_reads(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
-        late = region.reads[index] > self.clocks[strand.slot][region.slots]
-        if late.any():
-            self._first_that_counts(region, strand, event, index, region.reads, late)
-
-    def _check_atomics(self, region: Region, strand: Strand, event: Event, index: Array) -> None:
-        assert region.atomics is not None
-        late = region.atomics[index] > self.clocks[strand.slot][region.slots]
-        if late.any():
-            self._first_that_counts(region, strand, event, index, region.atomics, late)
-
-    def _first_that_counts(
-        self, region: Region, strand: Strand, event: Event, index: Array, table: Array, late: Array
+    def _check_table(
+        self, region: Region, table: Array, strand: Strand, event: Event, index: Array
     ) -> None:
-        """Unordered atomics are no race if the scope of both reaches the other."""
+        """The last accesses of every slot; unordered atomics of scopes that reach are no race."""
+        late = table[index] > self.clocks[strand.slot][region.slots]
+        if not late.any():
+            return
         columns = np.flatnonzero(late.any(0))
         for column in sorted(columns, key=lambda column: region.slots[column]):
             other = int(region.slots[column])

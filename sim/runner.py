@@ -37,7 +37,6 @@ from weft.sim.schedules import (
     preempting,
     spell,
 )
-from weft.sim.sites import Sites
 from weft.sim.timeline import Timeline
 from weft.sim.world import Programs, World
 
@@ -177,21 +176,18 @@ def run(
             unused = copy.deepcopy(policy) if recording else policy
             tape = Tape() if recording and not recording.unfit else None
             torch.set_rng_state(random_state)
-            values, world = _run_one(
+            world = World(
                 world_size,
-                fn,
-                policy,
-                seed,
-                name,
+                Scheduler(policy),
+                tape,
                 races=races,
                 programs=programs,
-                timeout=timeout,
                 hardware=machine,
                 numerics=numerics,
                 symmetric=symmetric,
-                again=schedule is not None or results is not None,
-                tape=tape,
             )
+            again = schedule is not None or results is not None
+            values = _run_one(world, fn, seed, name, timeout, again=again)
             if recording and tape:
                 recording.learn(tape)
                 if found := play(recording, unused):
@@ -246,28 +242,17 @@ def _policy(seed: int, schedule: Schedule) -> Policy:
 
 
 def _run_one(
-    world_size: int,
+    world: World,
     fn: Callable[[int], Any],
-    policy: Policy,
     seed: int,
     schedule: Schedule,
-    *,
-    races: bool,
-    programs: Programs,
     timeout: float,
-    hardware: Hardware | None,
-    numerics: bool,
-    symmetric: bool,
+    *,
     again: bool,
-    tape: Tape | None,
-) -> tuple[list[Any], World]:
+) -> list[Any]:
     """One schedule; `again` if what does not depend on the schedule was checked before."""
-    sites = Sites()
-    scheduler = Scheduler(policy, sites)
-    world = World(
-        world_size, scheduler, sites, races, programs, hardware, numerics, tape, symmetric
-    )
-    results: list[Any] = [None] * world_size
+    scheduler = world.scheduler
+    results: list[Any] = [None] * world.world_size
 
     def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
         def body() -> None:
@@ -275,23 +260,23 @@ def _run_one(
             assert strand is not None
             with world.rank(strand):
                 results[rank] = fn(rank)
-            if tape:
-                tape.flush(strand)
+            if world.tape:
+                world.tape.flush(strand)
 
         return lambda: context.run(body)
 
     with ExitStack() as stack:
-        if not numerics:  # numbers are none: 1 / 0 is nothing to be warned of
+        if not world.numerics:  # numbers are none: 1 / 0 is nothing to be warned of
             stack.enter_context(np.errstate(all="ignore"))
         if world.recorder:
-            stack.enter_context(timing_hooks.installed(world.recorder, numerics))
-        stack.enter_context(interpreter_hooks.installed(world, quick=again and numerics))
+            stack.enter_context(timing_hooks.installed(world.recorder, world.numerics))
+        stack.enter_context(interpreter_hooks.installed(world, quick=again and world.numerics))
         stack.enter_context(distributed_hooks.installed())
         stack.enter_context(python_reads(world.python_read))
         stack.enter_context(_polls(world))
         stack.enter_context(_properties_without_locks())
         stack.enter_context(_uncompiled())
-        for rank in range(world_size):
+        for rank in world.everybody:
             strand = world.new_strand(rank)
             strand.random_state = torch.get_rng_state()
             scheduler.start(strand, body_of(rank, contextvars.copy_context()))
@@ -312,9 +297,9 @@ def _run_one(
             where = scheduler.failed_rank
             error.add_note(shown if where is None else f"on virtual rank {where}; {shown}")
         raise error
-    if symmetric and world.recorder:
+    if world.symmetric and world.recorder:
         rotation.complete(world.recorder.trace, world.pads)
-    return results, world
+    return results
 
 
 @contextmanager

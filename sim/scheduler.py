@@ -100,8 +100,8 @@ def strand_here() -> Strand:
 class Scheduler:
     """Runs strands one at a time in an order that `policy` picks."""
 
-    def __init__(self, policy: Policy, sites: Sites) -> None:
-        self.policy, self.sites = policy, sites
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.sites = policy, Sites()
         self.live: list[Strand] = []
         self._ranks: set[int] = set()  # that were ever live
         self.versions: dict[Hashable, int] = {}  # address of a signal word -> times it changed

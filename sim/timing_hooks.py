@@ -15,7 +15,6 @@ Integers are loaded, stored and computed for real: tables of pointers, generatio
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,7 +25,7 @@ import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
 
-from weft.sim import fast_integers
+from weft.sim import fast_integers, interpreter_hooks
 from weft.sim.scheduler import local
 from weft.sim.trace import Lane, Recorder
 
@@ -52,17 +51,9 @@ def requirements() -> list[str]:
         "unary_op": ["arg", "op"],
         "ternary_op": ["lhs", "rhs", "other", "op"],
     }
-    missing = []
-    for name, names in want.items():
-        method = getattr(interpreter.InterpreterBuilder, name, None)
-        if method is None:
-            missing.append(f"InterpreterBuilder.{name} is gone")
-        elif (found := list(inspect.signature(method).parameters)[1 : 1 + len(names)]) != names:
-            missing.append(f"InterpreterBuilder.{name} takes {found}, not {names}")
+    missing = interpreter_hooks.moved(want, ["_patch_lang_core"])
     if not hasattr(interpreter.InterpretedFunction, "rewrite"):
         missing.append("InterpretedFunction.rewrite is gone")
-    if not hasattr(interpreter, "_patch_lang_core"):
-        missing.append("triton.runtime.interpreter._patch_lang_core is gone")
     return missing
 
 

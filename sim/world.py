@@ -1,7 +1,7 @@
 """The virtual world: what ranks share in one schedule, and what happens when they touch it.
 
 It stands in for what processes bring along (`weft.collectives.group.Ranks`) and observes the
-interpreter (`interpreter_hooks.Observer`), torch ops (`host_access`) and host-side signals.
+interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.sim import distributed_hooks
 from weft.sim.compiling import Launched, launched
 from weft.sim.errors import SimError
 from weft.sim.hardware import Hardware
-from weft.sim.host_access import HostAccesses, addresses
+from weft.sim.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.host_ops import HostOps
-from weft.sim.launches import Launches, tensors_in
+from weft.sim.interpreter_hooks import Effect
+from weft.sim.launches import Launches
 from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
 from weft.sim.recording import HOST, Tape
 from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
-from weft.sim.sites import Sites
 from weft.sim.team import Team, word_told
 from weft.sim.trace import HostOp, Recorder, Signal, Wait
 
@@ -46,16 +46,16 @@ class World:
         self,
         world_size: int,
         scheduler: Scheduler,
-        sites: Sites,
+        tape: Tape | None,
+        *,
         races: bool,
         programs: Programs,
-        hardware: Hardware | None = None,
-        numerics: bool = True,
-        tape: Tape | None = None,
-        symmetric: bool = False,
+        hardware: Hardware | None,
+        numerics: bool,
+        symmetric: bool,
     ) -> None:
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
-        self.detector = Detector(sites) if races and numerics else None
+        self.detector = Detector(scheduler.sites) if races and numerics else None
         self.everybody = tuple(range(world_size))
         self.hardware, self.numerics, self.symmetric = hardware, numerics, symmetric
         self.pads = Pads()
@@ -63,7 +63,6 @@ class World:
         if self.detector:
             self.detector.tape = tape
         self.recorder = Recorder(world_size) if hardware else None
-        self._sites = sites
         scheduler.explain = self._awaited
         self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
@@ -210,11 +209,11 @@ class World:
             return
         ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
 
-    # What the interpreter tells
+    # What the interpreter tells, by the thread that runs the kernel
 
     def active(self) -> bool:
-        strand = local.strand
-        return strand is not None
+        """Whether this thread is a virtual rank."""
+        return local.strand is not None
 
     def access(
         self,
@@ -223,6 +222,8 @@ class World:
         kind: str,
         stored: int | None = None,
     ) -> None:
+        """A load or store of the elements at `accessed` comes next; `stored` is the value of one
+        integer that is stored."""
         strand = strand_here()
         self.scheduler.check()
         if self.detector:
@@ -285,15 +286,18 @@ class World:
         scope: str,
         run: Callable[[], tuple[Any, bool, np.ndarray[Any, Any]]],
         wanted: int | None = None,
-        effect: tuple[Any, ...] | None = None,
+        effect: Effect | None = None,
     ) -> Any:
+        """An atomic: `run()` does it and returns (what it returned, whether memory changed, the
+        values seen). `wanted` is what a loop around it waits for, if that can be told, `effect`
+        what it does to one integer: ("load",), ("add", n), ("set", n), ("swap", if it is, n)."""
         strand, scheduler = strand_here(), self.scheduler
         first = int(accessed[0])
         # With programs in turn, what stays within the rank concerns no other strand.
         if scope == "sys" or strand.vain or self.programs == "concurrent":
             scheduler.point(strand)
         else:
-            strand.site = self._sites.here()
+            strand.site = scheduler.sites.here()
         if self.tape:
             self.tape.flush(strand)
         out, changed, seen = run()
@@ -337,6 +341,7 @@ class World:
             self.scheduler.saw(strand, word, value, wrote)
 
     def barrier(self) -> None:
+        """tl.debug_barrier."""
         if self.detector:
             strand = strand_here()
             self.detector.barrier(strand.slot)
@@ -387,7 +392,7 @@ class World:
         return f"{want} at byte {address - region.start} of {region.name}{who}, which is {seen}"
 
     def launches(self, fn: Callable[..., Any], grid: Any, given: dict[str, Any]) -> None:
-        """Keep what a kernel for these GPUs would be compiled from."""
+        """`fn` is about to be launched: keep what it would be compiled from for these GPUs."""
         if self.recorder:
             programs = grid(given) if callable(grid) else grid
             self.launched.append(launched(strand_here().rank, fn, programs, given))
@@ -400,7 +405,7 @@ class World:
         programs: list[tuple[int, int, int]],
         run: Callable[[tuple[int, int, int]], None],
     ) -> None:
-        """Programs start after all that the host did, and the host goes on after all of them."""
+        """Run all programs of a launch, of `warps` warps each."""
         self._launches.run(kernel, arguments, warps, programs, run)
 
     # What torch and the host do
