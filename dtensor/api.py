@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import (
     Layout,
+    Ranks,
     contiguous_stride,
     layout_of,
     mesh_or_current,
@@ -28,16 +29,6 @@ from weft.dtensor.tensor import DTensor, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class _OneRank:
-    """Stands for a mesh of one rank: where the data of `distribute_tensor` come from."""
-
-    ndim = 1
-    shape = (1,)
-
-    def __init__(self, rank: int) -> None:
-        self.mesh = torch.tensor([rank])
 
 
 def _mesh_and_placements(
@@ -121,7 +112,7 @@ def _source(layout: Layout, src_data_rank: int | None) -> Layout:
         )
     rank, kept = layout.place.ranks[index], layout.place.meshes_of_one
     if rank not in kept:
-        kept[rank] = _OneRank(rank)
+        kept[rank] = Ranks(torch.tensor([rank]))
     return layout_of(kept[rank], (Replicate(),), layout.shape, layout.stride, layout.dtype)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.layout import Layout, Placements, Shape, distinct
+from weft.dtensor.layout import Layout, Placements, Shape, distinct, is_shard, moved, shard_dim
 
 Op = Callable[..., Any]
 
@@ -95,6 +95,19 @@ class Call:
         """The first tensor, and the results, placed so; the others whole on every rank."""
         rest = (Replicate(),) * (len(self.inputs) - 1)
         return Strategy((placement, *rest), (placement,) * len(self.outputs))
+
+    def kept(self, dims: dict[int, int]) -> list[Strategy]:
+        """Whole, and by each of these dims of the first tensor, which are others of the results."""
+        present = filter(is_shard, self.inputs[0].placements)
+        shards = [p for p in distinct([*present, *map(Shard, dims)]) if shard_dim(p) in dims]
+        rest = (Replicate(),) * (len(self.inputs) - 1)
+        return [
+            self.whole,
+            *(
+                Strategy((p, *rest), (moved(p, dims[shard_dim(p)]),) * len(self.outputs))
+                for p in shards
+            ),
+        ]
 
     def with_all(self, placement: Placement) -> Strategy:
         """All tensors, and the results, placed so."""

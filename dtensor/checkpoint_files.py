@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 
 from weft.dtensor.checkpoint_items import Block, blocks
-from weft.dtensor.layout import Layout, Placements, contiguous_stride, normalize
+from weft.dtensor.layout import Layout, Placements, Ranks, contiguous_stride, normalize
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -356,14 +356,6 @@ def merge(stored: Stored, out: Path, progress: Progress = lambda _: None) -> lis
     return []
 
 
-class Grid:
-    """Stands for a mesh of ranks that are not running."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.shape, self.ndim = sizes, len(sizes)
-        self.mesh = torch.arange(math.prod(sizes)).view(sizes)
-
-
 def reshard(
     stored: Stored,
     out: Path,
@@ -385,8 +377,8 @@ def reshard(
     stored.check(read=False)
     if out.exists():
         raise ValueError(f"{out} exists: name a new folder")
-    mesh = cast(Any, Grid(sizes))
     count = math.prod(sizes)
+    mesh: Any = Ranks(torch.arange(count).view(sizes))
     layouts = {
         name: Layout(
             mesh,

@@ -56,25 +56,17 @@ def blocks(layout: Layout, index: int | None) -> list[Block]:
 
 def write_items(tensor: DTensor, fqn: str) -> list[Any]:
     """One WriteItem a block."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     return [
         WriteItem(
-            index=MetadataIndex(fqn, offsets),
+            index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-                properties=properties,
-                size=tensor.shape,
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
         )
-        for offsets, sizes, _ in blocks(tensor._layout, tensor._layout.index)
+        for chunk in chunks(tensor)
     ]
 
 

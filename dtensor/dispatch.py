@@ -30,7 +30,7 @@ from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
-from weft.dtensor.tensor import DTensor, before_write, wrap
+from weft.dtensor.tensor import DTensor, before_write, local_as, wrap
 from weft.dtensor.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
@@ -216,7 +216,7 @@ def dispatch(
 
 
 # In place of a plan: the values of the floats belong to the key.
-_BY_VALUE = Plan(lambda: None, None, None)
+_BY_VALUE = Plan(lambda: None)
 
 
 def _floats_in(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
@@ -414,12 +414,10 @@ def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: Plan, positio
 
 def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     for target, tensor in zip(moves, tensors, strict=True):
-        if not isinstance(tensor, DTensor):
-            yield tensor if target is None else move(tensor, target.replicated(), target)
-        elif target is None or target == tensor._layout:
-            yield tensor._local_tensor
+        if target is None or (isinstance(tensor, DTensor) and target == tensor._layout):
+            yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         else:
-            yield move(tensor._local_tensor, tensor._layout, target)
+            yield local_as(tensor, target)
 
 
 def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -73,8 +73,8 @@ def attention(
         return _attention_around(around[0], query, key, value, is_causal, scale)
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
-    # Rows of q that only this rank has give a term of the gradients of k and v.
-    of_shared = tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
+    # Rows of q that only this rank has give a term of the gradients of k, v and the mask.
+    of_shared = _grad_placements(rows, shared)
     q_local = local_part(_placed(query, rows), rows)
     k_local = local_part(_placed(key, shared), of_shared)
     v_local = local_part(_placed(value, shared), of_shared)
@@ -82,26 +82,27 @@ def attention(
     if attn_mask is not None:
         mask = attn_mask._layout
         placed = tuple(_mask_placement(mask, q, p) for p in rows)
-        of_mask = tuple(
-            Partial("sum") if is_shard(p) and not is_shard(m) else m
-            for p, m in zip(rows, placed, strict=True)
+        mask_local = local_part(_placed(attn_mask, placed), _grad_placements(rows, placed))
+    if q_local.numel():
+        y = functional.scaled_dot_product_attention(
+            q_local, k_local, v_local, mask_local, 0.0, is_causal, scale, enable_gqa
         )
-        mask_local = local_part(_placed(attn_mask, placed), of_mask)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    target_shape = (*q.shape[:-1], v.shape[-1])
+    else:
+        # A rank without heads or rows takes part in the gradients of what it was given.
+        used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
+        y = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
+    return _result(y, rows, q, v)
 
-    def run() -> torch.Tensor:
-        if q_local.numel() == 0:
-            # A rank without heads or rows takes part in the gradients of what it was given.
-            used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
-            return q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
-        return functional.scaled_dot_product_attention(
-            q_local, k_local, v_local, mask_local, 0.0, is_causal, **options
-        )
 
-    y = run()
-    stride = stride_like(y, target_shape)
-    return as_global(y, layout_of(q.mesh, rows, target_shape, stride, y.dtype))
+def _grad_placements(rows: Placements, shared: Placements) -> Placements:
+    """How gradients of what is placed `shared`, of the rows that each rank has, make up all."""
+    pairs = zip(rows, shared, strict=True)
+    return tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
+
+
+def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
+    shape = (*q.shape[:-1], v.shape[-1])
+    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
 
 
 def _placed(tensor: DTensor, placements: Placements) -> DTensor:
@@ -139,8 +140,7 @@ def _attention_around(
         sizes=chunk_sizes(q.shape[2], world_size),
         key_sizes=chunk_sizes(k.shape[2], world_size),
     )
-    shape = (*q.shape[:-1], v.shape[-1])
-    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
+    return _result(y, rows, q, v)
 
 
 def _attention_step_by_step(
@@ -161,18 +161,7 @@ def _attention_step_by_step(
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     weights: Any = (query * root) @ (key.transpose(-2, -1) * root)
     if is_causal:
-        rows_and_columns = weights.shape[-2:]
-        seen = torch.ones(rows_and_columns, dtype=torch.bool, device=weights.device).tril()
-        attn_mask = as_global(
-            seen,
-            layout_of(
-                query._layout.mesh,
-                (Replicate(),) * query._layout.mesh.ndim,
-                tuple(seen.shape),
-                seen.stride(),
-                seen.dtype,
-            ),
-        )
+        attn_mask = weights.new_ones(weights.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         weights = weights.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:

@@ -240,7 +240,6 @@ class _Linear(torch.autograd.Function):
         # As torch does: what is frozen keeps no activations, and may be written.
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_w else None, w if need_x else None)
-        ctx.bias_ndim = None if bias is None else bias.ndim
         if pending is not None:
             return wrap_pending(pending, pending.layout, x._local_tensor.device)
         return _run_linear(x, w, bias)

@@ -204,6 +204,13 @@ def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
+class Ranks:
+    """Stands for a `DeviceMesh`, for arithmetic: of ranks that do not run, or that have no mesh."""
+
+    def __init__(self, mesh: torch.Tensor) -> None:
+        self.mesh, self.shape, self.ndim = mesh, tuple(mesh.shape), mesh.ndim
+
+
 class MeshPlace:
     """Where this process stands in a mesh: cached, as asking the mesh costs microseconds."""
 
@@ -343,17 +350,6 @@ class Layout:
         """The same, as torch's DTensor keeps it. A new one each time: others write to theirs."""
         meta = TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
         return DTensorSpec(self.mesh, self.placements, meta)
-
-    def bytes_across(self, mesh_dim: int) -> int:
-        """Bytes that one row of ranks along `mesh_dim` holds together."""
-        shares = math.prod(
-            size
-            for dim, (placement, size) in enumerate(
-                zip(self.placements, self.place.sizes, strict=True)
-            )
-            if dim != mesh_dim and is_shard(placement)
-        )
-        return self.global_bytes // shares
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The same tensor, placed otherwise on the same mesh."""

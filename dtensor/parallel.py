@@ -153,26 +153,30 @@ def _relayout(
     mesh: DeviceMesh,
     given: Placement | None,
     desired: Placement | None,
-    *,
+    use_local: bool,
     what: str,
 ) -> Any:
-    """`value` as a DTensor: read as `given` if it is a plain tensor, then brought to `desired`.
+    """`value` brought from the layout `given`, unless that is None, to `desired`."""
+    if given is None:
+        return value
+    tensor = _as_dtensor(value, mesh, given, what)
+    if desired not in (None, given):
+        tensor = tensor.redistribute(placements=(desired,))
+    return tensor.to_local() if use_local else tensor
 
-    A DTensor keeps the layout that it has, whatever `given` says, unless `desired` is another one.
-    """
+
+def _as_dtensor(value: Any, mesh: DeviceMesh, given: Placement, what: str) -> DTensor:
+    """`value`, read as `given` if it is a plain tensor; a DTensor keeps its layout."""
     if isinstance(value, DTensor):
         if value.device_mesh != mesh:
             raise ValueError(
                 f"{what} is on the mesh {value.device_mesh}, the module on {mesh}: "
                 f"bring it there first, x.redistribute(mesh, placements)"
             )
-        tensor = value
-    elif isinstance(value, torch.Tensor):
-        assert given is not None
-        tensor = DTensor.from_local(value, mesh, (given,), run_check=False)
-    else:
+        return value
+    if not isinstance(value, torch.Tensor):
         raise ValueError(f"{what} must be a tensor or a DTensor, got {type(value).__name__}")
-    return tensor if desired in (None, given) else tensor.redistribute(placements=(desired,))
+    return DTensor.from_local(value, mesh, (given,))
 
 
 def _shown(style: ParallelStyle, *names: str) -> str:
@@ -243,7 +247,7 @@ class _WeightSharding(ParallelStyle):
                 )
             what = f"the input of a {name_of_style} {type(mod).__name__}"
             given = self.input_layouts[0]
-            x = _relayout(inputs[0], mesh, given, None, what=what)
+            x = _as_dtensor(inputs[0], mesh, given, what)
             if given != desired and not self._linear_takes(mod, x):
                 x = x.redistribute(placements=(desired,))
             return (x, *inputs[1:])
@@ -337,7 +341,7 @@ class SequenceParallel(ParallelStyle):
 
         def prepare_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             what = f"the input of a SequenceParallel {type(mod).__name__}"
-            x = _relayout(inputs[0] if inputs else None, mesh, sharding[0], None, what=what)
+            x = _as_dtensor(inputs[0] if inputs else None, mesh, sharding[0], what)
             if x.placements != sharding:
                 x = x.redistribute(placements=sharding)
             return (x, *inputs[1:])
@@ -394,7 +398,6 @@ class PrepareModuleInput(ParallelStyle):
         self.input_layouts = _as_tuple(input_layouts)
         self.desired_input_layouts = _as_tuple(desired_input_layouts)
         self.use_local_output = use_local_output
-        self.with_kwargs = input_kwarg_layouts is not None
         self.input_kwarg_layouts = input_kwarg_layouts or {}
         self.desired_input_kwarg_layouts = desired_input_kwarg_layouts or {}
         if self.input_layouts is not None:
@@ -410,7 +413,7 @@ class PrepareModuleInput(ParallelStyle):
         def hook(
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            owner = type(mod).__name__
+            owner, use_local = type(mod).__name__, self.use_local_output
             if self.input_layouts is not None:
                 if len(args) != len(self.input_layouts):
                     raise ValueError(
@@ -420,31 +423,18 @@ class PrepareModuleInput(ParallelStyle):
                     )
                 pairs = zip(self.input_layouts, self.desired_input_layouts or (), strict=True)
                 args = tuple(
-                    self._prepare(arg, device_mesh, *pair, f"input {i} of {owner}")
+                    _relayout(arg, device_mesh, *pair, use_local, f"input {i} of {owner}")
                     for i, (arg, pair) in enumerate(zip(args, pairs, strict=True))
                 )
             for key, value in kwargs.items():
-                if (given := self.input_kwarg_layouts.get(key)) is not None:
-                    desired = self.desired_input_kwarg_layouts[key]
-                    what = f"input {key!r} of {owner}"
-                    kwargs[key] = self._prepare(value, device_mesh, given, desired, what)
+                given = self.input_kwarg_layouts.get(key)
+                desired = self.desired_input_kwarg_layouts.get(key)
+                what = f"input {key!r} of {owner}"
+                kwargs[key] = _relayout(value, device_mesh, given, desired, use_local, what)
             return args, kwargs
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
-
-    def _prepare(
-        self,
-        value: Any,
-        mesh: DeviceMesh,
-        given: Placement | None,
-        desired: Placement | None,
-        what: str,
-    ) -> Any:
-        if given is None:
-            return value
-        tensor = _relayout(value, mesh, given, desired, what=what)
-        return tensor.to_local() if self.use_local_output else tensor
 
     def __repr__(self) -> str:
         inputs = ("input_layouts", "desired_input_layouts")
@@ -484,16 +474,13 @@ class PrepareModuleOutput(ParallelStyle):
                     f"PrepareModuleOutput has {len(self.output_layouts)} output_layouts, {owner} "
                     f"returned {len(values)} outputs: give one layout (or None) for each"
                 )
-            prepared = []
+            use_local = self.use_local_output
             pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
-            for i, (value, (given, desired)) in enumerate(zip(values, pairs, strict=True)):
-                if given is not None:
-                    value = _relayout(
-                        value, device_mesh, given, desired, what=f"output {i} of {owner}"
-                    )
-                    value = value.to_local() if self.use_local_output else value
-                prepared.append(value)
-            return prepared[0] if len(prepared) == 1 else tuple(prepared)
+            prepared = tuple(
+                _relayout(value, device_mesh, *pair, use_local, f"output {i} of {owner}")
+                for i, (value, pair) in enumerate(zip(values, pairs, strict=True))
+            )
+            return prepared[0] if len(prepared) == 1 else prepared
 
         module.register_forward_hook(hook)
         return module

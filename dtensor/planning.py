@@ -8,12 +8,12 @@ from the call alone, and is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from weft import settings
 from weft.dtensor.agreement import agreed
@@ -40,6 +40,7 @@ from weft.dtensor.transfers import transition_bytes
 from weft.dtensor.variants import by_functional
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """What one kind of call does on this rank.
 
@@ -50,40 +51,27 @@ class Plan:
             returned; a tree of them where there are several.
         writes: positions of the arguments that are written. What was moved is stored back.
         check: compare the result with its layout, the first time.
+        dynamic: the layout of the result is known only once it is there.
         inverse: of a view that is computed, for what is written to it.
         simple: nothing to do but run `local` and wrap its result, or its list of results.
         writes_first: nothing to do but run `local`, which writes the first argument.
+        decomposed: a function of DTensors that computes the op, instead of all this.
         op: what it is the plan of; of a torch function, the op that the function has come to.
     """
 
-    __slots__ = (
-        "check",
-        "decomposed",
-        "dynamic",
-        "inverse",
-        "is_view",
-        "local",
-        "moves",
-        "op",
-        "result",
-        "simple",
-        "title",
-        "writes",
-        "writes_first",
-    )
-
-    def __init__(self, local: Op, moves: list[Layout | None] | None, result: Any) -> None:
-        self.local, self.moves, self.result = local, moves, result
-        self.simple = False
-        self.writes_first = False
-        self.is_view = False
-        self.dynamic = False
-        self.check = False
-        self.inverse: Op | None = None
-        self.title = ""
-        self.writes: tuple[int, ...] = ()
-        self.decomposed: Op | None = None
-        self.op: Op | None = None
+    local: Op
+    moves: list[Layout | None] | None = None
+    result: Any = None
+    simple: bool = False
+    writes_first: bool = False
+    is_view: bool = False
+    dynamic: bool = False
+    check: bool = False
+    inverse: Op | None = None
+    title: str = ""
+    writes: tuple[int, ...] = ()
+    decomposed: Op | None = None
+    op: Op | None = None
 
     def only_computes(self) -> bool:
         """Whether there is nothing to do but run `local` and wrap its result(s)."""
@@ -104,17 +92,17 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     plain = [not isinstance(t, DTensor) for t in tensors]
     if any(layout.mesh != mesh for layout in call.inputs):
-        return _decomposed(func, of_one_mesh(func, call))
+        return Plan(func, decomposed=of_one_mesh(func, call))
     writes = written(call)
     outside = call.inputs[0].index is None
     if outside and writes:
         return _outside(call, writes, [])
     other_way = by_functional(func, call)
     if other_way is not None:
-        return _decomposed(func, other_way)
+        return Plan(func, decomposed=other_way)
     find = _rule_of(func, call.name)
     if find is None and (parts := _composite(func)):
-        return _decomposed(func, parts)
+        return Plan(func, decomposed=parts)
     _learn_outputs(call)
     if outside and (find is None or call.output_tree is _DYNAMIC):
         return _outside(call, writes, [])
@@ -123,7 +111,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if isinstance(decision, Decomposed):
         if outside:
             return _outside(call, writes, [])
-        return _decomposed(func, decision.function)
+        return Plan(func, decomposed=decision.function)
     if isinstance(decision, Choices):
         decision = choose(call, decision, writes, plain)
     return _planned(call, decision, writes, plain, known)
@@ -149,12 +137,15 @@ def _planned(
         local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
     if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
         local = with_equal_state(local, call.mesh)
-    plan = Plan(local, moves if any(moves) else None, None)
-    plan.title = str(call)
-    plan.writes = tuple(writes)
-    plan.dynamic = call.output_tree is _DYNAMIC
-    plan.inverse = _LAZY.get(call.op)
-    plan.is_view = _is_view(call)
+    plan = Plan(
+        local,
+        moves if any(moves) else None,
+        title=str(call),
+        writes=tuple(writes),
+        dynamic=call.output_tree is _DYNAMIC,
+        inverse=_LAZY.get(call.op),
+        is_view=_is_view(call),
+    )
     if plan.dynamic:
         return plan
     plan.check = not known
@@ -179,13 +170,6 @@ def _planned(
     each = iter(results)
     plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
     plan.simple = plan.only_computes()
-    return plan
-
-
-def _decomposed(func: Op, function: Op) -> Plan:
-    """To compute `func` by a function of DTensors."""
-    plan = Plan(func, None, None)
-    plan.decomposed = function
     return plan
 
 
@@ -234,12 +218,13 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
             layout_of(call.mesh, (Replicate(),) * call.mesh.ndim, m.shape, m.stride, m.dtype)
             for m in call.outputs
         ]
-    plan = Plan(lambda *args, **kwargs: None, None, None)
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
     if writes:
-        plan.writes = tuple(writes)
         returned = _returned(call, writes)
-        plan.result = returned[0] if returned and len(returned) == 1 else returned
-        return plan
+        result = returned[0] if returned and len(returned) == 1 else returned
+        return Plan(nothing, result=result, writes=tuple(writes))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         each = iter(results)
@@ -248,8 +233,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
             lambda a: wrap(torch.empty(0, dtype=a.dtype), next(each)) if isinstance(a, Meta) else a,
         )
 
-    plan.decomposed = run
-    return plan
+    return Plan(nothing, decomposed=run)
 
 
 _DYNAMIC = object()
@@ -322,14 +306,9 @@ def _returned(call: Call, writes: list[int]) -> list[int] | None:
     schema = getattr(call.op, "_schema", None)
     if not writes or schema is None or not schema.returns:
         return None
-    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    marks = {
-        mark: position
-        for name, position in zip(names, writes, strict=False)
-        for a in schema.arguments
-        if a.name == name
-        for mark in a.alias_info.before_set
-    }
+    infos = [a.alias_info for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    pairs = zip(infos, writes, strict=False)
+    marks = {mark: position for info, position in pairs for mark in info.before_set}
     found: list[int] = []
     for result in schema.returns:
         if result.alias_info is None:
@@ -406,29 +385,18 @@ def _unknown(call: Call, writes: list[int]) -> Choices:
 
 def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
     """Take the cheapest strategy for each mesh dim."""
-    inputs: list[list[Placement]] = [[] for _ in call.inputs]
-    outputs: list[list[Placement]] = [[] for _ in call.outputs]
+    taken: list[Strategy] = []
     for mesh_dim in range(call.mesh.ndim):
-        best: tuple[float, int] | None = None
-        taken: Strategy | None = None
-        for strategy in choices.strategies:
-            price = _price(call, strategy, mesh_dim, writes, plain)
-            if price is not None and (best is None or price < best):
-                best, taken = price, strategy
-        if taken is None:
+        prices = [_price(call, s, mesh_dim, writes, plain) for s in choices.strategies]
+        known = [price for price in prices if price is not None]
+        if not known:
             raise RuntimeError(
                 f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
                 f"Replicate() first."
             )
-        for per_tensor, placement in zip(inputs, taken.inputs, strict=True):
-            per_tensor.append(placement)
-        for per_tensor, placement in zip(outputs, taken.outputs, strict=True):
-            per_tensor.append(placement)
-    return Chosen(
-        [tuple(placements) for placements in inputs],
-        [tuple(placements) for placements in outputs],
-        choices.localize,
-    )
+        taken.append(choices.strategies[prices.index(min(known))])
+    inputs, outputs = zip(*taken, strict=True)
+    return Chosen([*zip(*inputs, strict=True)], [*zip(*outputs, strict=True)], choices.localize)
 
 
 def _price(

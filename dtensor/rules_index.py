@@ -107,19 +107,7 @@ def index_select(call: Call) -> Choices:
     """The index is replicated; shards of the other dims stay."""
     ndim = call.inputs[0].ndim
     dim = from_front(call.bound["dim"], ndim)
-    return _first_only(call, {dim})
-
-
-def _first_only(call: Call, touched: set[int]) -> Choices:
-    rest = (Replicate(),) * (len(call.inputs) - 1)
-    base = mapped(_only(call), {d: d for d in range(call.inputs[0].ndim) if d not in touched})
-    return Choices([Strategy((s.inputs[0], *rest), s.outputs) for s in base.strategies])
-
-
-def _only(call: Call) -> Call:
-    first = Call(call.op, [call.inputs[0]], {})
-    first.outputs = call.outputs
-    return first
+    return mapped(call, {d: d for d in range(ndim) if d != dim})
 
 
 @rule("index")

@@ -81,46 +81,27 @@ def _summand(summand: Layout, out: tuple[int, ...], placement: Placement) -> Pla
     return moved(placement, own)
 
 
-@rule("mm")
-def mm(call: Call) -> Choices:
-    """(M, K) @ (K, N)."""
-    return contraction(call, "mk", "kn", "mn")
+_PRODUCTS = {
+    "mm": ("mk", "kn", "mn"),
+    "bmm": ("bmk", "bkn", "bmn"),
+    "mv": ("mk", "k", "m"),
+    "dot": ("k", "k", ""),
+    "vdot": ("k", "k", ""),
+}
+_WITH_SUMMAND = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 
 
-@rule("bmm")
-def bmm(call: Call) -> Choices:
-    """(B, M, K) @ (B, K, N)."""
-    return contraction(call, "bmk", "bkn", "bmn")
+@rule(*_PRODUCTS)
+def product(call: Call) -> Choices:
+    """(first, second)."""
+    return contraction(call, *_PRODUCTS[call.name])
 
 
-@rule("mv")
-def mv(call: Call) -> Choices:
-    """(M, K) @ (K,)."""
-    return contraction(call, "mk", "k", "m")
-
-
-@rule("dot", "vdot")
-def dot(call: Call) -> Choices:
-    """(K,) @ (K,)."""
-    return contraction(call, "k", "k", "")
-
-
-@rule("addmm")
-def addmm(call: Call) -> Choices:
-    """Summand + (M, K) @ (K, N): where the product is Partial, one rank adds the summand."""
-    return contraction(call, "mk", "kn", "mn", offset=1, bias=0)
-
-
-@rule("baddbmm")
-def baddbmm(call: Call) -> Choices:
-    """Summand + (B, M, K) @ (B, K, N)."""
-    return contraction(call, "bmk", "bkn", "bmn", offset=1, bias=0)
-
-
-@rule("addmv")
-def addmv(call: Call) -> Choices:
-    """Summand + (M, K) @ (K,)."""
-    return contraction(call, "mk", "k", "m", offset=1, bias=0)
+@rule(*_WITH_SUMMAND)
+def with_summand(call: Call) -> Choices:
+    """(summand, first, second): where the product is Partial, one rank adds the summand."""
+    letters = _PRODUCTS[_WITH_SUMMAND[call.name.removesuffix("_")]]
+    return contraction(call, *letters, offset=1, bias=0)
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -50,12 +50,11 @@ def softmax(call: Call) -> Choices | Decomposed:
     dtype = call.outputs[0].dtype
 
     def run(x: DTensor, *_: Any) -> torch.Tensor:
-        wide = x.to(torch.float32) if x.dtype.itemsize < 4 else x
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         shifted = wide - _replicate_sums(wide.amax(dim, True))
         exponentials = shifted.exp()
         total = _replicate_sums(exponentials.sum(dim, True))
-        result = shifted - total.log() if log else exponentials / total
-        return result if result.dtype == dtype else result.to(dtype)
+        return (shifted - total.log() if log else exponentials / total).to(dtype)
 
     return Decomposed(run)
 
@@ -70,13 +69,9 @@ def softmax_backward(call: Call) -> Choices | Decomposed:
     dtype = call.outputs[0].dtype
 
     def run(grad: DTensor, output: DTensor, *_: Any) -> torch.Tensor:
-        g, y = (t.to(torch.float32) if t.dtype.itemsize < 4 else t for t in (grad, output))
-        if log:
-            result = g - y.exp() * _replicate_sums(g.sum(dim, True))
-        else:
-            product = g * y
-            result = product - y * _replicate_sums(product.sum(dim, True))
-        return result if result.dtype == dtype else result.to(dtype)
+        g, y = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (grad, output))
+        terms, scale = (g, y.exp()) if log else (g * y, y)
+        return (terms - scale * _replicate_sums(terms.sum(dim, True))).to(dtype)
 
     return Decomposed(run)
 
@@ -180,7 +175,11 @@ def _embedding_weight_grad(call: Call) -> Choices:
     grad, indices, weight = call.inputs
     replicate = Replicate()
     shards = distinct(filter(is_shard, (*grad.placements, *indices.placements)))
-    strategies = []
+    last = Shard(len(grad.shape) - 1)
+    strategies = [
+        Strategy((last, replicate, Shard(1)), (Shard(1),)),
+        Strategy((replicate, replicate, Shard(0)), (Shard(0),)),
+    ]
     for w in distinct(weight.placements):
         strategies.append(Strategy((replicate, replicate, w), (replicate,)))
         strategies += [
@@ -188,13 +187,14 @@ def _embedding_weight_grad(call: Call) -> Choices:
             for p in shards
             if shard_dim(p) < len(indices.shape)
         ]
-    strategies.insert(0, Strategy((replicate, replicate, Shard(0)), (Shard(0),)))
-    last = Shard(len(grad.shape) - 1)
-    strategies.insert(0, Strategy((last, replicate, Shard(1)), (Shard(1),)))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
-        run, padding_idx = _own_run(outputs[0], 0), call.args[3]
-        width = outputs[0].local_shape[1]
+        padding_idx = call.args[3]
+        if 0 not in outputs[0].cut_dims:
+            size = outputs[0].shape[0]
+            op = torch.ops.aten.embedding_dense_backward
+            return lambda grad, indices, *_: op(grad, indices, size, padding_idx, False)
+        run, width = _own_run(outputs[0], 0), outputs[0].local_shape[1]
 
         def scatter(grad: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
             inside, rows = _rows_in(indices, run)
@@ -207,10 +207,6 @@ def _embedding_weight_grad(call: Call) -> Choices:
             total.index_add_(0, rows.reshape(-1), flat.to(wide))
             return total[: run[1]].to(grad.dtype)
 
-        if 0 not in outputs[0].cut_dims:
-            size = outputs[0].shape[0]
-            op = torch.ops.aten.embedding_dense_backward
-            return lambda grad, indices, *_: op(grad, indices, size, padding_idx, False)
         return scatter
 
     return Choices(strategies, localize)
@@ -293,7 +289,7 @@ def nll_loss(call: Call) -> Decomposed:
     ) -> tuple[DTensor, DTensor]:
         lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
         local, rows = local_as(x, lay.input), local_as(target, lay.target)
-        wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        wide = torch.promote_types(x.dtype, torch.float32)
         given = None if weight is None else _whole(weight)
         classes, weights, bad = lay.weights(rows, given, ignore_index, wide)
         inside, own = _rows_in(classes, lay.run)

@@ -23,29 +23,28 @@ from weft.dtensor.rules_reduce import moments, reduced_layout
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
-def _row_norm(call: Call, rows: tuple[int, ...], summed: int, n_normalized: int) -> Choices:
-    """Norms over the last dims: rows are independent, gradients of weights sum over them.
+def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> list[Strategy]:
+    """Samples are independent, gradients of weights sum over them.
 
     Args:
-        rows: positions of the tensor arguments that have rows (the others are weights).
-        summed: how many of the last results are sums over rows.
-        n_normalized: how many dims make up a row.
+        n_samples: how many of the first tensor arguments hold samples (the others are weights).
+        summed: how many of the last results are sums over samples.
+        n_batch: how many of the first dims number the samples.
     """
-    count, n_out = len(call.inputs), len(call.outputs)
-    n_batch = len(call.inputs[rows[0]].shape) - n_normalized
+    n_weights, n_out = len(call.inputs) - n_samples, len(call.outputs)
     strategies = [call.whole]
-    for placement in distinct(p for row in rows for p in call.inputs[row].placements):
-        if is_shard(placement) and shard_dim(placement) < n_batch:
-            inputs = tuple(placement if i in rows else Replicate() for i in range(count))
-            outputs = (placement,) * (n_out - summed) + (Partial("sum"),) * summed
+    for p in distinct(p for layout in call.inputs[:n_samples] for p in layout.placements):
+        if is_shard(p) and shard_dim(p) < n_batch:
+            inputs = (p,) * n_samples + (Replicate(),) * n_weights
+            outputs = (p,) * (n_out - summed) + (Partial("sum"),) * summed
             strategies.append(Strategy(inputs, outputs))
-    return Choices(strategies)
+    return strategies
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
-    return _row_norm(call, (0,), 0, len(call.args[1]))
+    return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1])))
 
 
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")
@@ -54,25 +53,14 @@ def layer_norm_backward(call: Call) -> Choices:
     n_statistics = 2 if call.name == "native_layer_norm_backward" else 1
     mask = call.bound["output_mask"]
     summed = sum(bool(wanted) for wanted in mask[1:])
-    choices = _row_norm(call, tuple(range(2 + n_statistics)), summed, len(call.args[2]))
+    n_batch = call.inputs[0].ndim - len(call.args[2])
+    strategies = _by_samples(call, 2 + n_statistics, summed, n_batch)
     sums = linear_sums(call.inputs[0].placements)
-    return Choices(choices.strategies + list(map(call.with_first, sums)))
+    return Choices([*strategies, *map(call.with_first, sums)])
 
 
 def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
-    """Samples are independent, gradients of weights sum over them.
-
-    Args:
-        n_samples: how many of the first tensor arguments hold samples (the others are weights).
-        summed: how many of the last results are sums over samples.
-    """
-    n_weights, n_out = len(call.inputs) - n_samples, len(call.outputs)
-    strategies = [call.whole]
-    for p in call.placements:
-        if is_shard(p) and shard_dim(p) == 0:
-            inputs = (p,) * n_samples + (Replicate(),) * n_weights
-            outputs = (p,) * (n_out - summed) + (Partial("sum"),) * summed
-            strategies.append(Strategy(inputs, outputs))
+    """Of groups of channels of each sample; see `_by_samples`."""
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         at, op = list(call.bound).index("N"), call.op
@@ -82,7 +70,7 @@ def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
 
         return _of_something(call, outputs, run)
 
-    return Choices(strategies, localize)
+    return Choices(_by_samples(call, n_samples, summed), localize)
 
 
 def _of_something(call: Call, outputs: list[Layout], op: Op) -> Op:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.call import Call, Choices, Chosen, Meta, Strategy, rule
+from weft.dtensor.call import Call, Choices, Chosen, Meta, Strategy, leaves, rule
 from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,
@@ -23,7 +23,7 @@ from weft.dtensor.layout import (
 from weft.dtensor.planning import choose, written
 
 # f(sum of terms) = sum of f(term)
-_LINEAR_UNARY = {"neg", "clone", "positive", "real", "imag", "_conj", "conj_physical"}
+_LINEAR_UNARY = {"neg", "positive", "conj_physical"}
 # Linear in both arguments together, and in each argument alone.
 _LINEAR_IN_ALL = {"add", "sub", "rsub"}
 _LINEAR_IN_EITHER = {"mul"}
@@ -198,16 +198,14 @@ def copy(call: Call) -> Choices:
 @rule("foreach")
 def foreach(call: Call) -> Chosen:
     """Lists of tensors, position by position: the others follow the first list."""
-    lists = [
-        [leaf for leaf in a if isinstance(leaf, Layout)] if isinstance(a, (list, tuple)) else [a]
+    layouts = [
+        [leaf for leaf in leaves(a) if isinstance(leaf, Layout)]
         for a in [*call.args, *call.kwargs.values()]
     ]
-    layouts = [[a for a in items if isinstance(a, Layout)] for items in lists]
     length = len(layouts[0])
     # List(s) of results come one after another in call.outputs, or the first list is written.
     writable = set(written(call))
     linear = call.name.removeprefix("_foreach_").removesuffix("_")
-    n_results = len(call.outputs) // length if length else 0
     inputs: list[list[Any]] = [[None] * len(items) for items in layouts]
     outputs: list[Any] = [None] * len(call.outputs)
     starts = list(itertools.accumulate((len(items) for items in layouts), initial=0))
@@ -219,17 +217,14 @@ def foreach(call: Call) -> Chosen:
         ]
         row = [layouts[number][at] for number, at in rows]
         part = _part(call, linear, row)
-        part.outputs = [call.outputs[position + length * n] for n in range(n_results)] or [
-            _meta(row[0])
-        ]
+        of_written = Meta(row[0].shape, row[0].stride, row[0].dtype)
+        part.outputs = call.outputs[position::length] or [of_written]
         writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in writable]
-        choices = pointwise(part)
-        plain = [False] * len(row)
-        chosen = choose(part, choices, writes, plain)
+        chosen = choose(part, pointwise(part), writes, [False] * len(row))
         for (number, at), placements in zip(rows, chosen.inputs, strict=True):
             inputs[number][at] = placements
-        for n in range(n_results):
-            outputs[position + length * n] = chosen.outputs[n]
+        if call.outputs:
+            outputs[position::length] = chosen.outputs
     flat = [
         layout.placements if placements is None else placements
         for items, chosen_items in zip(layouts, inputs, strict=True)
@@ -240,16 +235,8 @@ def foreach(call: Call) -> Chosen:
 
 def _part(call: Call, name: str, row: list[Layout]) -> Call:
     """The call of one position of the lists."""
-    numbers = [a for a in call.args if isinstance(a, (int, float, complex))]
-    scalars = [
-        a[0]
-        for a in call.args
-        if isinstance(a, (list, tuple)) and a and isinstance(a[0], (int, float, complex))
-    ]
-    part = Call(call.op, [*row, *numbers, *scalars], {})
+    firsts = [next(leaves(a), None) for a in call.args]
+    numbers = [a for a in firsts if isinstance(a, (int, float, complex))]
+    part = Call(call.op, [*row, *numbers], {})
     part.name = name
     return part
-
-
-def _meta(layout: Layout) -> Any:
-    return Meta(layout.shape, layout.stride, layout.dtype)

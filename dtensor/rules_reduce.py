@@ -48,14 +48,8 @@ def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
 
 def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
     """Replicate, and every shard of a dim that is not among `dims`."""
-    n_out = len(call.outputs)
-    strategies = [call.whole]
-    others = (Shard(d) for d in range(call.inputs[0].ndim) if d not in dims)
-    for placement in distinct([*filter(is_shard, call.inputs[0].placements), *others]):
-        if shard_dim(placement) not in dims:
-            out = moved(placement, _kept_dim(shard_dim(placement), dims, keepdim))
-            strategies.append(Strategy((placement,), (out,) * n_out))
-    return strategies
+    kept = [d for d in range(call.inputs[0].ndim) if d not in dims]
+    return call.kept({d: _kept_dim(d, dims, keepdim) for d in kept})
 
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
@@ -101,7 +95,7 @@ def _partials(call: Call, ops: tuple[str, ...]) -> list[Strategy]:
     ]
 
 
-@rule("sum", "nansum")
+@rule("sum", "nansum", "count_nonzero")
 def sum_(call: Call) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
@@ -182,7 +176,6 @@ def extremum(call: Call) -> Choices:
     "median",
     "nanmedian",
     "mode",
-    "count_nonzero",
     "aminmax",
     "kthvalue",
 )
@@ -239,13 +232,10 @@ def moments(
 @rule("linalg_vector_norm", "norm")
 def vector_norm(call: Call) -> Choices | Decomposed:
     """The norm over a sharded dim is the norm of the ranks' norms."""
-    bound = call.bound
-    dims, keepdim = reduced_dims(call), bool(bound.get("keepdim"))
-    strategies = kept_shards(call, dims, keepdim)
-    source = call.inputs[0]
-    if any(d in dims for d in source.cut_dims):
+    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    if any(d in dims for d in call.inputs[0].cut_dims):
         return Decomposed(_norm_of_norms(dims, keepdim))
-    return Choices(strategies)
+    return Choices(kept_shards(call, dims, keepdim))
 
 
 def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:

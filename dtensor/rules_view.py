@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.call import Call, Choices, Chosen, Strategy, rule
+from weft.dtensor.call import Call, Choices, Chosen, rule
 from weft.dtensor.layout import (
     Layout,
     Shape,
@@ -28,7 +28,6 @@ from weft.dtensor.layout import (
     distinct,
     from_front,
     is_shard,
-    moved,
     pieces_of,
     shard_dim,
 )
@@ -38,17 +37,9 @@ Pattern = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
-    """Dims that go to another place as they are, the rest not sharded."""
-    n_out = len(call.outputs)
-    strategies = [call.whole]
-    shards = [p for p in call.inputs[0].placements if is_shard(p)]
-    shards += [Shard(d) for d in dim_map if Shard(d) not in shards]
-    for placement in shards:
-        if shard_dim(placement) in dim_map:
-            out = moved(placement, dim_map[shard_dim(placement)])
-            strategies.append(Strategy((placement,), (out,) * n_out))
+    """Dims of the first tensor that go to another place as they are, the rest not sharded."""
     partials = [p for p in distinct(call.inputs[0].placements) if isinstance(p, Partial)]
-    return Choices(strategies + list(map(call.with_all, partials)))
+    return Choices([*call.kept(dim_map), *map(call.with_first, partials)])
 
 
 @rule("t", "transpose", "permute", "numpy_T", "mT", "adjoint")

@@ -324,12 +324,9 @@ _IMAGES = {
 @rule(*_IMAGES)
 def images(call: Call) -> Choices:
     """Tensors of images, each of which is worked on by itself."""
-    strategies = [call.whole]
-    for layout in call.inputs:
-        batch = len(layout.shape) - _IMAGES[call.name]
-        shards = [p for p in layout.placements if is_shard(p) and shard_dim(p) < batch]
-        strategies += map(call.with_all, shards)
-    return Choices(strategies, _of_images)
+    batch = call.inputs[0].ndim - _IMAGES[call.name]
+    shards = [p for p in call.placements if is_shard(p) and shard_dim(p) < batch]
+    return Choices([call.whole, *map(call.with_all, shards)], _of_images)
 
 
 def _of_images(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:

@@ -445,17 +445,12 @@ def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
 
 
 def _edge_cost(source: Layout, here: Placements, dim: int, new: Placement, far: bool) -> float:
-    old, size = here[dim], source.place.sizes[dim]
-    if isinstance(old, Replicate) or size == 1:
+    size = source.place.sizes[dim]
+    if isinstance(here[dim], Replicate) or size == 1:
         return 0.0
-    whole = source.global_bytes
-    for other, (placement, parts) in enumerate(zip(here, source.place.sizes, strict=True)):
-        if other != dim and is_shard(placement):
-            whole //= parts
-    if is_shard(old):
-        moved = whole * (size - 1) / (size if isinstance(new, Replicate) else size * size)
-    else:
-        moved = whole * (size - 1) * (1.0 if isinstance(new, Replicate) else 1 / size)
+    moved = transition_bytes(source.with_placements(here), dim, new)
+    if isinstance(here[dim], Partial) and isinstance(new, Replicate):
+        moved *= size / 2  # the terms of all ranks in one step, in place of parts in two
     return _STEP_BYTES + moved * _slowness(far)
 
 
@@ -511,7 +506,9 @@ def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
     if old == wanted or isinstance(old, Replicate) or size == 1:
         return 0.0
-    whole = layout.bytes_across(mesh_dim) * (size - 1) / size
+    pairs = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
+    rows = math.prod(n for dim, (p, n) in pairs if dim != mesh_dim and is_shard(p))
+    whole = layout.global_bytes // rows * (size - 1) / size
     if is_shard(wanted):
         return whole if isinstance(old, Partial) else whole / size
     return 2 * whole if isinstance(old, Partial) else whole
