@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
+from weft.collectives.group import is_traced
+from weft.dtensor.call import leaves
 from weft.dtensor.layout import Layout, layout_of
 from weft.dtensor.redistribute import move
 
@@ -23,19 +25,25 @@ def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
 
 
 def agreed(
-    local: Callable[..., Any], layout: Layout, what: str, device: torch.device
+    local: Callable[..., Any], layout: Layout, what: str, kind: type[Exception], fault: str
 ) -> Callable[..., Any]:
-    """`local`, which raises on every rank where it raises on one. It must not communicate."""
+    """`local`, which raises on every rank where it raises on one: an error of this `kind`.
+
+    It runs on a CPU, and must not communicate.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = (a for a in leaves([args, kwargs]) if isinstance(a, torch.Tensor))
+        if any(map(is_traced, tensors)):  # nobody knows values while a graph is made
+            return local(*args, **kwargs)
         error: Exception | None = None
         result = None
         try:
             result = local(*args, **kwargs)
         except (IndexError, RuntimeError) as raised:
             error = raised
-        if not all_agree(error is None, layout, device):
-            raise IndexError(f"{what}: {error or 'an index is out of range on another rank'}")
+        if not all_agree(error is None, layout, torch.device("cpu")):
+            raise kind(f"{what}: {error or f'{fault} on another rank'}")
         return result
 
     return run

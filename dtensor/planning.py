@@ -133,8 +133,8 @@ def _planned(
     if call.inputs[0].index is None:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else _local_op(call)
-    if call.name in _INDEXED and call.mesh.device_type == "cpu" and _differ(targets):
-        local = agreed(local, call.inputs[0], str(call), torch.device("cpu"))
+    if call.mesh.device_type == "cpu" and (fault := _fault(call, targets)):
+        local = agreed(local, call.inputs[0], str(call), *fault)
     if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
         local = with_equal_state(local, call.mesh)
     plan = Plan(
@@ -238,9 +238,10 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 
 _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
-# They raise where an index is out of range, which only the rank sees that holds it. On a GPU the
-# device raises, later, and nothing can be agreed on.
+# They raise where an index is out of range, or an integer is divided by zero, which only the rank
+# sees that holds it. On a GPU the device raises, later, or nobody: nothing can be agreed on.
 _INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
+_DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
 # Torch only marks tensors with these, and does not look at the mark below __torch_dispatch__.
 _LAZY: dict[Op, Op] = {
     torch.ops.aten._conj.default: torch.conj_physical,
@@ -267,11 +268,15 @@ def quickest(op: Op) -> Op:
     return _PARSED.get(name, op) if getattr(op, "namespace", "") == "aten" else op
 
 
-def _differ(layouts: list[Layout]) -> bool:
-    """Whether ranks see different indices."""
-    return any(
-        t.dtype in (torch.int64, torch.int32) and any(map(is_shard, t.placements)) for t in layouts
-    )
+def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | None:
+    """The error that one rank may meet in its part, and others not; None if there is none."""
+    cut = [t.dtype for t in targets if t.cut_dims]
+    if call.name in _INDEXED and {torch.int64, torch.int32} & set(cut):
+        return IndexError, "an index is out of range"
+    divides = call.name.removesuffix("_") in _DIVIDING and isinstance(call.args[1], Layout)
+    if divides and cut and not call.outputs[0].dtype.is_floating_point:
+        return RuntimeError, "ZeroDivisionError"
+    return None
 
 
 def _layout_of_argument(a: Any, mesh: Any) -> Any:

@@ -63,7 +63,7 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
 
 
 def errors() -> list[str]:
-    """What each call raises here. Only the last rank has the index that is out of range."""
+    """What each call raises here. Only the last rank has the bad index, and the zero."""
     mesh = init_device_mesh("cpu", (2,))
 
     def spread(t: torch.Tensor, placement: Any) -> Any:
@@ -72,7 +72,12 @@ def errors() -> list[str]:
     bad = spread(torch.tensor([0, 1, 2, 9]), Shard(0))
     table, rows = spread(torch.randn(4, 3), Replicate()), spread(torch.randn(4, 5), Shard(0))
     x = spread(torch.randn(4, 4), Shard(0))
+    zero = spread(torch.tensor([1, 2, 3, 0]), Shard(0))
     return [
+        raised(lambda: bad // zero),
+        raised(lambda: bad.clone().remainder_(zero)),
+        raised(torch.remainder, 5, zero),
+        raised(lambda: torch.div(bad, zero, rounding_mode="trunc")),
         raised(functional.embedding, bad, table),
         raised(functional.cross_entropy, rows, bad),
         raised(lambda: functional.cross_entropy(rows, bad, reduction="none")),
@@ -92,8 +97,8 @@ def test_errors_are_raised_on_every_rank(ranks: Any) -> None:
     first, second = ranks(2, errors)
     kinds = [[text.partition(":")[0] for text in texts] for texts in (first, second)]
     assert kinds[0] == kinds[1] and all(kinds[0]), [t[:50] for t in first]
-    assert "mm(float32[4, 4] [S(0)] on [2], float32[3, 2] [R] on [2])" in first[7]
-    assert "got mixed torch.Tensor and DTensor" in first[6] and "distribute_tensor" in first[6]
+    assert "mm(float32[4, 4] [S(0)] on [2], float32[3, 2] [R] on [2])" in first[11]
+    assert "got mixed torch.Tensor and DTensor" in first[10] and "distribute_tensor" in first[10]
 
 
 def wrong_rule() -> None:

@@ -64,6 +64,12 @@ def functions(backend: str) -> None:
     _equal(lambda x: x.redistribute(placements=[Shard(1)]).softmax(-1), x, backend=backend)
     _equal(lambda x: x.full_tensor() + 1, x, backend=backend)
     _equal(lambda x, w: functional.layer_norm(x @ w, (8,)).sum(0), x, w, backend=backend)
+    rows = distribute_tensor(torch.tensor([5, 0, 3]), mesh, [Shard(0)])
+    _equal(
+        lambda t, j: t[j] + functional.embedding(j, t) + j[:, None] // (j[:, None] + 1),
+        *(distribute_tensor(torch.randn(6, 2), mesh, [Replicate()]), rows),
+        backend=backend,
+    )
     local = torch.full((3, 2), float(rank))
     for placement in (Shard(1), Replicate(), Partial()):
         _equal(
