@@ -195,6 +195,10 @@ def dispatch(
                 key = (*key, *floats)
             _remember(key, plan)
     result, layout = None, plan.result
+    if plan.is_view and _is_inference_mode() and not args[0].is_inference():
+        # In inference mode, too, a view of what is no inference tensor is none.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(func, args, kwargs)
     if plan.simple and not (deferred and plan.is_view):
         try:
             result = plan.local(*local_args, **local_kwargs)
@@ -215,6 +219,7 @@ def dispatch(
     return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
+_is_inference_mode = torch.is_inference_mode_enabled
 # In place of a plan: the values of the floats belong to the key.
 _BY_VALUE = Plan(lambda: None)
 

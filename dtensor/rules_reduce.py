@@ -118,7 +118,7 @@ def mean(call: Call) -> Choices:
     # Whichever mesh dims will cut a dim: it stays even if all of them together cut it evenly.
     parts = ranks * math.lcm(*map(pieces_of, source.placements))
     cut = [source.shape[d] for d in source.cut_dims if d in dims]
-    even = all(size and size % parts == 0 for size in cut)
+    even = all(size % parts == 0 for size in cut)
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
@@ -126,7 +126,9 @@ def mean(call: Call) -> Choices:
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         local, whole = inputs[0].local_shape, inputs[0].shape
-        weight = math.prod(local[d] for d in dims) / max(math.prod(whole[d] for d in dims), 1)
+        # The mean of no elements is NaN on every rank.
+        count = math.prod(whole[d] for d in dims)
+        weight = math.prod(local[d] for d in dims) / count if count else 1.0
         op: Any = call.op
         if all(p != partial for p in outputs[0].placements):
             return op
@@ -189,7 +191,9 @@ def gathered(call: Call) -> Choices:
 def variance(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: one exchange of each rank's moments."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
-    layout, correction = call.inputs[0], call.bound["correction"]
+    layout = call.inputs[0]
+    # The overloads with `unbiased` come here in inference mode only.
+    correction = call.bound.get("correction", call.bound.get("unbiased"))
     if layout.dtype.is_complex or not any(d in dims for d in layout.cut_dims):
         return Choices(kept_shards(call, dims, keepdim))
 

@@ -42,7 +42,7 @@ def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
     return Choices([*call.kept(dim_map), *map(call.with_first, partials)])
 
 
-@rule("t", "transpose", "permute", "numpy_T", "mT", "adjoint")
+@rule("t", "transpose", "permute")
 def permute(call: Call) -> Choices:
     """Shards move with their dims."""
     ndim = call.inputs[0].ndim

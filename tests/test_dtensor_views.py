@@ -103,6 +103,31 @@ def reads_after_writes() -> None:
             assert torch.equal(x.full_tensor(), want)
 
 
+def of_no_inference_tensor() -> None:
+    """In inference mode: views of what was made outside, and what torch takes apart elsewhere."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.randn(6, 4)
+    for placement in (Replicate(), Shard(0), Shard(1), Partial()):
+        x = distribute_tensor(whole, mesh, [placement])
+        for function in (
+            lambda t: t[1:4],
+            lambda t: t.view(3, 2, 4)[:, 0],
+            lambda t: t.mT @ t,
+            lambda t: t.T.unsqueeze(0) @ t,
+            lambda t: t.std(False),
+            lambda t: torch.var(t, 0, False),
+            lambda t: torch.std_mean(t, (0, 1), True)[1],
+        ):
+            with torch.inference_mode():
+                got, want = function(x), function(whole)
+                torch.testing.assert_close(got.full_tensor(), want)
+            assert got.is_inference() == want.is_inference()
+        want = whole.clone()
+        with torch.inference_mode():
+            x[2:5].zero_(), want[2:5].zero_()
+        torch.testing.assert_close(x.full_tensor(), want)
+
+
 def gradients() -> None:
     mesh = world()
     whole = torch.randn(6, 4, dtype=torch.float64)
@@ -144,6 +169,10 @@ def views_of_a_reshaped_base(x: Any) -> None:
 
 def test_views_are_read_after_their_base_was_written(ranks: Any) -> None:
     ranks(2, reads_after_writes)
+
+
+def test_views_in_inference_mode_of_what_was_made_outside(ranks: Any) -> None:
+    ranks(2, of_no_inference_tensor)
 
 
 def test_gradients_of_writes_through_views(ranks: Any) -> None:
