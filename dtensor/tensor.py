@@ -351,8 +351,8 @@ class DTensor(torch.Tensor):
         return redistributed(self, layout_of(mesh, placements, layout.shape, layout.stride, dtype))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        is_param = isinstance(self, torch.nn.Parameter)
-        return rebuild, (self._local_tensor.detach(), self._layout, self.requires_grad, is_param)
+        is_param, local = isinstance(self, torch.nn.Parameter), self._local_tensor.detach()
+        return rebuild, (local, self._layout, self.requires_grad, is_param, _attributes_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
@@ -365,6 +365,7 @@ class DTensor(torch.Tensor):
         is_param = isinstance(self, torch.nn.Parameter)
         result = rebuild(local, self._layout, self.requires_grad, is_param)
         memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(_attributes_of(self), memo))
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
         return result
@@ -379,11 +380,24 @@ def become(tensor: DTensor, other: DTensor) -> None:
     tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending
 
 
-def rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+def _attributes_of(tensor: DTensor) -> dict[str, Any]:
+    """What its user has set, as on any tensor."""
+    own = (*DTensor.__annotations__, "_is_param")
+    return {name: value for name, value in tensor.__dict__.items() if name not in own}
+
+
+def rebuild(
+    local: torch.Tensor,
+    layout: Layout,
+    requires_grad: bool,
+    is_param: bool,
+    attributes: dict[str, Any] | None = None,
+) -> DTensor:
     """What pickle makes a DTensor of."""
-    tensor = wrap(local, layout)
+    tensor: Any = wrap(local, layout)
     if is_param:
-        return cast(DTensor, torch.nn.Parameter(tensor, requires_grad))
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    tensor.__dict__.update(attributes or {})
     return cast(DTensor, tensor.requires_grad_(requires_grad))
 
 

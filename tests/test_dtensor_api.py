@@ -267,15 +267,17 @@ def copies() -> None:
     x = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
     p = nn.Parameter(x)
     assert isinstance(p, DTensor) and isinstance(p, nn.Parameter)
-    q = copy.deepcopy(p)
+    x.note, p.note = [1], [2]
+    q, y = copy.deepcopy(p), copy.deepcopy(x)
+    assert (y.note, q.note) == ([1], [2]) and y.note is not x.note
     assert isinstance(q, nn.Parameter) and q.requires_grad and torch.equal(q, p)
     assert q._local_tensor.data_ptr() != p._local_tensor.data_ptr()
     buffer = io.BytesIO()
     torch.save({"p": p, "x": x}, buffer)
     buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
+    loaded = torch.load(buffer, weights_only=True)
     assert loaded["x"].placements == x.placements and torch.equal(loaded["x"], x)
-    assert isinstance(loaded["p"], nn.Parameter)
+    assert isinstance(loaded["p"], nn.Parameter) and loaded["p"].note == [2]
     assert repr(x).startswith("DTensor(local_tensor=tensor(") and "placements=(Shard" in repr(x)
     names, context = x.__tensor_flatten__()
     inner = {name: getattr(x, name) for name in names}
