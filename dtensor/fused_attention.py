@@ -85,7 +85,14 @@ def attention(
         mask_local = local_part(_placed(attn_mask, placed), _grad_placements(rows, placed))
     if q_local.numel():
         y = functional.scaled_dot_product_attention(
-            q_local, k_local, v_local, mask_local, 0.0, is_causal, scale, enable_gqa
+            q_local,
+            k_local,
+            v_local,
+            mask_local,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     else:
         # A rank without heads or rows takes part in the gradients of what it was given.
