@@ -143,7 +143,7 @@ def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
 def _copy_pieces(dst, src, sizes, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """dst[i][:sizes[i]] = src[i][:sizes[i]] for all i, the blocks of this program. All begin at
     multiples of ALIGN bytes."""
-    blocks = cdiv(tl.max(sizes, 0), BLOCK)
+    blocks = cdiv(signals.greatest(sizes), BLOCK)
     whole = _vectors(sizes, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)[:, None]
     dst, src, sizes = dst[:, None], src[:, None], sizes[:, None]
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):

@@ -92,8 +92,8 @@ def _release(module: ModuleType) -> tuple[int, int]:
 def polls_within(seconds: float, device: torch.device) -> int:
     """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
 
-    On a GPU it takes some 400 cycles: a load from L2 by one thread, and two barriers until all have
-    what it read. In the interpreter that depends on who else wants the core: there polls are
+    On a GPU it takes some 400 cycles: an access to L2, and two barriers until all have what it
+    read. In the interpreter that depends on who else wants the core: there polls are
     counted by the clock, see `_sleep`.
     """
     rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 4_000_000
@@ -244,9 +244,9 @@ def mark_local(ptr, value):
         tl.atomic_xchg(ptr, value, sem="relaxed", scope="gpu")
 
 
-# Adding 0 is how Triton before 3.9 spells an atomic load; its PTX is ld.acquire, no
-# read-modify-write. 3.9 also has tl.atomic_poll, but that waits for one value: a peer may already
-# have announced its next call when a waiter looks.
+# Adding 0 is how Triton before 3.9 spells an atomic load; the PTX of one is ld.acquire, of several
+# lanes a read-modify-write, in the L2 of the own device. 3.9 also has tl.atomic_poll, but that waits
+# for one value: a peer may already have announced its next call when a waiter looks.
 @triton.jit
 def _acquire(ptr, scope: tl.constexpr, mask=None):
     if _HAS_ATOMIC_LOAD:
@@ -317,6 +317,13 @@ def wait_for(
     return arrived
 
 
+@triton.jit
+def greatest(x):
+    """The largest element of a vector. Not tl.max: it is a kernel of Triton's own, interpreted only
+    if triton was imported so."""
+    return tl.reduce(x, 0, tl.standard._elementwise_max)
+
+
 # One lane a peer. A release waits until this program's stores have been acknowledged, over the link
 # and back: one after the other, the releases and acquires of 8 ranks would take longer than all
 # else in a call of few bytes, and those of a hundred programs longer than a step of decoding.
@@ -341,13 +348,13 @@ def wait_for_lanes(
     if _INTERPRETED:
         _begin(words, value, missing)
     missing &= _acquire(words, scope, missing) < value
-    while (tl.max(missing.to(tl.int32), 0) > 0) & (polls > 0):
+    while (greatest(missing.to(tl.int32)) > 0) & (polls > 0):
         if _INTERPRETED:
             polls -= _pause(words, value, missing)
         else:
             polls -= 1
         missing &= _acquire(words, scope, missing) < value
-    late = tl.max(tl.where(missing, peers, -1), 0)
+    late = greatest(tl.where(missing, peers, -1))
     if late >= 0:
         record_timeout(own_pad, rank, late, value)
     return late < 0
