@@ -135,11 +135,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(specname="pytest_collection_modifyitems")
-def pytest_share_of_workers(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Of several workers (pytest-xdist) one has all tests that need ranks, which start once; the
     other modules go to whoever is free, each as a whole."""
-    for item in items:
-        needs_ranks = {"ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
-        group = "ranks" if needs_ranks else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    needs_ranks = {"ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
+    group = "ranks" if needs_ranks else item.nodeid.partition("::")[0]
+    item.add_marker(pytest.mark.xdist_group(group))
