@@ -17,7 +17,7 @@ demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 	$(BIN)/weft demo
 
 test: .venv/.installed  ## the tests, under 15 minutes on two cores
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not sweep and not gpu'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu'
 
 test-all: .venv/.installed  ## the tests and the long sweeps over random shapes (hours)
 	$(BIN)/python -m pytest -q -m 'not gpu'

@@ -133,11 +133,3 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of several workers (pytest-xdist) one has all tests that need ranks, which start once; the
-    other modules go to whoever is free, each as a whole."""
-    needs_ranks = {"ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
-    group = "ranks" if needs_ranks else item.nodeid.partition("::")[0]
-    item.add_marker(pytest.mark.xdist_group(group))
