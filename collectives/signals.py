@@ -245,8 +245,8 @@ def mark_local(ptr, value):
 
 
 # Adding 0 is how Triton before 3.9 spells an atomic load; the PTX of one is ld.acquire, of several
-# lanes a read-modify-write, in the L2 of the own device. 3.9 also has tl.atomic_poll, but that waits
-# for one value: a peer may already have announced its next call when a waiter looks.
+# lanes a read-modify-write, in the L2 of the own device. 3.9 also has tl.atomic_poll, but that
+# waits for one value: a peer may already have announced its next call when a waiter looks.
 @triton.jit
 def _acquire(ptr, scope: tl.constexpr, mask=None):
     if _HAS_ATOMIC_LOAD:
