@@ -20,7 +20,7 @@ test: .venv/.installed  ## the tests, under 15 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu'
 
 test-all: .venv/.installed  ## the tests and the long sweeps over random shapes (hours)
-	$(BIN)/python -m pytest -q -m 'not gpu'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not gpu'
 
 opinfo: .venv/.installed  ## count the ops of torch's database that are right on DTensors
 	$(BIN)/python tests/opinfo.py --out out/opinfo.json

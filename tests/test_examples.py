@@ -21,7 +21,9 @@ import torch.distributed as dist
 from dtensors import world
 from rank_pool import RankPool
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import weft
 from weft.dtensor import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,6 +170,31 @@ def plain_layers(dp: int) -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_plain_layers_of_frameworks(ranks: Any, dp: int) -> None:
     ranks(2 * dp, plain_layers, dp)
+
+
+def plain_layers_fully_sharded() -> None:
+    """As docs/frameworks.md says: hooks are lost, and sums of gradients come after backward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names: dict[str, Any] = {}
+    exec(FRAMEWORKS[0], names)
+    whole, block = GatedLayer(), GatedLayer()
+    block.load_state_dict(whole.state_dict())
+    names["make_parallel"](block, mesh["tp"])
+    x, expected = torch.randn(12, 32), weft.RowParallelLinear.from_linear(whole.down, mesh["tp"])
+    fully_shard(block, mesh=mesh["dp"])
+    for _ in range(2):
+        (whole(x).square().sum() / 2).backward()
+        block(x.chunk(4)[dist.get_rank()]).square().sum().backward()
+    for parameter in block.norm.parameters():
+        own = parameter.grad.to_local()
+        own.copy_(weft.collectives.all_reduce(own, mesh["tp"]))
+    torch.testing.assert_close(block.norm.weight.grad.full_tensor(), whole.norm.weight.grad)
+    mine = expected.part("weight", whole.down.weight.grad)
+    torch.testing.assert_close(block.down.weight.grad.full_tensor(), mine)
+
+
+def test_plain_layers_under_fully_shard(ranks: Any) -> None:
+    ranks(4, plain_layers_fully_sharded)
 
 
 # The snippets on transformers, and what they must give.
