@@ -326,7 +326,7 @@ def greatest(x):
 
 # One lane a peer. A release waits until this program's stores have been acknowledged, over the link
 # and back: one after the other, the releases and acquires of 8 ranks would take longer than all
-# else in a call of few bytes, and those of a hundred programs longer than a step of decoding.
+# else in a call of few bytes.
 @triton.jit
 def peer_lanes(first, WORLD_SIZE: tl.constexpr):
     """Ranks `first`, `first` + 1, ... round the world: (number of a lane, its rank). Lanes are a
