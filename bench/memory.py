@@ -92,6 +92,7 @@ def _freed_at_once() -> Iterator[None]:
     """Tensors that are freed go back to the system: kept memory would hide what is needed."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _SMALL)
+    libc.malloc_trim(0)  # what lies free between blocks in use is taken first
     try:
         yield
     finally:
