@@ -336,9 +336,7 @@ def peer_lanes(first, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def wait_for_lanes(
-    own_pad, words, peers, awaited, rank, value, max_polls, scope: tl.constexpr = "sys"
-):
+def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls, scope: tl.constexpr):
     """Wait until each word of `awaited` lanes, which that lane's peer writes, is at least `value`.
 
     False on a time-out, which is then recorded in STATUS of `own_pad`, that of `rank`.
@@ -408,7 +406,7 @@ def wait_for_peers(
     words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)
     return wait_for_lanes(
         peer_ptr(signal_ptrs, rank, tl.int64), words, peers, lanes < WORLD_SIZE - 1, rank,
-        generation, max_polls,
+        generation, max_polls, "sys",
     )  # fmt: skip
 
 

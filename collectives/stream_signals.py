@@ -85,7 +85,7 @@ def _wait_kernel(
     lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
     words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
     generation = tl.load(own_pad + GENERATION_WORD)
-    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, max_polls)
+    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, max_polls, "sys")
 
 
 def begin(ws: Workspace) -> None:
