@@ -1,9 +1,8 @@
 """`weft bench memory`: what a rank needs at its peak for attention over ever longer sequences.
 
 The peak holds everything that the call brings with it: this rank's q, k and v, its results, what it
-shows to its peers in symmetric memory, and all that is temporary. Private memory is sampled every
-millisecond while the call runs; a page of symmetric memory that several ranks have mapped counts
-once, in equal parts.
+shows to its peers in symmetric memory, and all that is temporary. The kernel keeps the peak; a page
+of symmetric memory that several ranks have mapped counts once, in equal parts.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-import resource
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -54,37 +51,26 @@ class Row:
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """What this process needs at its peak while `call` runs, above what it had before."""
-    stop, most = threading.Event(), 0
-
-    def private() -> int:
-        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-        return (resident - shared) * resource.getpagesize()
-
-    def sample() -> None:
-        nonlocal most
-        while not stop.wait(1e-3):
-            most = max(most, private())
-
     with _freed_at_once():
-        sampler = threading.Thread(target=sample, daemon=True)
-        before = private()
-        shared = _own_share()
-        sampler.start()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        before = _memory()
         value = call()
-        most = max(most, private())
-        stop.set()
-        sampler.join()
-        grown = most - before + _own_share() - shared
+        after = _memory()
         del value
-    return grown
+    elsewhere = after["RssFile"] + after["RssShmem"]
+    return after["VmHWM"] - elsewhere - before["RssAnon"] + after["Pss_Shmem"] - before["Pss_Shmem"]
 
 
-def _own_share() -> int:
-    """Bytes of shared memory, each page divided by the processes that have it."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss_Shmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _memory() -> dict[str, int]:
+    """Bytes of this process, by the kernel's names; in Pss a page counts for each that has it in
+    equal parts."""
+    found = {}
+    for source in ("status", "smaps_rollup"):
+        for line in Path("/proc/self", source).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                found[name] = int(value.removesuffix(" kB")) * 1024
+    return found
 
 
 @contextmanager
