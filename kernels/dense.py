@@ -2,7 +2,7 @@
 
 torch.mm runs fp32 on a CPU in MKL, which uses no AVX-512 on other makers' processors: oneDNN, which
 torch brings along, is 2.2 times as quick there (AMD Zen 5, one core: 250 against 110 GFLOP/s). The
-quicker of the two is measured once and kept.
+gain is measured once and kept: with AVX2 it is 1.1, which is not worth oneDNN's larger errors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ SumOp = Literal["sum", "avg"]
 
 # Below this many flops the call costs more than the library gains: 10 us against 2 us for torch.mm.
 _ONEDNN_FLOPS = 4e6
-# It adds over all of K in one go. Root mean square errors, in those of MKL (AMD, AVX2, K = 4096):
-# 2.2 in one go, 1.55 by parts of 1024, which take as long.
-_ONEDNN_K = 1024
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -64,21 +61,10 @@ def _in_onednn(x: torch.Tensor, w: torch.Tensor) -> bool:
         x.dtype == torch.float32
         and on_cpu(x)
         and 2 * x.shape[0] * x.shape[1] * w.shape[1] >= _ONEDNN_FLOPS
+        # A slice of a matrix goes to oneDNN's reference implementation: 1,000 times slower on AVX2.
+        and (w.is_contiguous() or w.t().is_contiguous())
         and onednn_is_quicker()
     )
-
-
-def _in_parts(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor | None
-) -> torch.Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
-    for part, rows in zip(x.split(_ONEDNN_K, 1), w.split(_ONEDNN_K), strict=True):
-        if total is None:
-            total = linear(part, rows.t(), bias, "none", [], "")
-        else:
-            total = linear.binary(part, total, rows.t(), None, "add")
-    assert total is not None
-    return total
 
 
 def mm(
@@ -99,7 +85,11 @@ def mm(
         value = torch.mm(*wide) if added is None else torch.addmm(added.float(), *wide)
         return value.to(x.dtype) if out is None else out.copy_(value)
     if _in_onednn(x, w):
-        value = _in_parts(x, w, bias, plus)
+        linear = torch.ops.mkldnn._linear_pointwise
+        if plus is None:
+            value = linear(x, w.t(), bias, "none", [], "")
+        else:
+            value = linear.binary(x, plus, w.t(), None, "add")
         return value if out is None else out.copy_(value)
     if added is not None:
         return torch.addmm(added, x, w, out=out) if out is not None else torch.addmm(added, x, w)

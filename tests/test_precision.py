@@ -2,12 +2,13 @@
 
 Root mean squares over a result, on the same inputs. `_SLACK` is for chance, and for the order of
 additions: the three engines and torch add in four different orders. oneDNN, which multiplies fp32
-on the CPUs where it is quicker, adds over K in longer blocks than the library of torch.mm does.
+on the CPUs where it is quicker, adds over all of K in one go.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from needs import needs_interpreter
 import weft
 from weft import sim
 from weft.collectives import resolve
-from weft.collectives.cost import onednn_is_quicker
 from weft.kernels import dense
 
 M, N, K = 32, 64, 2048
 _SLACK = {torch.float32: 1.25, torch.bfloat16: 1.08, torch.float16: 1.08}
-_ONEDNN_SLACK = 1.8
+_ONEDNN_SLACK = 2.5  # AVX2: 2.3
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -33,8 +33,13 @@ def error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float((y.double() - exact).square().mean().sqrt())
 
 
-def body(engine: Any, dtype: torch.dtype) -> tuple[dict[str, float], float]:
-    """How many times as large as that of torch.matmul the error of each op is, and may be."""
+def body(engine: Any, dtype: torch.dtype, onednn: bool) -> dict[str, float]:
+    """How many times as large as that of torch.matmul the error of each op is."""
+    with patch.object(dense, "onednn_is_quicker", lambda: onednn):
+        return error_ratios(engine, dtype)
+
+
+def error_ratios(engine: Any, dtype: torch.dtype) -> dict[str, float]:
     group = resolve(None)
     rank, W = group.rank, group.world_size
     x, w = matrix(M, K, dtype, 1), matrix(K, N, dtype, 2)
@@ -58,20 +63,33 @@ def body(engine: Any, dtype: torch.dtype) -> tuple[dict[str, float], float]:
     assert own.grad is not None
     exact_dx = (dys.double() @ ws.double().t())[mine]
     got["gradient of x"] = own.grad, (dys @ ws.t())[mine], exact_dx
-    ratios = {
+    return {
         op: error(y, exactly) / error(plainly, exactly) for op, (y, plainly, exactly) in got.items()
     }
-    # Asked of the rank, whose measurement chose.
-    by_onednn = dtype == torch.float32 and engine == "host" and onednn_is_quicker()
-    return ratios, _ONEDNN_SLACK if by_onednn else _SLACK[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
 def test_errors_are_those_of_one_matmul(ranks: Any, engine: str, dtype: torch.dtype) -> None:
-    for ratios, slack in ranks(2, body, engine, dtype):
+    for ratios in ranks(2, body, engine, dtype, False):
         for op, ratio in ratios.items():
-            assert ratio <= slack, (op, ratios)
+            assert ratio <= _SLACK[dtype], (op, ratios)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_errors_of_onednn(ranks: Any) -> None:
+    for ratios in ranks(2, body, "host", torch.float32, True):
+        for op, ratio in ratios.items():
+            assert ratio <= _ONEDNN_SLACK, (op, ratios)
+
+
+def test_slices_stay_with_the_library_that_takes_them() -> None:
+    x, w = torch.ones(256, 512), torch.ones(512, 512)
+    with patch.object(dense, "onednn_is_quicker", lambda: True):
+        assert dense.allocates(x, w) and dense.allocates(x, w.t())
+        assert dense.allocates(x[:, :256], w[:256])
+        assert not dense.allocates(x, w[:, :256])
+        assert not dense.allocates(x[:, :256], w.t()[:256])
 
 
 @pytest.mark.parametrize("gain", [0.5, 2.0, 9.0])
