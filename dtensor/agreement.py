@@ -1,6 +1,6 @@
-"""Agreement: what only one rank can see, an index out of range say, is told to all of them.
+"""Errors that only one rank can see, such as an index out of range, are raised on all of them.
 
-Without it the rank would raise alone, and the others wait for it in their next collective.
+Otherwise that rank would raise alone, and the others would wait for it in their next collective.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
 def agreed(
     local: Callable[..., Any], layout: Layout, what: str, kind: type[Exception], fault: str
 ) -> Callable[..., Any]:
-    """`local`, which raises on every rank where it raises on one: an error of this `kind`.
+    """Wrap `local`, so that a failure on one rank is an error of type `kind` on every rank.
 
-    It runs on a CPU, and must not communicate.
+    Args:
+        local: runs on CPU tensors, and must not communicate.
+        what: names the call in the error.
+        fault: describes the failure to the ranks on which `local` succeeded.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = (a for a in leaves([args, kwargs]) if isinstance(a, torch.Tensor))
-        if any(map(is_traced, tensors)):  # nobody knows values while a graph is made
+        if any(map(is_traced, tensors)):  # a traced tensor has no values to look at
             return local(*args, **kwargs)
         error: Exception | None = None
         result = None

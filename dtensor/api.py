@@ -167,8 +167,8 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
             module._buffers[name] = distribute_tensor(buffer, mesh)
 
 
-# What plain parameters have become, while a module still has the plain one.
-became = WeakTensorKeyDictionary()
+# Plain parameter -> the DTensor parameter made of it, for as long as a module holds the plain one.
+replacements = WeakTensorKeyDictionary()
 
 
 def distribute_parameter(
@@ -185,11 +185,11 @@ def distribute_parameter(
     """
     param = module._parameters[name]
     assert param is not None
-    shared = became.get(param)
+    shared = replacements.get(param)
     _, wanted = _mesh_and_placements(mesh, placements, param.ndim)
     if shared is None or shared.device_mesh != mesh:
         spread = distribute_tensor(param.detach(), mesh, wanted, src_data_rank=src_data_rank)
-        shared = became[param] = nn.Parameter(spread, param.requires_grad)
+        shared = replacements[param] = nn.Parameter(spread, param.requires_grad)
     elif shared.placements != wanted:
         raise ValueError(
             f"{type(module).__name__}.{name} of shape {tuple(param.shape)} would be placed "
@@ -201,7 +201,7 @@ def distribute_parameter(
 
 
 def _with_module(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, also where it is of the old form without the module."""
+    """`function` in the form (module, values, mesh); the deprecated form lacks the module."""
     n_args = len(inspect.signature(function).parameters)
     if n_args == 3:
         return function
@@ -218,7 +218,7 @@ def _with_module(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 P = ParamSpec("P")
 Fill = Callable[..., torch.Tensor]
-# These fill a tensor with the numbers that one device would draw.
+# Factories that fill a tensor with the numbers that a single device would draw.
 _RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
@@ -324,10 +324,12 @@ def linspace(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`steps` values evenly spaced from `start` to `end`, both among them, which may be 0-dim
-    tensors; the other arguments are those of `zeros`."""
+    """`steps` evenly spaced values from `start` to `end`, both included.
+
+    `start` and `end` may be 0-dim tensors; the other arguments are those of `zeros`.
+    """
     numbers = start, end, steps
-    return _row(torch.linspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
+    return _spaced(torch.linspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def logspace(
@@ -342,13 +344,13 @@ def logspace(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`base` to the power of each value of `linspace`, whose arguments the others are."""
+    """`base` to the power of each value of `linspace`; the other arguments are as there."""
     numbers = start, end, steps, base
-    return _row(torch.logspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
+    return _spaced(torch.logspace, numbers, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @unless_traced
-def _row(
+def _spaced(
     make: Callable[..., torch.Tensor],
     numbers: tuple[float | torch.Tensor, ...],
     dtype: torch.dtype | None,
@@ -357,8 +359,7 @@ def _row(
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
-    """A DTensor of what `make` makes of the numbers: whole on every rank, then cut, the values are
-    those of one device."""
+    """`make(*numbers)`, computed whole on every rank and then cut: the values of one device."""
     mesh, wanted = _mesh_and_placements(device_mesh, placements, 1)
     given = [each.item() if isinstance(each, torch.Tensor) else each for each in numbers]
     whole = make(*given, dtype=dtype, layout=layout, device=mesh.device_type)

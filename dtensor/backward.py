@@ -1,9 +1,10 @@
-"""`backward` and `torch.autograd.grad` from DTensors.
+"""`backward` and `torch.autograd.grad` of DTensors.
 
-torch runs what it has handed to `__torch_function__` without looking at that again. Of these two
-functions that would be all of the backward pass: a checkpointed module would be computed by other
-operations than the first time, hooks would meet other rules than the rest of a script. So they are
-begun here, as torch begins them behind its question for `__torch_function__`.
+While torch runs a function that `__torch_function__` has passed on, calls inside of it do not reach
+`__torch_function__` again. For these two functions that would be the whole backward pass: a
+checkpointed module would be recomputed by other operations than in its forward, and hooks would
+follow other rules than the rest of a script. So they are started here, in the way in which torch
+starts them after its check for `__torch_function__`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def backward(
     create_graph: bool = False,
     inputs: Sequence[Any] | None = None,
 ) -> None:
-    """`torch.autograd.backward`, which has brought its arguments into this form."""
+    """`torch.autograd.backward`, with the arguments in the form in which torch passes them on."""
     _run(
         autograd.backward, tensors, grad_tensors, retain_graph, create_graph, inputs or (),
         allow_unreachable=True, accumulate_grad=True,
@@ -61,7 +62,7 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> Any:
-    """`torch.autograd.grad`, which has brought its arguments into this form."""
+    """`torch.autograd.grad`, with the arguments in the form in which torch passes them on."""
     if is_grads_batched:
         return NotImplemented
     found = _run(
@@ -94,7 +95,7 @@ def _run(
         if plain and isinstance(tensor, DTensor) and gradient.numel() != 1:
             raise mixed(f"torch.autograd.{function.__name__}", gradient)
     before = outermost.call
-    outermost.call = None, None  # what a backward meets below, its caller has not mixed
+    outermost.call = None, None  # plain tensors inside of a backward are not the caller's mistake
     try:
         with torch._C.DisableTorchFunctionSubclass():
             gradients = _torch_autograd._make_grads(tensors, gradients, is_grads_batched=False)

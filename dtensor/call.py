@@ -83,21 +83,21 @@ class Call:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of all tensors, each once."""
+        """The placements of all tensors, each once."""
         return distinct(p for layout in self.inputs for p in layout.placements)
 
     @property
     def whole(self) -> Strategy:
-        """Everything on every rank, which any op can do."""
+        """All tensors replicated: right for any op."""
         return self.with_first(Replicate())
 
     def with_first(self, placement: Placement) -> Strategy:
-        """The first tensor, and the results, placed so; the others whole on every rank."""
+        """The first tensor and the results as `placement`, the other tensors replicated."""
         rest = (Replicate(),) * (len(self.inputs) - 1)
         return Strategy((placement, *rest), (placement,) * len(self.outputs))
 
     def kept(self, dims: dict[int, int]) -> list[Strategy]:
-        """Whole, and by each of these dims of the first tensor, which are others of the results."""
+        """Replicated, or the first tensor sharded by one of its `dims` {its dim: results' dim}."""
         present = filter(is_shard, self.inputs[0].placements)
         shards = [p for p in distinct([*present, *map(Shard, dims)]) if shard_dim(p) in dims]
         rest = (Replicate(),) * (len(self.inputs) - 1)
@@ -110,7 +110,7 @@ class Call:
         ]
 
     def with_all(self, placement: Placement) -> Strategy:
-        """All tensors, and the results, placed so."""
+        """All tensors and all results as `placement`."""
         inputs, outputs = len(self.inputs), len(self.outputs)
         return Strategy((placement,) * inputs, (placement,) * outputs)
 
@@ -132,7 +132,7 @@ class Call:
 
 Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
 rules: dict[str, Rule] = {}
-# Rules that users gave for overloads (`experimental.register_sharding`): they come before ours.
+# Rules of users (`experimental.register_sharding`), by overload: they take precedence over ours.
 rules_of_overloads: dict[Op, Rule] = {}
 _RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
 
@@ -149,6 +149,7 @@ def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
+    """What nested lists, tuples and dicts hold, in order."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
@@ -160,6 +161,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting of lists, tuples and dicts, with `change` applied to what they hold."""
     if isinstance(tree, list):
         return [map_tree(item, change) for item in tree]
     if isinstance(tree, tuple):

@@ -8,11 +8,11 @@ an older checkpoint in the same folder. Here a save
 
     1. writes its data to files whose names no checkpoint has yet,
     2. writes the metadata, which name these files, aside,
-    3. renames them to .metadata: from then on, and not before, the new checkpoint is the one;
+    3. renames them to .metadata, which replaces the old checkpoint by the new one;
     4. deletes the files that it does not name.
 
-Whatever is killed, and whenever, one whole checkpoint is there. What is left of an unfinished save
-goes with the next one.
+Whichever rank is killed at whatever moment, the folder holds one complete checkpoint. The next save
+removes what an unfinished one left behind.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> N
     """Read a checkpoint into the tensors of `state_dict`, in place. Collective.
 
     Args:
-        state_dict: what is to be read, each DTensor in any layout. Values that are no tensors are
-            replaced. What the checkpoint has beside is left alone.
+        state_dict: what is to be read, each DTensor in any layout. Values that are not tensors are
+            replaced. What only the checkpoint has is not read.
         checkpoint_id: the folder.
 
     Raises:
@@ -80,7 +80,7 @@ class AtomicWriter(FileSystemWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Put the new checkpoint in force, then delete the old one; on the coordinating rank."""
+        """Make the new checkpoint the valid one, then delete the old; on the coordinating rank."""
         folder = Path(os.fspath(self.path))
         stored = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_data = stored

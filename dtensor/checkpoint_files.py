@@ -91,7 +91,7 @@ class Stored:
 
     Attributes:
         tensors: by name.
-        values: names of what is stored and no tensor.
+        values: names of the stored values that are not tensors.
 
     Raises:
         CheckpointError: there is no checkpoint, or its metadata cannot be read.
@@ -192,7 +192,7 @@ class Stored:
             with open(self.path / piece.file, "rb") as stream:
                 stream.seek(piece.start)
                 data = stream.read(piece.length)
-            # Torch writes check sums, and does not look at them when it reads.
+            # torch writes check sums, but does not compare them when it reads.
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 bad = archive.testzip()
             if bad is not None:
@@ -211,7 +211,7 @@ class Stored:
         return cast(torch.Tensor, tensor)
 
     def value(self, name: str) -> Any:
-        """A stored value that is no tensor. It is unpickled: trust the checkpoint."""
+        """A stored value that is not a tensor. It is unpickled: the checkpoint must be trusted."""
         (_, place), *_ = self._by_name[name]
         with open(self.path / place.relative_path, "rb") as stream:
             stream.seek(place.offset)
@@ -253,7 +253,7 @@ def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice,
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    """A file to write, that becomes `path` when it is whole."""
+    """The path of a file to write, which is renamed to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -331,7 +331,7 @@ def merge(stored: Stored, out: Path, progress: Progress = lambda _: None) -> lis
     """Write whole tensors to one file, `.safetensors` or what torch.load reads (`.pt`, `.pth`).
 
     Returns:
-        Names that the format cannot hold, and that were left out: values that are no tensors.
+        Names of the values that were left out, as the format holds tensors only.
 
     Raises:
         CheckpointError: a piece is missing or damaged; nothing is written.

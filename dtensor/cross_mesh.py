@@ -69,6 +69,7 @@ def _check_moves(call: Call, number: Layout, lead: Layout) -> None:
 
 
 def _part(values: Any, positions: Sequence[int], length: int) -> Any:
+    """`values`, with only the elements at `positions` of each list of this length among them."""
     if isinstance(values, dict):
         return {name: _part([value], positions, length)[0] for name, value in values.items()}
     return [
@@ -80,6 +81,8 @@ def _part(values: Any, positions: Sequence[int], length: int) -> Any:
 
 
 def _on(mesh: Any, values: Any) -> Any:
+    """`values`, with the DTensors of other meshes (numbers) replicated on `mesh`."""
+
     def moved(value: Any) -> Any:
         if not isinstance(value, DTensor) or value._layout.mesh == mesh:
             return value

@@ -6,8 +6,8 @@ dictionary lookup, the local op and a wrap.
     key = (op, default dtype, layouts of its tensors, its other arguments)
     plan = (moves, local op, layouts of the results)
 
-Numbers of type float are in the key by their type only, as no rule looks at their value. What was
-found by trying an op with them may hold for no others: there the values follow.
+A float is in the key by its type only, as no rule looks at its value. But what was found out by
+trying the op (`discovery.py`) may depend on the value: the keys of such plans hold the floats too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from weft.dtensor.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.views import CopiedView, NoViewError, as_copies
 
 _MAX_PLANS = 8192
-# By the op's id, or by a torch function whose calls `learn` has seen, and what identifies the call.
+# The first entry of a key is the id of an op, or a torch function that `learn` knows; see `_read`.
 _plans: dict[tuple[Any, ...], Plan] = {}
 forget_meshes.append(_plans.clear)
 
 
 def forget_plans(op: Op) -> None:
-    """Make the plans of `op` anew: its rule has changed."""
+    """Drop the plans of `op`, as its rule has changed."""
     for key in [key for key, plan in _plans.items() if plan.op is op]:
         del _plans[key]
 
@@ -72,17 +72,17 @@ def _add(a: Any, key: list[Any], func: Op | None) -> Any:
         return a
     if isinstance(a, torch.Generator):
         return a
-    # What a torch function is given may be no argument of an op: that is no key of a known call.
+    # A torch function also takes what no op does. An object of its own makes the key match nothing.
     key.append(a if func is not None or kind in _CONSTANTS else object())
     return a
 
 
 class Outermost(threading.local):
-    """The call of the user that is being run.
+    """The user's call that is being run.
 
     Attributes:
-        call: (what it was given, None below `backward`;
-            list of (op, args, kwargs, result) of what it has come to, None where nobody asks).
+        call: a pair. The arguments that the user passed, None inside of `backward`; and a list that
+            collects the ops which the call runs, (op, args, kwargs, result) each, or None.
     """
 
     call: tuple[Any, list[tuple[Op, Sequence[Any], dict[str, Any], Any]] | None] = (None, None)
@@ -92,7 +92,7 @@ outermost = Outermost()
 
 
 def _check_mixed(func: Op) -> None:
-    """A plain tensor may come from inside of torch: then all ranks have made the same."""
+    """Raise if the user passed a plain tensor. One that torch has made is alike on all ranks."""
     for given in leaves(outermost.call[0]):
         plain = isinstance(given, torch.Tensor) and not isinstance(_unwrapped(given), DTensor)
         if plain and given.numel() != 1:
@@ -100,7 +100,7 @@ def _check_mixed(func: Op) -> None:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What the transforms of torch.func have wrapped."""
+    """`tensor` without the wrappers of torch.func's transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -127,7 +127,8 @@ def _read(
     func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None, known: bool
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
     """(key of the plan, local arguments, local keywords, whether one was not computed yet)."""
-    # An overload computes its hash in Python. The plan keeps it: no other op gets its id.
+    # By id, as an overload computes its hash in Python. The plan keeps the op alive, so that no
+    # other op can get the same id.
     key: list[Any] = [func if known else id(func), torch.get_default_dtype()]
     local_args: list[Any] = []
     deferred = False
@@ -180,7 +181,7 @@ def dispatch(
     key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
     try:
         plan = _plans.get(key)
-    except TypeError:  # what a graph leaves open is no key
+    except TypeError:  # the symbolic sizes of a graph have no hash
         key, plan = (), None
     if plan is _BY_VALUE:
         plan = _plans.get((*key, *_floats_in(args, kwargs)))
@@ -196,7 +197,7 @@ def dispatch(
             _remember(key, plan)
     result, layout = None, plan.result
     if plan.is_view and _is_inference_mode() and not args[0].is_inference():
-        # In inference mode, too, a view of what is no inference tensor is none.
+        # A view of an ordinary tensor is an ordinary tensor in inference mode, too.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(func, args, kwargs)
     if plan.simple and not (deferred and plan.is_view):
@@ -220,7 +221,7 @@ def dispatch(
 
 
 _is_inference_mode = torch.is_inference_mode_enabled
-# In place of a plan: the values of the floats belong to the key.
+# In place of a plan: look again, by a key that holds the values of the floats.
 _BY_VALUE = Plan(lambda: None)
 
 
@@ -235,13 +236,14 @@ def _remember(key: tuple[Any, ...], plan: Plan) -> None:
 
 
 def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
-    """Remember, for `dispatch(..., known=True)`, what a call without autograd has come to.
+    """Remember what a call of a torch function did, for `dispatch(..., known=True)`.
 
-    This spares torch's dispatcher, where a function is one op of the same name and arguments, and
-    that op only computes (a view is known to autograd in any case).
+    The next such call skips torch's dispatcher. That is right without autograd, if the function has
+    run a single op of the same name and arguments which only computes or writes. (Autograd keeps
+    track of views even where nothing requires a gradient.)
 
     Returns:
-        False if the function is of another kind.
+        False if calls of this form are not of that kind, and need not be shown again.
     """
     if len(ops := outermost.call[1] or []) != 1:
         return False
@@ -274,7 +276,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     return True
 
 
-# Constants are in a key by value. Operators: what is not called as its op is.
+# Types that a key holds by value; and the operators that are not called as their op is.
 _CONSTANTS = {int, bool, str, type(None), torch.dtype, torch.layout, torch.device}
 _OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "idiv": "div",
@@ -282,7 +284,7 @@ _OPERATORS = {
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether an argument has come through unchanged (a dim, as a list of it)."""
+    """Whether a function has passed `a` on to its op as it was (a dim may become a list of it)."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if type(a) is int and isinstance(b, list):
@@ -297,8 +299,9 @@ def _follow(
     local_args: list[Any],
     local_kwargs: dict[str, Any],
 ) -> Any:
+    """Run a plan that needs more than its local op: moves, writes, checks, decompositions."""
     if plan.decomposed is not None:
-        with no_function():  # in a backward, what it calls would pass for calls of the user
+        with no_function():  # inside of a backward, its calls would look like the user's
             return plan.decomposed(*args, **kwargs)
     if plan.is_view:
         return _view(plan, args, local_args, local_kwargs)
@@ -327,16 +330,19 @@ def _follow(
         return _wrap_dynamic_tree(result, args, kwargs)
     if plan.check and not _as_expected(result, plan):
         return _wrap_dynamic_tree(result, args, kwargs)
-    if plan.writes and plan.result is None:  # of lists: autograd does not count these
+    if plan.writes and plan.result is None:  # of lists, whose writes autograd does not count
         torch._C._increment_version([tensors[position] for position in plan.writes])
         return None  # what a foreach function returns all the same, its op does not
     return _wrap_tree(result, plan.result, tensors)
 
 
 def _as_expected(result: Any, plan: Plan) -> bool:
-    """Till it does: does what meta tensors said of the result hold of the local ones?
+    """Whether the local results have the shapes and dtypes that meta tensors have predicted.
 
-    Where it does not, on tensors that are whole, the local ones are right.
+    If so, that is not checked again. If not, replicated results are taken as they are.
+
+    Raises:
+        RuntimeError: results that differ, and are not replicated.
     """
     plan.result = _given(result, plan.result)
     for value, layout in zip(leaves(result), leaves(plan.result), strict=True):
@@ -357,7 +363,7 @@ def _as_expected(result: Any, plan: Plan) -> bool:
 
 
 def _given(result: Any, layouts: Any) -> Any:
-    """`layouts` without those of results that the op does not give, as gradients nobody wants."""
+    """`layouts`, with None for results that the op has not returned: gradients nobody needs."""
     if isinstance(layouts, (list, tuple)):
         return type(layouts)(map(_given, result, layouts))
     return None if result is None else layouts
@@ -377,7 +383,7 @@ def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
 def _view(
     plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]
 ) -> Any:
-    """A view op whose result may be no alias of what this rank holds of its first argument."""
+    """Run a view op: an alias of the local tensor if possible, else a copy that writes back."""
     source: DTensor = args[0]
     target = None if plan.moves is None else plan.moves[0]
 
@@ -393,13 +399,13 @@ def _view(
 
 
 def _blank(layout: Any) -> Any:
-    # The local tensor comes later: only its device is looked at.
+    # `as_copies` replaces the local tensor: here only its device counts.
     device = torch.device(layout.mesh.device_type)
     return wrap(torch.empty(0, device=device), layout) if isinstance(layout, Layout) else layout
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    """Before it is written: what was put off is computed."""
+    """Compute a deferred local tensor, before it is written."""
     if not isinstance(tensor, DTensor) or isinstance(tensor._pending, (CopiedView, type(None))):
         return
     tensor._local = tensor._local_tensor
@@ -407,7 +413,7 @@ def _settle(tensor: torch.Tensor) -> None:
 
 
 def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: Plan, position: int) -> None:
-    """After it was written: the result goes where the tensor, and the base of a copy, lies."""
+    """After a write, bring the result back to the tensor, and to the base of a copied view."""
     if not isinstance(tensor, DTensor):
         return
     target = plan.moves[position] if plan.moves is not None else None
@@ -426,7 +432,7 @@ def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[
 
 
 def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Results whose shapes are known only now, and that every rank has."""
+    """Wrap replicated results, whose shapes are known only after the op has run."""
     mesh = next(t._layout.mesh for t in leaves([args, kwargs]) if isinstance(t, DTensor))
     placements = (Replicate(),) * mesh.ndim
 
@@ -440,7 +446,7 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _check_recorded(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """A recording of torch.fx would take the local tensors for constants."""
+    """Refuse to be recorded by make_fx, which would take the local tensors for constants."""
     if get_proxy_mode() is None:
         return
     for given in leaves((args, kwargs)):

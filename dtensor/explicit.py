@@ -59,7 +59,7 @@ _active = _Active()
 
 
 def check_explicit(what: Callable[[], Any], source: Layout, target: Layout | None) -> None:
-    """To be called before an operation, `what()`, moves an argument; None: it stays.
+    """Called before the operation `what()` moves an argument to `target`; None: it stays.
 
     Raises:
         RuntimeError: inside a block that refuses it.

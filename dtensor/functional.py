@@ -1,8 +1,8 @@
-"""Calls that are seen before autograd takes them apart: `DTensor.__torch_function__`.
+"""`DTensor.__torch_function__`: calls that are seen before autograd takes them apart.
 
-Matmuls and attention (`fused_linear.py`, `fused_attention.py`) gain from it, embedding and norms
-have gradients of their own, and some functions read their tensors, or the memory behind them, where
-only the whole has what they look for.
+Matmuls and attention run as fused ops (`fused_linear.py`, `fused_attention.py`); embedding and
+norms have gradients of their own. Functions that read values or memory, which no rank has of the
+whole tensor, gather them or are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, weight: DTensor, indices: DTensor, padding_idx: int) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        # How it lies is all that is asked of it: it may be written.
+        # Only its layout is read, so it may be written before the backward.
         ctx.weight, ctx.padding_idx = weight.detach(), padding_idx
         op = torch.ops.aten.embedding.default
         return cast(DTensor, dispatch(op, (weight, indices, padding_idx)))
@@ -70,7 +70,7 @@ def embedding(
 
 
 def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:
-    """A norm over the last dims, on each rank's rows."""
+    """A norm over the last dims, if each rank holds whole rows: it norms its own."""
     if not is_dtensor(x) or not all(w is None or is_dtensor(w) for w in weights):
         return NotImplemented
     layout = x._layout
@@ -92,12 +92,12 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
 def layer_norm(
     x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    """`F.layer_norm` of rows that no rank shares."""
+    """`F.layer_norm`, where each row is whole on its rank."""
     return _row_norm(functional.layer_norm, x, normalized_shape, (weight, bias), eps)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """`F.rms_norm` of rows that no rank shares."""
+    """`F.rms_norm`, where each row is whole on its rank."""
     return _row_norm(functional.rms_norm, x, normalized_shape, (weight,), eps)
 
 
@@ -111,11 +111,11 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.instance_norm` where no rank shares a sample: group norm, of groups of one channel."""
+    """`F.instance_norm`, where samples are sharded: group norm with groups of one channel."""
     if not is_dtensor(x) or running_mean is not None or 0 not in x._layout.cut_dims:
         return NotImplemented
     if x.shape[2:].numel() < 2:
-        return NotImplemented  # torch says what is wrong with that
+        return NotImplemented  # torch raises the right error
     return functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
@@ -127,14 +127,14 @@ def one_hot(tensor: Any, num_classes: int = -1) -> Any:
 
 
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """`F.linear_cross_entropy`: in one piece, as the buffers of its chunks are plain tensors."""
+    """`F.linear_cross_entropy`, not in chunks: torch makes plain tensors to hold their results."""
     if options is None:
         return NotImplemented
     return functional.linear_cross_entropy(*args, **kwargs)
 
 
 def tensor_split(x: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
-    """`torch.tensor_split`, which reads the indices that it is given as a tensor."""
+    """`torch.tensor_split`, which reads the values of indices that are a tensor."""
     where = named.get("tensor_indices_or_sections", where)
     if not isinstance(where, torch.Tensor):
         return NotImplemented
@@ -143,7 +143,7 @@ def tensor_split(x: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
 
 
 def split(x: Any, size: Any, dim: int = 0) -> Any:
-    """`torch.split`, and the method: past their Python code, which takes 2 us."""
+    """`torch.split` and the method, without their Python code, which takes 2 us."""
     if isinstance(size, torch.Tensor):
         return NotImplemented
     functions: Any = torch._C._VariableFunctions
@@ -154,7 +154,7 @@ def split(x: Any, size: Any, dim: int = 0) -> Any:
 
 
 def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.as_strided`: only of what is no view, as it addresses the memory of the base."""
+    """`torch.as_strided`, refused for views: it would address the memory of the whole base."""
     if is_dtensor(x) and x._is_view():
         raise NotImplementedError(
             f"as_strided of a view, {x._layout}: a DTensor has no memory that could be read across "
@@ -164,7 +164,7 @@ def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def to(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`x.to(device or dtype)`: itself, where that is what it has."""
+    """`x.to(device or dtype)`: x itself, if it has that already."""
     if len(args) != 1 or kwargs or not is_dtensor(x):
         return NotImplemented
     wanted = args[0]
@@ -177,8 +177,8 @@ def is_same_size(input: Any, other: Any) -> bool:
     return bool(input.shape == other.shape)
 
 
-def numpy(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.numpy`, arrays, DLPack, storages as safetensors asks for: no rank has the whole's."""
+def no_memory(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `Tensor.numpy`, `__array__`, DLPack and storages: no rank has the whole's memory."""
     raise RuntimeError(
         f"{x._layout!r} is spread over ranks, and is no one array: full_tensor().numpy() is all of "
         f"it (every rank makes the call), to_local().numpy() this rank's part; safetensors saves "
@@ -197,8 +197,8 @@ def formatted(x: Any, spec: str) -> str:
     return format(x.item(), spec) if spec and x.ndim == 0 else object.__format__(x, spec)
 
 
-def _begins_anew(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer or cell, whose module makes plain zeros where it is given no state."""
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Handle a recurrent layer or cell: the plain zeros of its initial state become DTensors."""
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dtensor(x):
@@ -251,10 +251,10 @@ _handlers: dict[Any, _Handler] = {
     torch.rms_norm: rms_norm,
     functional.instance_norm: instance_norm,
     torch.Tensor.to: to,
-    torch.Tensor.numpy: numpy,
-    torch.Tensor.__array__: numpy,
-    torch.Tensor.__dlpack__: numpy,
-    torch.Tensor.storage: numpy,
+    torch.Tensor.numpy: no_memory,
+    torch.Tensor.__array__: no_memory,
+    torch.Tensor.__dlpack__: no_memory,
+    torch.Tensor.storage: no_memory,
     torch.Tensor.share_memory_: share_memory_,
     torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,
@@ -262,7 +262,7 @@ _handlers: dict[Any, _Handler] = {
     torch.autograd.backward: backward.backward,
     torch.autograd.grad: backward.grad,
     torch.is_same_size: is_same_size,
-    **{function: _begins_anew(function) for function in _RECURRENT},
+    **{function: _recurrent(function) for function in _RECURRENT},
     torch.Tensor.is_same_size: is_same_size,
 }
 if hasattr(functional, "linear_cross_entropy"):  # of torch 2.13
@@ -271,7 +271,7 @@ _UNHANDLED: Any = NotImplemented
 # Runs a function without `__torch_function__`, quicker than a `with` block does.
 _below_functions = torch._C._disabled_torch_function_impl
 _is_grad_enabled, _grad = torch.is_grad_enabled, torch.autograd.grad
-# Whether (function, number of arguments, *keywords) is just one op that computes: see `learn`.
+# Whether a call of the form (function, number of arguments, *keywords) is known to be one op.
 _is_an_op: dict[tuple[Any, ...], bool] = {}
 
 
@@ -294,7 +294,7 @@ def _torch_function(
                 return result
             ops = []
     before = outermost.call
-    # What a backward meets below, its caller has not mixed; nor what torch itself calls in Python.
+    # Plain tensors inside of a backward, or of torch's own Python code, are not the user's mistake.
     of_torch = func is _grad or (type(func) is OpOverload and func.namespace == "prims")
     outermost.call = None if of_torch else (args, kwargs), ops
     try:
@@ -307,7 +307,7 @@ def _torch_function(
 
 
 def _is_watched() -> bool:
-    """Whether torch's dispatcher has more to do than autograd."""
+    """Whether torch's dispatcher does more than autograd: modes, autocast, forward-mode AD."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_any_autocast_enabled()

@@ -73,7 +73,7 @@ def attention(
         return _attention_around(around[0], query, key, value, is_causal, scale)
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
-    # Rows of q that only this rank has give a term of the gradients of k, v and the mask.
+    # The rows of q on this rank give one term of the gradients of k, v and the mask.
     of_shared = _grad_placements(rows, shared)
     q_local = local_part(_placed(query, rows), rows)
     k_local = local_part(_placed(key, shared), of_shared)
@@ -95,21 +95,24 @@ def attention(
             enable_gqa=enable_gqa,
         )
     else:
-        # A rank without heads or rows takes part in the gradients of what it was given.
+        # A rank without heads or rows still takes part in the backward, whose gradients are summed.
         used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
         y = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
     return _result(y, rows, q, v)
 
 
 def _grad_placements(rows: Placements, shared: Placements) -> Placements:
-    """How gradients of what is placed `shared`, of the rows that each rank has, make up all."""
+    """How the ranks' gradients of a tensor placed as `shared` make up its gradient.
+
+    Where queries are sharded and it is not, each rank has the term of its own rows.
+    """
     pairs = zip(rows, shared, strict=True)
     return tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
 
 
 def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
     shape = (*q.shape[:-1], v.shape[-1])
-    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
+    return as_global(y, layout_of(q.mesh, rows, shape, _stride_like(y, shape), y.dtype))
 
 
 def _placed(tensor: DTensor, placements: Placements) -> DTensor:
@@ -177,7 +180,7 @@ def _attention_step_by_step(
     return weights @ value
 
 
-def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s."""
     order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
     stride, step = [0] * len(shape), 1

@@ -1,4 +1,4 @@
-"""What is asked of autograd, and told to it, without going through `__torch_function__`."""
+"""Asking autograd, and recording for it, without a detour through `__torch_function__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile does with our own code where its graph breaks off."""
+"""Keeps torch.compile out of our own code after a graph break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _LEFT_ALONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._Fra
 
 
 def unless_traced(function: _Function) -> _Function:
-    """Where a graph of torch.compile has broken off ahead of `function`, it and all that it calls
-    run as they are, and are not compiled piece by piece. A trace that meets it takes it in."""
+    """After a graph break before `function`, run it and all that it calls without compiling them.
+
+    Otherwise torch.compile would compile each of these frames by itself. Inside of a graph the
+    function is traced as usual.
+    """
     _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)
     return function

@@ -3,8 +3,8 @@
     redistribute    the local tensor of one layout into that of another
     check_even      what a traced `from_local` takes for granted, checked each time the graph runs
 
-Layouts go into a traced graph as a shape, which may be open, and the name of how that is placed.
-Names are known from the time when the graph was traced.
+In a traced graph a layout is a shape, which may be symbolic, and a name for its mesh and
+placements. The names are registered while the graph is traced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _named: dict[str, tuple[Any, Any] | Layout] = {}
 
 
 def name_of(layout: Layout) -> str:
-    """A name for how `layout` is placed, the same on every rank."""
+    """Register a name for the mesh and placements of `layout`; it is the same on every rank."""
     place = layout.place
     name = f"{show(layout.placements)} on {list(place.sizes)}, ranks {list(place.ranks)}"
     if layout.has_own_boxes:

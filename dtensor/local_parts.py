@@ -1,11 +1,11 @@
-"""What the ranks' local tensors make up: the layout of `DTensor.from_local`.
+"""The global layout that the ranks' local tensors make up, for `DTensor.from_local`.
 
-    lengths 3, 3      shards of 6 rows, found without communication where no shard may differ
-    lengths 3, 2      shards of 5 rows: those of torch.chunk
-    lengths 2, 3      of nothing: an error on every rank
+    lengths 3, 3      shards of 6 rows
+    lengths 3, 2      shards of 5 rows, as torch.chunk cuts them
+    lengths 2, 3      not what torch.chunk gives: an error on every rank
 
-Nobody can ask the peers while a graph is traced: there shards are taken for even, and the graph
-checks that when it runs.
+The ranks tell each other the lengths of their shards. While a graph is traced they cannot: there
+shards are taken to be even, which the graph checks when it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Layout:
-    """The layout that the ranks' local tensors make up, whose shards may differ in length.
+    """The layout that the ranks' local tensors make up; shards may differ in length. Collective.
 
     Raises:
         ValueError: on every rank, where the lengths are not those of torch.chunk.
@@ -92,7 +92,7 @@ def _even_layout(
         if is_shard(placement):
             dim = shard_dim(placement)
             for other in range(len(steps)):
-                # What lies outside of the sharded dim in memory gets farther apart.
+                # Strides of dims outside of the sharded one in memory grow with it.
                 if other != dim and stride[other] >= stride[dim] * shape[dim]:
                     steps[other] *= parts
             whole[dim] *= parts
@@ -101,7 +101,7 @@ def _even_layout(
 
 @lru_cache(maxsize=4096)
 def _who_agrees(even: Layout) -> tuple[Group | None, str]:
-    """Who tells whom the lengths of shards, and what call that is; None where nobody does."""
+    """The group that exchanges the lengths of shards, None if none does, and a name of the call."""
     if not even.cut_dims or even.index is None:
         return None, ""
     group = spanning_group(even.mesh)

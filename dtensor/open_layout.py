@@ -1,13 +1,14 @@
-"""Layouts of a graph that is traced for more than one size: torch.compile with a dynamic batch.
+"""Layouts with symbolic ("open") sizes, in graphs that torch.compile traces for a dynamic batch.
 
     x: 8 rows, Shard(0) over 2 ranks     the compiler has s0 rows of the whole, s1 of this rank's
     relate                               condition of the graph: s0 == 2 * s1
     (x * 2).sum(0) @ w                   rows 2 * s1, then Partial sums: one graph for all even s0
     x: 7 rows                            the ranks hold 4 and 3: a graph for 7 rows, and no others
 
-A size stays open if no mesh dim cuts it, or if plain shards cut it into equal parts. Else, and
-where something needs a number (a halo, a rule that is found by trying), the compiler settles on the
-size that it has, and compiles others anew. Conditions follow from sizes: all ranks meet the same.
+A size stays open if no mesh dim cuts it, or if plain shards cut it into equal parts. Otherwise, and
+where a number is needed (a halo, a rule that is found by trying), the graph is specialized to the
+present size, and others are compiled anew. All this depends on sizes alone, so that all ranks come
+to the same graphs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 class OpenLayout(Layout):
     """A layout with open sizes, made only while a graph is traced.
 
-    It is no key: what is known of its sizes may change, and a cache would keep the graph alive.
-    Equal ones are `==`, not one object.
+    It has no hash: what is known of its sizes may change, and a cache would keep the graph alive.
+    Equal ones are `==`, but not one object.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -60,7 +61,7 @@ class OpenLayout(Layout):
 def layout_in_graph(
     mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
 ) -> Layout:
-    """`layout_of` sizes that torch.compile has left open; those that cannot be are settled."""
+    """`layout_of`, for symbolic sizes; those that cannot stay open are specialized."""
     strided = {shard_dim(p) for p in placements if is_shard(p) and pieces_of(p) > 1}
     for dim, (n, parts) in enumerate(zip(shape, _parts(mesh, placements, len(shape)), strict=True)):
         if is_open(n) and (dim in strided or n % parts != 0):
@@ -71,7 +72,7 @@ def layout_in_graph(
 
 
 def _settled(n: int) -> int:
-    """`n`, as a number if the graph holds only for that one."""
+    """`n`, as a number if the graph is specialized to it."""
     known = cast(Any, n).node.maybe_as_int() if is_open(n) else None
     return n if known is None else known
 
@@ -88,21 +89,18 @@ def _parts(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
 def relate(
     shape: Sequence[int], local_shape: Sequence[int], mesh: DeviceMesh, placements: Placements
 ) -> None:
-    """Make it a condition of the graph, for open sizes, that all ranks hold as much as this one.
-
-    Where shards are uneven it becomes a condition that they are.
-    """
+    """Add a guard to the graph for each open size: whether all ranks hold as much as this one."""
     if any(map(is_open, shape)) and place_of(mesh).index is not None:
         parts = _parts(mesh, placements, len(shape))
         for n, own, count in zip(shape, local_shape, parts, strict=True):
-            bool(n == own * count)  # to be asked is what makes it one
+            bool(n == own * count)  # asking for the value adds the guard, whichever it is
 
 
 _Cached = TypeVar("_Cached", bound=Callable[..., Any])
 
 
 def cached(function: _Cached) -> _Cached:
-    """`lru_cache` of a function of layouts, past which open ones go."""
+    """`lru_cache` of a function of layouts; calls with open ones are not cached."""
     kept = lru_cache(maxsize=1024)(function)
     forget_meshes.append(kept.cache_clear)
 

@@ -1,12 +1,11 @@
 """Steps of torch's elementwise optimizers: one plain step on this rank's parts of the DTensors.
 
-Where every gradient and every state lies as its parameter does, what a rank does to its part
-depends on nothing that another rank has. So a hook of torch's brings the gradients into the layouts
-of their parameters, once and not by each operation of the step, and then hands `step()` a stand-in
-for the optimizer: its groups and its state hold the local tensors, in the same memory, in place of
-the DTensors. Nothing is swapped in the optimizer itself, so an error within the step leaves it as
-it was. A step that creates state, and any other that the stand-in could not do alike, goes by
-operations on DTensors.
+Where every gradient and every state lies as its parameter does, a rank can step its own part
+without the others. So a pre-step hook brings the gradients into the layouts of their parameters,
+once instead of in each operation of the step, and then hands `step()` a stand-in for the optimizer:
+its groups and its state hold the local tensors, in the same memory, in place of the DTensors. The
+optimizer itself is left alone, so an error within the step leaves it as it was. A step that creates
+state, and any other that the stand-in could not do in the same way, runs on the DTensors.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class _NotAlikeError(Exception):
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Arguments | None:
-    """Put a stand-in in the place of `self`, where the step is the same on local tensors."""
+    """Pass a stand-in as `self` to `step()`, if the step is the same on local tensors."""
     if torch.compiler.is_compiling():
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,7 +64,7 @@ def _before_step(
 
 def _can_have_one(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     closure_given = any(value is not None for value in (*args[1:], *kwargs.values()))
-    # A hook that comes after this one may put other gradients in the place of those found here.
+    # A hook that runs after this one may replace the gradients.
     others_follow = (
         optimizer._optimizer_step_pre_hooks
         or next(reversed(torch_optimizer._global_optimizer_pre_hooks)) != _hook.id
@@ -75,7 +74,7 @@ def _can_have_one(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _gradient(p: DTensor) -> torch.Tensor | None:
-    """The gradient of `p`, from now on placed as `p`: then what is made of it is never Partial."""
+    """The gradient of `p`, redistributed to the placements of `p`, so that it is not Partial."""
     grad, layout = p.grad, p._layout
     if type(grad) is not DTensor or grad._layout is layout:
         return grad
@@ -110,8 +109,8 @@ def _stand_in(optimizer: Any) -> Any:
 class _Parts:
     """This rank's parts of an optimizer's parameters, with their gradients, and of its state.
 
-    Finding them takes 6 us a parameter, and seeing that they are still the same takes one: they are
-    kept from one step to the next, but for the gradients.
+    Finding them takes 6 us a parameter, checking that they are still the same takes 1 us: all but
+    the gradients are kept from one step to the next.
 
     Attributes:
         groups: the parts of each group's parameters.
@@ -168,7 +167,7 @@ class _Parts:
         return part
 
     def _note(self, optimizer: Any) -> None:
-        """Keep what has to be as it is now for `renew` to say yes."""
+        """Note what must be unchanged for `renew` to reuse these parts."""
         params = [list(group["params"]) for group in optimizer.param_groups]
         self._params, self._flat = params, list(_chain(params))
         self._own = list(_chain(self.groups))
@@ -204,8 +203,10 @@ class _Parts:
         return True
 
     def unchanged(self) -> bool:
-        """Whether a step has put nothing else into the state of the parts; drops their gradients,
-        which the caller may want to free."""
+        """Whether a step has replaced nothing in the state of the parts.
+
+        It also drops their gradients, so that they do not keep the user's alive.
+        """
         if not self.can_renew:
             return False
         for part in self._own:
@@ -237,7 +238,7 @@ def _values_of(states: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _local(tensor: Any, layout: Layout) -> torch.Tensor:
-    """The part of a tensor that lies as `layout` does (in an order of memory of its own)."""
+    """The local part of a tensor that is placed as `layout` (its strides may differ)."""
     if type(tensor) is not DTensor or tensor._local is None:
         raise _NotAlikeError
     own = tensor._layout
@@ -249,7 +250,7 @@ def _local(tensor: Any, layout: Layout) -> torch.Tensor:
 
 
 def _after_step(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Keep what the step of a stand-in has put in its state in place of what was there."""
+    """Take what the step has replaced in the stand-in's state over into the optimizer's."""
     if (stand_in := args[0]) is optimizer or stand_in.parts.unchanged():
         return
     for p, local_state, given in stand_in.parts.given:
@@ -266,6 +267,6 @@ def _after_step(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 _hook = torch_optimizer.register_optimizer_step_pre_hook(_before_step)
 torch_optimizer.register_optimizer_step_post_hook(_after_step)
-# On a GPU, torch's optimizers and clip_grad_norm_ take whole lists of these types only.
+# On a GPU, torch's optimizers and clip_grad_norm_ use foreach ops for these types only.
 torch_optimizer._foreach_supported_types.append(DTensor)
 _foreach_utils._foreach_supported_types.append(DTensor)

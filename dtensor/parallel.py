@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module
-from weft.dtensor.api import became, distribute_parameter
+from weft.dtensor.api import distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
 from weft.dtensor.layout import mesh_or_current
 
@@ -125,7 +125,7 @@ def parallelize_module(
         for submodule in submodules:
             parallelize_module(submodule, mesh, style, src_data_rank=src_data_rank)
     for name, param in module.named_parameters():
-        if param in became:
+        if param in replacements:
             warnings.warn(
                 f"parallelize_module: {name} of {type(module).__name__} is still plain, and no "
                 f"longer tied to the parameter of another module that the plan has sharded: they "
@@ -156,7 +156,7 @@ def _relayout(
     use_local: bool,
     what: str,
 ) -> Any:
-    """`value` brought from the layout `given`, unless that is None, to `desired`."""
+    """`value`, read as `given` and brought to `desired`; as it is where `given` is None."""
     if given is None:
         return value
     tensor = _as_dtensor(value, mesh, given, what)
@@ -235,7 +235,9 @@ class _WeightSharding(ParallelStyle):
         name_of_style = type(self).__name__
 
         def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            for key, _ in list(submodule.named_parameters(recurse=False)) if not name else ():
+            if name:
+                return  # parameters of submodules are replicated
+            for key, _ in list(submodule.named_parameters(recurse=False)):
                 placement = params.get(key, self._other_params) or Replicate()
                 distribute_parameter(submodule, key, mesh, [placement], src_data_rank)
 
@@ -260,7 +262,7 @@ class _WeightSharding(ParallelStyle):
         return distribute_module(module, device_mesh, partition, prepare_input, prepare_output)
 
     def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
-        """Whether the module's own matmul brings `x` to the desired layout, better than a hook."""
+        """Whether the module's own matmul takes `x` as it is, so that no hook redistributes it."""
         return False
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """Planning: how each rank does its part of one kind of call.
 
-The rules (`rules_*.py`) offer strategies for one mesh dim, each mesh dim takes the one that moves
-the fewest bytes, and the op runs once on meta tensors to learn the global result. All of it follows
-from the call alone, and is the same on every rank.
+The op runs once on meta tensors, which gives the global results. A rule (`rules_*.py`) offers
+strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of it
+follows from the call alone, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ class Plan:
     Attributes:
         local: the op on local tensors.
         moves: target layout of each tensor argument, None where it stays; None if all stay.
-        result: the layout of the result or the position of the argument that is written and
+        result: the layout of the result, or the position of the argument that is written and
             returned; a tree of them where there are several.
-        writes: positions of the arguments that are written. What was moved is stored back.
-        check: compare the result with its layout, the first time.
-        dynamic: the layout of the result is known only once it is there.
-        inverse: of a view that is computed, for what is written to it.
         simple: nothing to do but run `local` and wrap its result, or its list of results.
-        writes_first: nothing to do but run `local`, which writes the first argument.
+        writes_first: nothing to do but run `local`, which writes the first argument, or all tensors
+            of a first list.
+        is_view: the result shares the memory of the first argument.
+        dynamic: the layout of the result is known only after the op has run.
+        check: compare the first result with its layout.
+        inverse: of a view that is computed (conj, neg): from what is written to it, to the base.
+        title: the call, for messages.
+        writes: positions of the arguments that are written. What was moved is stored back.
         decomposed: a function of DTensors that computes the op, instead of all this.
-        op: what it is the plan of; of a torch function, the op that the function has come to.
+        op: what it is the plan of; for a torch function, the op that the function runs.
     """
 
     local: Op
@@ -120,7 +123,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
 def _planned(
     call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
 ) -> Plan:
-    """The plan of a call whose placements are decided; by a rule, if it is `known`."""
+    """The plan of a call whose placements are decided: by a rule if `known`, else by trying it."""
     targets = [
         layout.with_placements(placements)
         for layout, placements in zip(call.inputs, decision.inputs, strict=True)
@@ -174,7 +177,7 @@ def _planned(
 
 
 def _rule_of(func: Op, name: str) -> Rule | None:
-    """The rule of an op, a variant in place has that of the op; None where there is none."""
+    """The rule of an op; an in-place variant has that of the op. None if there is none."""
     found = rules_of_overloads.get(func) or rules.get(name) or rules.get(name.removesuffix("_"))
     if found is None and torch.Tag.pointwise in getattr(func, "tags", ()):
         return rules["pointwise"]
@@ -185,13 +188,13 @@ def _rule_of(func: Op, name: str) -> Rule | None:
 
 def _local_op(call: Call) -> Op:
     """What computes the op itself on local tensors."""
-    # A parser makes a number of a symbol, of a size or of what follows from one.
+    # torch's argument parsers, which `quickest` uses, would turn symbolic sizes into numbers.
     in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
     return _LAZY.get(call.op) or (quickest(call.op) if in_numbers else call.op)
 
 
 def _composite(func: Op) -> Op | None:
-    """`func` taken apart, as torch does above __torch_dispatch__, unless in inference mode."""
+    """What takes a composite op apart; torch itself does so, but not in inference mode."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
@@ -202,9 +205,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
-    """What a process that is not in the mesh does: nothing, and gets results without content.
+    """The plan of a process outside of the mesh: it computes nothing and gets empty results.
 
-    They are placed as inside the mesh where that is known, so that they can be redistributed.
+    These are placed as inside the mesh where that is known, so that they can be redistributed.
     """
     if not results:
         _learn_outputs(call)
@@ -238,11 +241,11 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 
 _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
-# They raise where an index is out of range, or an integer is divided by zero, which only the rank
-# sees that holds it. On a GPU the device raises, later, or nobody: nothing can be agreed on.
+# These raise if an index is out of range, or an integer is divided by zero: errors that only the
+# rank sees that holds it. On a GPU the device raises later, or not at all: ranks cannot agree on it.
 _INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
 _DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
-# Torch only marks tensors with these, and does not look at the mark below __torch_dispatch__.
+# Lazy in torch: they only set a bit, which is ignored below __torch_dispatch__. Here they compute.
 _LAZY: dict[Op, Op] = {
     torch.ops.aten._conj.default: torch.conj_physical,
     torch.ops.aten._neg_view.default: torch.neg,
@@ -269,7 +272,7 @@ def quickest(op: Op) -> Op:
 
 
 def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | None:
-    """The error that one rank may meet in its part, and others not; None if there is none."""
+    """The error that may occur on some ranks only; None if there is none."""
     cut = [t.dtype for t in targets if t.cut_dims]
     if call.name in _INDEXED and {torch.int64, torch.int32} & set(cut):
         return IndexError, "an index is out of range"
@@ -350,7 +353,7 @@ def _learn_outputs(call: Call) -> None:
     args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
     try:
         result = call.op(*args, **kwargs)
-    except (ZeroDivisionError, TypeError):  # of sizes of 0: Python's slips, kernels have none
+    except (ZeroDivisionError, TypeError):  # Python code of meta kernels fails at some empty sizes
         call.output_tree = _DYNAMIC
         return
     except (RuntimeError, IndexError, ValueError) as error:
@@ -380,7 +383,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _unknown(call: Call, writes: list[int]) -> Choices:
-    """What an op without rule may do: what a probe has found, and to run whole on every rank."""
+    """What an op without rule may do: what a probe has found, or run on replicas."""
     found = [] if call.output_tree is _DYNAMIC else discovered(call, writes)
     if settings.tracing():
         how = "a rule was found by probing it" if found else "no sharding rule for it"
@@ -407,7 +410,7 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
 def _price(
     call: Call, strategy: Strategy, mesh_dim: int, writes: list[int], plain: list[bool]
 ) -> tuple[float, int] | None:
-    """(bytes, tensors that change) of a strategy on one mesh dim; None where it cannot be."""
+    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is not possible."""
     total, changes = 0.0, 0
     for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
         old = layout.placements[mesh_dim]
@@ -428,5 +431,5 @@ def _price(
     if len(writes) == len(strategy.outputs) and any(
         strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
     ):
-        return None  # in place, the result lies as what is written
+        return None  # the result in place is placed as the tensor that is written
     return total, changes

@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 _agreed: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
 
 _PIECE_BYTES = 64 << 20
-# On a CPU they draw number by number, or, the normal ones, in blocks of 16 but for the last block.
+# A CPU draws these number by number, or (normal) in blocks of 16, and the last block otherwise.
 _BLOCK = 16
 _IN_PIECES = ("uniform_", "normal_", "random_")
 
 
 def agree_on_state(mesh: DeviceMesh) -> None:
-    """Give every rank of `mesh` the generator states of its first rank. Collective, once for the
-    ranks and the kind of device: meshes come and go, and not on every rank at the same time.
+    """Give every rank of `mesh` the generator states of its first rank. Collective.
+
+    It is done once for the same ranks and kind of device, and not once a mesh: garbage collection
+    drops meshes at different times on different ranks.
     """
     group, kind = spanning_group(mesh), mesh.device_type
     agreed = _agreed.setdefault(group, set())
@@ -82,7 +84,7 @@ def drawn(
     rows = layout.shape[0] if layout.shape else 1
     step = _rows_at_once(name, layout, local.device)
     for start in range(0, max(rows, 1), max(step, 1)):
-        # A short rest would end the last block elsewhere than the whole does: it goes along.
+        # Fewer rows than a block may not remain: the last block is drawn otherwise than the rest.
         stop = rows if rows - start - step < _BLOCK else start + step
         piece = torch.empty_strided(
             (stop - start, *layout.shape[1:]) if layout.shape else (),

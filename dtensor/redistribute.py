@@ -91,7 +91,7 @@ class Arriving:
         return self._result
 
     def redistribute(self, tensor: object, target: Layout) -> None:
-        """There is no shorter way from here."""
+        """None: it has to arrive first."""
 
 
 class _Slots:
@@ -136,7 +136,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     steps = plan(source, target).steps
     if target.has_own_boxes:
-        return steps  # no collective knows them
+        return steps  # of boxes that overlap no collective can be made
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
     return collective_plan(source, target).steps
@@ -150,7 +150,7 @@ def _group_of(step: Step) -> Group:
 
 
 def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
-    """Run a step; with a `channel` of its own, the rest of it may come later."""
+    """Begin a step, which `_finish` ends: later, after other steps, if it has its own `channel`."""
     receiver = step.target.index
     pieces = step.pieces[receiver] if receiver is not None else ()
     group = None if step.is_local else _group_of(step)

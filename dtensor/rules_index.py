@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,40 +13,34 @@ from weft.dtensor.layout import Layout, from_front, is_shard, linear_sums, moved
 from weft.dtensor.rules_view import mapped
 
 
-def _together(call: Call, touched: set[int], shift_from: int | None = None) -> Choices:
+def _together(call: Call, touched: Collection[int]) -> list[Strategy]:
     """All tensors have the same dims, and may be sharded alike in those that are not touched."""
-    count, n_out = len(call.inputs), len(call.outputs)
-    strategies = [call.whole]
-    for placement in filter(is_shard, call.placements):
-        dim = shard_dim(placement)
-        if dim in touched:
-            continue
-        out = moved(placement, dim + (shift_from is not None and dim >= shift_from))
-        strategies.append(Strategy((placement,) * count, (out,) * n_out))
-    return Choices(strategies)
+    shards = [p for p in call.placements if is_shard(p) and shard_dim(p) not in touched]
+    return [call.whole, *map(call.with_all, shards)]
 
 
 def _partials(call: Call) -> list[Strategy]:
+    """Terms of sums, which the op joins or picks like any values."""
     return list(map(call.with_all, linear_sums(call.placements)))
 
 
 @rule("cat")
 def cat(call: Call) -> Choices:
     """Shards of the other dims stay."""
-    ndim = max(len(layout.shape) for layout in call.inputs)
-    dim = from_front(call.bound["dim"], ndim)
-    if any(len(layout.shape) != ndim for layout in call.inputs):
-        return Choices(_together(call, set(range(ndim))).strategies)
-    choices = _together(call, {dim})
-    return Choices(choices.strategies + _partials(call))
+    ndim = max(layout.ndim for layout in call.inputs)
+    if any(layout.ndim != ndim for layout in call.inputs):  # torch takes empty ones of one dim
+        return Choices([call.whole])
+    return Choices(_together(call, [from_front(call.bound["dim"], ndim)]) + _partials(call))
 
 
 @rule("stack")
 def stack(call: Call) -> Choices:
     """Shards stay, behind the new dim."""
-    ndim = call.inputs[0].ndim
-    dim = from_front(call.bound["dim"], ndim + 1)
-    return Choices(_together(call, set(), shift_from=dim).strategies + _partials(call))
+    count = len(call.inputs)
+    dim = from_front(call.bound["dim"], call.inputs[0].ndim + 1)
+    shards = [(p, shard_dim(p)) for p in call.placements if is_shard(p)]
+    alike = [Strategy((p,) * count, (moved(p, d + (d >= dim)),)) for p, d in shards]
+    return Choices([call.whole, *alike, *_partials(call)])
 
 
 @rule(
@@ -74,16 +69,16 @@ def along_dim(call: Call) -> Choices:
         index = call.inputs[1].shape
         source = call.inputs[0].shape
         if len(index) != ndim:  # an empty index may have any shape
-            return _together(call, set(range(max(ndim, len(index)))))
-        touched |= {d for d in range(len(index)) if index[d] != source[d]}
-    return _together(call, touched)
+            return Choices([call.whole])
+        touched |= {d for d in range(ndim) if index[d] != source[d]}
+    return Choices(_together(call, touched))
 
 
 @rule("_weight_norm_interface", "_weight_norm_interface_backward")
 def weight_norm(call: Call) -> Choices:
     """(v, g, ..., dim) -> (g * v / norms, norms): of each slice along `dim` by itself."""
     ndim = call.inputs[0].ndim
-    choices = _together(call, set(range(ndim)) - {from_front(call.bound["dim"], ndim)})
+    others = set(range(ndim)) - {from_front(call.bound["dim"], ndim)}
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if all(outputs[0].local_shape):
@@ -91,15 +86,14 @@ def weight_norm(call: Call) -> Choices:
         # The kernel divides by the number of slices.
         return lambda x, *_: tuple(x.new_empty(o.local_shape, dtype=o.dtype) for o in outputs)
 
-    return Choices(choices.strategies, localize)
+    return Choices(_together(call, others), localize)
 
 
 @rule("tril", "triu")
 def triangle(call: Call) -> Choices:
-    """Batch dims may be sharded; of the matrix, only the whole knows where the diagonal is."""
+    """Batch dims may be sharded; the dims of the matrix may not, as a shard has other diagonals."""
     ndim = call.inputs[0].ndim
-    choices = _together(call, {ndim - 2, ndim - 1})
-    return Choices(choices.strategies + _partials(call))
+    return Choices(_together(call, [ndim - 2, ndim - 1]) + _partials(call))
 
 
 @rule("index_select")
@@ -112,7 +106,10 @@ def index_select(call: Call) -> Choices:
 
 @rule("index")
 def index(call: Call) -> Choices:
-    """x[..., indices, ...]: dims of x that are not indexed, and shards of a lone index, stay."""
+    """x[..., indices, ...]: shards of dims that are not indexed stay, and those of the indices.
+
+    The dims of the indices replace those that they index; if these are not consecutive, in front.
+    """
     source, indices = call.inputs[0], list(call.args[1])
     indices += [None] * (len(source.shape) - len(indices))
     at = [d for d, i in enumerate(indices) if i is not None]
@@ -138,7 +135,7 @@ def index(call: Call) -> Choices:
                 strategies.append(Strategy(inputs, (out_placement,)))
     if any(t.dtype.itemsize == 1 for t in tensors):  # a mask: the result's size depends on data
         return Choices(strategies[:1])
-    return Choices(strategies + list(map(call.with_first, linear_sums(source.placements))))
+    return Choices([*strategies, *map(call.with_first, linear_sums(source.placements))])
 
 
 @rule("slice_backward", "select_backward")
@@ -149,14 +146,13 @@ def slice_backward(call: Call) -> Choices:
     dim = from_front(bound["dim"], len(sizes))
     drops = call.name == "select_backward"
     dims = {d - (drops and d > dim): d for d in range(len(sizes)) if d != dim}
-    choices = mapped(call, dims)
     position = list(bound).index("input_sizes")
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = list(outputs[0].local_shape), call.op
         return lambda grad, *rest: op(grad, *rest[: position - 1], size, *rest[position:])
 
-    return Choices(choices.strategies, localize)
+    return mapped(call, dims, localize)
 
 
 @rule("repeat")
@@ -172,7 +168,7 @@ def constant_pad(call: Call) -> Choices:
     """Dims without padding may be sharded."""
     ndim, pad = call.inputs[0].ndim, call.args[1]
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
-    return _together(call, padded)
+    return Choices(_together(call, padded))
 
 
 def one_hot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:

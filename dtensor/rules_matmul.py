@@ -49,7 +49,7 @@ def contraction(
                 present.append((letters[shard_dim(placement)], placement))
     for letter, like in present:
         a, b = at(first, letter, like), at(second, letter, like)
-        if not _whole(call.inputs[offset], a, call.inputs[offset + 1], b):
+        if not _fit(call.inputs[offset], a, call.inputs[offset + 1], b):
             continue
         c: Placement = moved(like, out.index(letter)) if letter in out else Partial("sum")
         candidate = strategy(a, b, c)
@@ -64,8 +64,8 @@ def contraction(
     return Choices(strategies)
 
 
-def _whole(first: Layout, a: Placement, second: Layout, b: Placement) -> bool:
-    """A dim of size 1 that is broadcast against a sharded one is not sharded with it."""
+def _fit(first: Layout, a: Placement, second: Layout, b: Placement) -> bool:
+    """Whether two shards cut dims of the same size: one of size 1 is broadcast, and not cut."""
     if not (is_shard(a) and is_shard(b)):
         return True
     return first.shape[shard_dim(a)] == second.shape[shard_dim(b)]

@@ -32,7 +32,7 @@ _NONE = 0
 
 
 def _replicate_sums(x: Any) -> DTensor:
-    """Reduce what is Partial, leave the shards."""
+    """`x` with its Partial mesh dims reduced, and its shards kept."""
     target = x._layout.reduced()
     return x if target == x._layout else wrap(local_as(x, target), target)
 
@@ -42,7 +42,7 @@ def softmax(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
     dim = from_front(call.args[1], layout.ndim)
-    # Of no elements there is no maximum; the safe one has zeros for rows of -inf.
+    # No elements have no maximum, and _safe_softmax gives zeros for rows of -inf.
     whole_rows = call.name == "_safe_softmax" or 0 in layout.shape
     if whole_rows or dim not in layout.cut_dims:
         return Choices(kept_shards(call, (dim,), True))
@@ -84,7 +84,7 @@ def _own_run(layout: Layout, dim: int) -> tuple[int, int]:
 
 
 def _checked_later(x: torch.Tensor) -> bool:
-    """Whether the host does not know values of x: on a GPU, and in a graph that is traced."""
+    """Whether the host cannot look at the values of x: on a GPU, and in a traced graph."""
     return x.is_cuda or is_traced(x)
 
 
@@ -93,12 +93,12 @@ def _out_of_range(what: str, size: int) -> str:
 
 
 def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
-    """An index that no rank holds would otherwise read as zero."""
+    """Raise if an index is out of range: no rank holds its row, so it would read as zero."""
     if not indices.numel():
         return
     inside = (indices >= 0) & (indices < size)
     if _checked_later(indices):
-        # With a message: a graph drops the one without.
+        # With a message, as a graph drops the overload without one.
         torch._assert_async(inside.all(), _out_of_range(what, size))
     elif not bool(inside.all()):
         raise IndexError(_out_of_range(what, size))
@@ -213,10 +213,10 @@ def _embedding_weight_grad(call: Call) -> Choices:
 
 
 class _Loss:
-    """The layouts of one nll loss: rows and classes of the input, and rows of the target."""
+    """How one nll loss is laid out: its input by rows or classes, its target by rows."""
 
     def __init__(self, x: Layout, target: Layout, class_dim: int) -> None:
-        # Along a mesh dim, what is sharded stays so; a strided shard of the classes is gathered.
+        # Shards of the input stay, but a strided shard of the classes is gathered.
         kept = tuple(
             p if is_shard(p) and (shard_dim(p) != class_dim or isinstance(p, Shard)) else None
             for p in x.placements

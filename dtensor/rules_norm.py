@@ -1,9 +1,9 @@
 """Rules of norms: of rows, of groups of channels, of batches.
 
-layer_norm    a row is one sample's, and no rank shares it: each rank norms its rows
-group_norm    the same of samples
-batch_norm    in training all ranks that hold a channel find its statistics, by one exchange of
-              three numbers a channel; given statistics, each rank norms what it holds
+layer_norm    each rank norms its own rows, which are whole
+group_norm    each rank norms its own samples, which are whole
+batch_norm    in training, the ranks that share a channel compute its statistics together, by one
+              exchange of three numbers a channel; given statistics, each rank norms what it holds
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def layer_norm_backward(call: Call) -> Choices:
 
 
 def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
-    """Of groups of channels of each sample; see `_by_samples`."""
+    """Strategies by samples, with the number of local samples in the call; see `_by_samples`."""
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         at, op = list(call.bound).index("N"), call.op
@@ -68,13 +68,13 @@ def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
         def run(*args: Any) -> Any:
             return op(*args[:at], args[0].shape[0], *args[at + 1 :])
 
-        return _of_something(call, outputs, run)
+        return _unless_empty(call, outputs, run)
 
     return Choices(_by_samples(call, n_samples, summed), localize)
 
 
-def _of_something(call: Call, outputs: list[Layout], op: Op) -> Op:
-    """`op`, of which torch divides by the size: zeros where this rank has none of the samples."""
+def _unless_empty(call: Call, outputs: list[Layout], op: Op) -> Op:
+    """`op`, or zeros if this rank has no samples: torch would divide by their number."""
 
     def run(*args: Any) -> Any:
         if args[0].numel():
@@ -99,10 +99,10 @@ def group_norm_backward(call: Call) -> Choices:
 
 
 def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
-    """By samples or by channels, where the statistics are given.
+    """Batch norm with given statistics: by samples or by channels.
 
     Args:
-        of_samples: how a result of each channel lies, where samples are cut.
+        of_samples: how results with one number a channel are placed, where samples are sharded.
     """
     channels = call.inputs[0].shape[1:2]
 
@@ -112,7 +112,7 @@ def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
         def placed(t: Layout | Meta, else_: Placement) -> Placement:
             if len(t.shape) > 1:
                 return cut
-            if t.shape != channels:  # saved statistics, of which there are none
+            if t.shape != channels:  # the saved statistics, which are empty here
                 return Replicate()
             return moved(cut, 0) if by_channel else else_
 
@@ -120,15 +120,15 @@ def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
         return Strategy(inputs, tuple(placed(t, of_samples) for t in call.outputs))
 
     shards = distinct(p for t in call.inputs if len(t.shape) > 1 for p in t.placements)
-    return Choices([call.whole, *map(strategy, filter(is_shard, shards))], _of_samples)
+    return Choices([call.whole, *map(strategy, filter(is_shard, shards))], _localize_fixed)
 
 
-def _of_samples(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
-    op = _of_something(call, outputs, call.op)
+def _localize_fixed(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
+    op = _unless_empty(call, outputs, call.op)
 
     def run(first: torch.Tensor, *args: Any) -> Any:
         of_input, *others = op(first, *args)
-        # torch announces a gradient of the input also where it then gives none, as nobody asked.
+        # Its meta kernel gives a gradient of the input also where none was asked for.
         return first if of_input is None else of_input, *others
 
     return run
@@ -154,7 +154,7 @@ def batch_norm(call: Call) -> Choices | Decomposed:
         if 0 in call.inputs[0].shape:
             raise ValueError(f"{call}: batch norm in training needs at least one sample")
         return Decomposed(partial(_train, call))
-    if call.mesh.device_type == "cpu":  # there it saves none, whatever its meta kernel says
+    if call.mesh.device_type == "cpu":  # there it saves no statistics, though its meta kernel does
         call.outputs[1:] = [Meta((0,), (1,), saved.dtype) for saved in call.outputs[1:]]
     return _fixed_norm(call, Replicate())
 
@@ -181,7 +181,7 @@ def _train(call: Call, x: DTensor, weight: Any, bias: Any, *others: Any) -> tupl
     kept = [t.to(saved.dtype) for t in (mean, (var + eps).rsqrt())]
     results: list[Any] = [_placed(out, source, call.outputs[0])]
     results += [wrap(t, each.with_dtype(saved.dtype)) for t in kept]
-    # Other libraries' have a reserve next, and what is functional has the running statistics.
+    # Those of cuDNN and MIOpen return a reserve next, functional ones the running statistics.
     for meta in call.outputs[3:]:
         reserve = meta.dtype == torch.uint8
         results.append(x.new_empty((0,), dtype=torch.uint8) if reserve else running.pop(0))
@@ -216,7 +216,7 @@ def batch_norm_backward(call: Call) -> Choices | Decomposed:
 
 @rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
 def batch_norm_backward_elsewhere(call: Call) -> Decomposed:
-    """(input, grad, weight, running, saved statistics, ...); only called of what was trained."""
+    """(input, grad, weight, running, saved statistics, ...); only called after training."""
 
     def run(x: DTensor, grad: DTensor, weight: Any, *others: Any) -> tuple[Any, ...]:
         return _train_backward(grad, x, weight, others[2], others[3], (True, True, True))

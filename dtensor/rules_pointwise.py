@@ -31,7 +31,7 @@ _LINEAR_IN_FIRST = {"div", "true_divide"}
 
 
 def _aligned(layout: Layout, out: Shape, dim: int) -> int | None:
-    """The dim of `layout` that is broadcast onto dim `dim` of the result, if it has all of it."""
+    """The dim of `layout` that matches dim `dim` of the result; None if that is broadcast."""
     own = dim - (len(out) - len(layout.shape))
     return own if own >= 0 and layout.shape[own] == out[dim] else None
 
@@ -41,7 +41,7 @@ def _name(call: Call) -> str:
 
 
 def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
-    """One for each way in which some argument is sharded: all others follow it."""
+    """A strategy for each shard of an argument: all other arguments are sharded alike."""
     seen: list[Placement] = []
     for layout in call.inputs:
         shift = len(out) - len(layout.shape)
@@ -91,9 +91,9 @@ def pointwise(call: Call) -> Choices:
 
 @rule("masked_fill", "add_", "sub_")
 def shift(call: Call) -> Choices:
-    """A number added to a sum, or put in its place: the first rank's term takes it, others zero.
+    """A number that is added to a Partial sum or replaces it: the first rank's term takes it.
 
-    Autograd's formulas do this in place, where the target has to stay Partial.
+    The others take zero. Autograd does this in place, where the target has to stay Partial.
     """
     choices = pointwise(call)
     number = len(call.args) - 1
@@ -153,11 +153,12 @@ def keep(call: Call) -> Choices:
 
 @rule("empty_like", "ones_like", "full_like", "fill")
 def fill(call: Call) -> Choices:
-    """Values that do not depend on the tensor's: the terms of a sum cannot be filled alone."""
+    """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
         return pointwise(call)
     choices = _keep(call, linear=False)
-    if not call.name.startswith("fill"):  # nothing is read: the first gradient of a loss is such
+    # `*_like` reads no values: a Partial need not be reduced (for the first gradient of a loss).
+    if not call.name.startswith("fill"):
         for placement in call.inputs[0].placements:
             if isinstance(placement, Partial):
                 choices.strategies.append(Strategy((placement,), (Replicate(),)))

@@ -53,7 +53,7 @@ def _draw_part(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
 
 @rule("bernoulli")
 def bernoulli(call: Call) -> Choices | Chosen | Decomposed:
-    """With a number as probability like `draw`; with a tensor, whole on every rank."""
+    """Like `draw` if the probability is a number, on replicas if it is a tensor."""
     if isinstance(call.bound.get("p"), (int, float)):
         return draw(call)
     if call.name == "bernoulli_":
@@ -67,7 +67,7 @@ def bernoulli(call: Call) -> Choices | Chosen | Decomposed:
 
 @rule("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet")
 def given_by_tensors(call: Call) -> Choices:
-    """How many numbers an element takes depends on its values: the op runs whole on every rank."""
+    """Run on replicas: how many numbers an element draws depends on the values."""
     return Choices([call.whole])
 
 
@@ -89,7 +89,7 @@ def native_dropout(call: Call) -> Chosen:
 
         def run(x: torch.Tensor, p: float, train: bool | None) -> Any:
             def fill(whole: torch.Tensor) -> None:
-                ones = torch.ones_like(whole, dtype=x.dtype)  # it knows no bool
+                ones = torch.ones_like(whole, dtype=x.dtype)  # the op does not take bool
                 whole.copy_(torch.ops.aten.native_dropout(ones, p, train)[1])
 
             if not train:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.call import Call, Choices, Chosen, rule
+from weft.dtensor.call import Call, Choices, Chosen, Localize, rule
 from weft.dtensor.layout import (
     Layout,
     Shape,
@@ -36,10 +36,10 @@ from weft.dtensor.views import NoViewError
 Pattern = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def mapped(call: Call, dim_map: dict[int, int]) -> Choices:
-    """Dims of the first tensor that go to another place as they are, the rest not sharded."""
+def mapped(call: Call, dim_map: dict[int, int], localize: Localize | None = None) -> Choices:
+    """Shards of dims that the result has as they are, {dim of the first tensor: of the result}."""
     partials = [p for p in distinct(call.inputs[0].placements) if isinstance(p, Partial)]
-    return Choices([*call.kept(dim_map), *map(call.with_first, partials)])
+    return Choices([*call.kept(dim_map), *map(call.with_first, partials)], localize)
 
 
 @rule("t", "transpose", "permute")
@@ -71,12 +71,12 @@ def squeeze(call: Call) -> Choices:
     asked = [asked] if isinstance(asked, int) else asked
     gone = {d for d in (from_front(a, len(shape)) for a in asked) if shape and shape[d] == 1}
     kept = [d for d in range(len(shape)) if d not in gone]
-    choices = mapped(call, {old: new for new, old in enumerate(kept)})
-    return Choices(choices.strategies, lambda call, ins, outs: _squeezer(tuple(sorted(gone))))
+    dims = tuple(sorted(gone))
 
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        return lambda x, *_: torch.ops.aten.squeeze.dims(x, dims)
 
-def _squeezer(dims: tuple[int, ...]) -> Any:
-    return lambda x, *_: torch.ops.aten.squeeze.dims(x, dims)
+    return mapped(call, {old: new for new, old in enumerate(kept)}, localize)
 
 
 @rule("expand")
@@ -85,13 +85,12 @@ def expand(call: Call) -> Choices:
     shape, out = call.inputs[0].shape, call.outputs[0].shape
     shift = len(out) - len(shape)
     kept = {d: d + shift for d in range(len(shape)) if shape[d] == out[d + shift]}
-    choices = mapped(call, kept)
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size = outputs[0].local_shape
         return lambda x, *_, **__: x.expand(size)
 
-    return Choices(choices.strategies, localize)
+    return mapped(call, kept, localize)
 
 
 @rule(
@@ -112,17 +111,15 @@ def along(call: Call) -> Choices:
     if call.name == "diagonal":
         return mapped(call, _diagonal_map(bound, ndim))
     dim = from_front(bound.get("dim", bound.get("dimension", 0)), ndim)
+    if len(call.outputs) == 1 and call.outputs[0].shape == call.inputs[0].shape:
+        return mapped(call, {d: d for d in range(ndim)}, _all_of_it)
     drops = call.name in ("select", "unbind")
-    kept = {d: d - (drops and d > dim) for d in range(ndim) if d != dim}
-    if call.outputs and call.outputs[0].shape == call.inputs[0].shape and len(call.outputs) == 1:
-        # A slice of everything: the bounds are global, and right on no shard.
-        choices = mapped(call, {d: d for d in range(ndim)})
-        listed = isinstance(call.output_tree, (list, tuple))
-        return Choices(choices.strategies, lambda call, ins, outs: _whole(listed))
-    return mapped(call, kept)
+    return mapped(call, {d: d - (drops and d > dim) for d in range(ndim) if d != dim})
 
 
-def _whole(listed: bool) -> Any:
+def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    """A slice of everything, on each shard: its bounds, which are global, do not hold there."""
+    listed = isinstance(call.output_tree, (list, tuple))
     return lambda x, *_, **__: [x.view_as(x)] if listed else x.view_as(x)
 
 

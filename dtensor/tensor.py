@@ -83,11 +83,11 @@ class DTensor(torch.Tensor):
     Make one by `DTensor.from_local`, `distribute_tensor` or a factory (`zeros`, `randn`, ...).
     """
 
-    # No __slots__: torch.utils.swap_tensors, and with it module._apply, puts one into a Parameter.
+    # No __slots__: torch.utils.swap_tensors (module._apply calls it) refuses tensors that differ in it.
     _local: torch.Tensor | None
     _layout: Layout
     _pending: Pending | None = None
-    # How often its shape was changed in place; of a view: that of its base, when it was taken.
+    # How often its shape was changed in place; for a view, that of its base when it was taken.
     _reshapes: int = 0
 
     @staticmethod
@@ -154,7 +154,7 @@ class DTensor(torch.Tensor):
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
-        # torch.compile, which brings the memory of a tangent into the order that it traced.
+        # Set by torch.compile, which gives a tangent the strides for which it was traced.
         self._local, self._pending = local, None
 
     @property
@@ -233,7 +233,7 @@ class DTensor(torch.Tensor):
         if mesh is not layout.mesh:
             target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
         if layout == target and forward_dtype in (None, layout.dtype) and needs_grad(self):
-            # What this gives back is placed as the tensor is, whatever arrives as a gradient.
+            # Though nothing moves: the gradient is to be placed as the tensor, however it arrives.
             return cast(DTensor, record(_Redistribute, self, target, backward_dtype, False))
         return redistributed(self, target, forward_dtype, backward_dtype, async_op)
 
@@ -291,7 +291,7 @@ class DTensor(torch.Tensor):
     def data(self) -> DTensor:
         """The same values, apart from autograd. Setting it replaces values and layout."""
         alias = wrap(self._local_tensor, self._layout)
-        # A view of a gathered dim stays one: what is written to it is stored in its base.
+        # A copied view stays one: what is written to it is stored in its base.
         if self._local is None:
             alias._local, alias._pending = None, self._pending
         return alias
@@ -381,7 +381,7 @@ def become(tensor: DTensor, other: DTensor) -> None:
 
 
 def _attributes_of(tensor: DTensor) -> dict[str, Any]:
-    """What its user has set, as on any tensor."""
+    """The attributes that the user has set on it."""
     own = (*DTensor.__annotations__, "_is_param")
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
@@ -393,7 +393,7 @@ def rebuild(
     is_param: bool,
     attributes: dict[str, Any] | None = None,
 ) -> DTensor:
-    """What pickle makes a DTensor of."""
+    """The DTensor of these parts, for pickle and copies."""
     tensor: Any = wrap(local, layout)
     if is_param:
         tensor = torch.nn.Parameter(tensor, requires_grad)
@@ -452,10 +452,10 @@ _kept: dict[str, tuple[Any, ...]] = {}
 
 
 def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
-    # Here, where torch traces already: to import its tracer takes as long as all of weft.dtensor.
+    # Not at import: importing torch's tracer takes as long as all of weft.dtensor.
     dynamo: Any = torch._dynamo
     dynamo.allow_in_graph(_from_local_in_graph)
-    mesh = getattr(mesh, "real_obj", mesh)  # while it traces, torch has a stand-in for the mesh
+    mesh = getattr(mesh, "real_obj", mesh)  # torch traces with a stand-in for the mesh
     key = f"{others} on {id(mesh)}"
     _kept[key] = (mesh, *others)
     return key
@@ -481,7 +481,7 @@ class _FromLocal(torch.autograd.Function):
         layout: Layout,
         grad_placements: Placements,
     ) -> DTensor:
-        # What no gradient arrives at would get a plain tensor of zeros.
+        # Otherwise a missing gradient would arrive as a plain tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.grad_placements = grad_placements
         return wrap(value.view_as(value), layout)
@@ -507,7 +507,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    """`tensor.to_local`, of placements that are normal already."""
+    """`tensor.to_local`, for placements that are normalized already."""
     if needs_grad(tensor):
         return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
     return tensor._local_tensor
@@ -521,7 +521,7 @@ def local_as(tensor: torch.Tensor, target: Layout) -> torch.Tensor:
 
 
 def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
-    """The DTensor whose local tensor is `local`, of which autograd may know."""
+    """The DTensor whose local tensor is `local`; differentiable."""
     if local.requires_grad:
         wanted = layout.gradient_placements
         return cast(DTensor, record(_FromLocal, local, local.detach(), layout, wanted))
@@ -584,13 +584,13 @@ class _Redistribute(torch.autograd.Function):
         source: Layout = ctx.source
         dtype = ctx.backward_dtype or grad.dtype
         if source.mesh != ctx.target.mesh:
-            # Ranks outside of the target's mesh do not know how the gradient is placed there.
+            # Ranks outside of the target's mesh cannot know how the gradient is placed there.
             known = ctx.target.with_dtype(grad.dtype)
             inside = known.index is not None
             grad = redistributed(grad, known) if inside else wrap(grad._local_tensor, known)
         target = layout_of(
             source.mesh, source.placements, grad._layout.shape, grad._layout.stride, grad.dtype
         )
-        # A gradient that is Partial where the target was Partial already is as good as reduced.
+        # A Partial gradient is reduced, also where source and target are both Partial.
         back = redistributed(grad, target, forward_dtype=dtype)
         return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None, None

@@ -3,9 +3,9 @@
 torch.mul(x, 2, out=y)     torch.mul(x, 2), and its result is copied to y, as y is placed
 x.squeeze_(0)              x.squeeze(0), and x becomes the result: shape, layout and memory
 
-What a view is of, autograd knows by the op that took it, and repeats that on the base when the base
-has changed. On another shape it would give another view: one taken before is refused from then on,
-where gradients are recorded.
+Autograd makes a view of a base that was written again, by the op that took the view. If the base's
+shape has changed in place, that would be another view. So where gradients are recorded, a view that
+is older than such a change is refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _view_in_place(functional: Op) -> Callable[..., Any]:
 
 
 def refuse_old_views(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if autograd would take the gradient of another view than the one that is given."""
+    """Raise for a view that is older than a change of its base's shape; see above."""
     if not torch.is_grad_enabled():
         return
     given = [a for a in leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
@@ -106,7 +106,7 @@ def refuse_old_views(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def keep_age(args: Sequence[Any], result: Any) -> None:
-    """If `result` is a view of `args[0]`: note which shape of the base it was taken of."""
+    """Note, for a view of `args[0]`, after how many changes of shape it was taken."""
     source = args[0] if args else None
     if isinstance(source, DTensor):
         for tensor in leaves(result):

@@ -25,10 +25,10 @@ from weft.dtensor.tensor import DTensor, before_write
 
 
 class NoViewError(Exception):
-    """A rank's part has not the strides of the whole: what is a view of that must copy this."""
+    """A view of the whole tensor is no view of this rank's part, whose strides are others."""
 
 
-# How often anything was written, by virtual rank: ranks that share a process must not part.
+# How often anything was written, for each virtual rank of the process: their counts must not mix.
 _writes: Counter[int] = Counter()
 
 
@@ -97,7 +97,7 @@ class Copy:
             self.own.copy_(back)
         if isinstance(self.base._pending, CopiedView):
             self.base._pending.store()
-        # The version is about to be counted up by autograd: -1 is none that it gives.
+        # Autograd is about to count the version up, so the copy is old: -1 is never a version.
         self.version = -1 if self.version is not None else None
 
 
