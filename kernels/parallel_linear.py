@@ -171,33 +171,19 @@ class _ParallelLinear(ParallelModule):
         out = self.out_features
         return {"weight": (out, self.in_features), "bias": (out,), "weight_scale": (out, 1)}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        scale = state_dict.get(prefix + "weight_scale")
-        if scale is not None:
+    def loaded(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """As of every module; a scale may also be one for all features, or for each layer."""
+        if name == "weight_scale":
             if self.weight_scale is None:
-                error_msgs.append(
-                    f"{prefix}weight is fp8 there, with a weight_scale: call quantize() first"
-                )
-            if scale.numel() == 1:
-                scale = scale.reshape(1, 1).expand(self.out_features, 1)
-            elif self.cut["weight"] == 0 and scale.numel() == len(self.split.sizes):
-                each = torch.tensor(self.split.sizes, device=scale.device)
-                scale = scale.reshape(-1, 1).repeat_interleave(each, 0)
-            elif scale.numel() == self.out_features:
-                scale = scale.reshape(-1, 1)
-            state_dict = state_dict | {prefix + "weight_scale": scale}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+                raise ValueError("weight is fp8 there, with a weight_scale: call quantize() first")
+            if stored.numel() == 1:
+                stored = stored.reshape(1, 1).expand(self.out_features, 1)
+            elif self.cut["weight"] == 0 and stored.numel() == len(self.split.sizes):
+                each = torch.tensor(self.split.sizes, device=stored.device)
+                stored = stored.reshape(-1, 1).repeat_interleave(each, 0)
+            elif stored.numel() == self.out_features:
+                stored = stored.reshape(-1, 1)
+        return super().loaded(name, stored)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with what is different."""

@@ -123,6 +123,24 @@ class ParallelModule(nn.Module):
         """Shapes of the parameters of the whole module."""
         raise NotImplementedError
 
+    def loaded(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter that is stored whole, or as that part.
+
+        Raises:
+            ValueError: it is stored in another shape.
+        """
+        mine, shape = getattr(self, name), self.whole_shapes()[name]
+        if mine is None:
+            return stored  # which nn.Module reports as unexpected
+        if tuple(stored.shape) == shape:
+            return self.part(name, stored)
+        if stored.shape != mine.shape:
+            raise ValueError(
+                f"{name} must be whole, {shape}, or the part of rank {self.group.rank}, "
+                f"{tuple(mine.shape)}, got {tuple(stored.shape)}"
+            )
+        return stored
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -145,20 +163,17 @@ class ParallelModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         state_dict = dict(state_dict)  # the caller's keeps the whole
-        for name, shape in self.whole_shapes().items():
-            value, mine = state_dict.get(prefix + name), getattr(self, name)
-            if value is None or mine is None:
+        for name in self.whole_shapes():
+            if (stored := state_dict.get(prefix + name)) is None:
                 continue
-            if tuple(value.shape) == shape:
-                value = state_dict[prefix + name] = self.part(name, value)
-                if local_metadata.get("assign_to_params_buffers"):
-                    # A view would keep the whole alive.
-                    state_dict[prefix + name] = value.clone(memory_format=torch.contiguous_format)
-            elif value.shape != mine.shape:
-                error_msgs.append(
-                    f"{prefix}{name} must be whole, {shape}, or the part of rank "
-                    f"{self.group.rank}, {tuple(mine.shape)}, got {tuple(value.shape)}"
-                )
+            try:
+                mine = self.loaded(name, stored)
+            except ValueError as error:
+                error_msgs.append(f"{prefix}{error}")
+                continue
+            if mine is not stored and local_metadata.get("assign_to_params_buffers"):
+                mine = mine.clone(memory_format=torch.contiguous_format)  # no view of the whole
+            state_dict[prefix + name] = mine
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
