@@ -242,7 +242,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 # These raise if an index is out of range, or an integer is divided by zero: errors that only the
-# rank sees that holds it. On a GPU the device raises later, or not at all: ranks cannot agree on it.
+# rank sees that holds it. On a GPU the device raises later, or not at all: nothing to agree on.
 _INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
 _DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
 # Lazy in torch: they only set a bit, which is ignored below __torch_dispatch__. Here they compute.

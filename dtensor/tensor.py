@@ -83,7 +83,7 @@ class DTensor(torch.Tensor):
     Make one by `DTensor.from_local`, `distribute_tensor` or a factory (`zeros`, `randn`, ...).
     """
 
-    # No __slots__: torch.utils.swap_tensors (module._apply calls it) refuses tensors that differ in it.
+    # No __slots__: torch.utils.swap_tensors, which module._apply calls, wants equal ones.
     _local: torch.Tensor | None
     _layout: Layout
     _pending: Pending | None = None
