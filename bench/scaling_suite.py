@@ -13,15 +13,14 @@ for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, Literal
-
-import torch
+from functools import cache
+from typing import Literal
 
 from weft.bench.problem import Call, Options, Prepared, Spec
 from weft.bench.shapes import sized
-from weft.collectives import chunk_sizes
+from weft.bench.virtual import share_of, timeline_of
 from weft.kernels.tuning import OPS
+from weft.settings import Engine
 
 NAME = "scaling"
 WORLD: Literal["ranks", "one"] = "one"
@@ -31,7 +30,8 @@ _SHAPE = (4608, 9216, 4608)  # 72 ranks have equal shares
 _WORLDS = {"h100": (2, 4, 8), "mi300x": (8,), "gb200-nvl72": (8, 32, 64, 72)}
 # What the interpreter runs by default: tiles of a rank, by the ranks that each has to do with.
 _TRITON_TILES = 4096
-_MAIN, _PEER = "host", "generic"
+_MAIN: Engine = "host"
+_PEER: Engine = "generic"
 
 
 def cases(options: Options) -> list[Spec]:
@@ -56,29 +56,17 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     """One op on virtual ranks of a chip; each call runs it and returns its virtual time."""
     os.environ["TRITON_INTERPRET"] = "1"
     p = spec.params
-    summaries: dict[str, dict[str, float]] = {}
-    equal = p["M"] % p["world_size"] == 0
+    op, W = p["op"], p["world_size"]
+    M, N, K = share_of(op, p["M"], p["N"], p["K"], W)
 
-    def run(engine: str) -> dict[str, float]:
-        if engine not in summaries:
-            from weft import sim
-
-            timeline = sim.run(
-                p["world_size"],
-                _body(p, engine),
-                hardware=p["chip"],
-                numerics=False,
-                symmetric=engine == "triton" and equal,
-                timeout=3600,
-            ).timeline
-            assert timeline is not None  # hardware was given
-            link = timeline.hardware.link_bandwidth * timeline.hardware.link_sustained / 1e6
-            hbm = timeline.hardware.hbm_bandwidth / 1e6
-            summaries[engine] = timeline.summary() | {
-                "memory_us": timeline.summary()["hbm_bytes"] / hbm,
-                "link_us": timeline.summary()["link_bytes"] / link,
-            }
-        return summaries[engine]
+    @cache
+    def run(engine: Engine) -> dict[str, float]:
+        timeline = timeline_of(op, M, N, K, W, p["chip"], engine)
+        chip, summary = timeline.hardware, timeline.summary()
+        return summary | {
+            "memory_us": summary["hbm_bytes"] / chip.hbm_bandwidth * 1e6,
+            "link_us": summary["link_bytes"] / (chip.link_bandwidth * chip.link_sustained) * 1e6,
+        }
 
     def part(name: str) -> Call:
         return lambda _: run(_MAIN)[f"{name}_us"]
@@ -88,9 +76,8 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         _PEER: lambda _: run(_PEER)["makespan_us"],
     }
     absent = {}
-    columns = -(-p["N"] // p["world_size"]) if p["op"] == "all_gather_matmul" else p["N"]
-    tiles = -(-p["M"] // 128) * -(-columns // 128) * p["world_size"]
-    tiles *= 1 if equal else p["world_size"]
+    tiles = -(-M // 128) * -(-N // 128) * W
+    tiles *= 1 if M % W == 0 else W  # one rank's kernels stand for all, or each is interpreted
     if "triton" in options.engines or tiles <= _TRITON_TILES:
         variants["triton"] = lambda _: run("triton")["makespan_us"]
     else:
@@ -104,23 +91,3 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         absent=absent,
         notes=["virtual time, on the chip's data sheet; no value is computed"],
     )
-
-
-def _body(p: dict[str, Any], engine: Any) -> Callable[[int], Any]:
-    import weft
-
-    M, N, K, W = p["M"], p["N"], p["K"], p["world_size"]
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16)
-
-    def body(rank: int) -> Any:
-        with weft.engine(engine):
-            if p["op"] == "all_gather_matmul":
-                rows = chunk_sizes(M, W)
-                columns = -(-N // W)
-                return weft.all_gather_matmul(empty(rows[rank], K), empty(K, columns), sizes=rows)
-            x, w = empty(M, -(-K // W)), empty(-(-K // W), N)
-            return getattr(weft, p["op"])(x, w)
-
-    return body

@@ -20,7 +20,7 @@ SUITES = {
     "redistribute": "bytes, steps and time between all pairs of layouts, beside torch's",
     "layers": "feed-forward and attention blocks of published models, a training step",
     "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",
-    "scaling": "the fused ops on 2 to 64 virtual ranks of other chips: virtual time",
+    "scaling": "the fused ops on 2 to 72 virtual ranks of other chips: virtual time",
     "model": "the training step of weft demo's Llama, beside torch's DTensor",
 }
 

@@ -48,7 +48,7 @@ class Hardware:
         launch_us: from the end of a kernel to the start of the next one on its stream.
         collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
         collective_sustained: share of `link_bandwidth` that such a collective reaches. By default
-            what fits NCCL's all-gather on 8 x H100 in the measurements of `weft.sim.scaling`.
+            what fits the measurements of NCCL's all-gather in `weft.bench.scaling_page`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How the fused matmuls scale on GPUs that are not at hand: `python -m weft.sim.scaling`.
+"""How the fused matmuls scale on GPUs that are not at hand: `python -m weft.bench.scaling_page`.
 
 Each op runs at real sizes, without numerics, on virtual ranks: the fused kernel with the chip's own
 tiles and grid, the host engine, and a collective followed by a matmul. Rows are kept in a JSON file
@@ -13,24 +13,21 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
+from weft import settings, sim
+from weft.bench import scaling_tables, shapes
+from weft.bench.rows import Result
+from weft.bench.virtual import call, share_of, timeline_of
+from weft.sim import H100, Hardware
+from weft.sim.hardware import PRESETS, named
 
-from weft import settings
-from weft.collectives.movement import chunk_sizes
-from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.sim import scaling_page as page
-from weft.sim.hardware import H100, PRESETS, Hardware, named
-from weft.sim.runner import run
-from weft.sim.timeline import Timeline
-
-# Features of a token, and inside the feed-forward layer.
+# By the names that the page has for them.
 MODELS = {
-    "Llama-3 8B": (4096, 14336),
-    "Llama-3 70B": (8192, 28672),
-    "Llama-3 405B": (16384, 53248),
-    "Qwen2-72B": (8192, 29568),
+    "Llama-3 8B": shapes.MODELS["llama-3-8b"],
+    "Llama-3 70B": shapes.MODELS["llama-3-70b"],
+    "Llama-3 405B": shapes.MODELS["llama-3-405b"],
+    "Qwen2-72B": shapes.MODELS["qwen2-72b"],
 }
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Each op with the numbers of tokens that it is looked at with; all-reduce is for decoding.
@@ -39,10 +36,8 @@ OPS = {
     "matmul_reduce_scatter": _ROWS,
     "matmul_all_reduce": (1, 16, 32, 64, 128, 256, 512),
 }
-_TIMEOUT_S = 24 * 3600.0
 
-Engine = Literal["triton", "host", "generic"]
-_ENGINES: tuple[Engine, ...] = ("triton", "host", "generic")
+_ENGINES: tuple[settings.Engine, ...] = ("triton", "host", "generic")
 
 
 @dataclass
@@ -78,41 +73,13 @@ class Row:
 
 def problem(op: str, model: str, M: int, ranks: int) -> tuple[int, int, int]:
     """(M, N, K) of a rank's matmul: the way up gathers its rows, the way down sums its results."""
-    hidden, ffn = MODELS[model]
-    return (M, ffn // ranks, hidden) if op == "all_gather_matmul" else (M, hidden, ffn // ranks)
-
-
-def call(op: str, M: int, N: int, K: int, rank: int, ranks: int) -> None:
-    """`op` on inputs that hold nothing: (M, K) @ (K, N) on each of `ranks` ranks."""
-    w = torch.empty(K, N, dtype=torch.bfloat16)
-    if op == "all_gather_matmul":
-        sizes = chunk_sizes(M, ranks)
-        x = torch.empty(sizes[rank], K, dtype=torch.bfloat16)
-        all_gather_matmul(x, w, sizes=sizes)
-    else:
-        x = torch.empty(M, K, dtype=torch.bfloat16)
-        (matmul_reduce_scatter if op == "matmul_reduce_scatter" else matmul_all_reduce)(x, w)
-
-
-def timeline_of(
-    op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware, engine: Engine
-) -> Timeline:
-    """One call of `op` on `engine`."""
-
-    def body(rank: int) -> None:
-        with settings.engine(engine):
-            call(op, M, N, K, rank, ranks)
-
-    symmetric = M % ranks == 0
-    results = run(
-        ranks, body, hardware=hardware, numerics=False, symmetric=symmetric, timeout=_TIMEOUT_S
-    )
-    assert results.timeline is not None
-    return results.timeline
+    hidden, ffn = MODELS[model].hidden, MODELS[model].ffn
+    N, K = (ffn, hidden) if op == "all_gather_matmul" else (hidden, ffn)
+    return share_of(op, M, N, K, ranks)
 
 
 class _ChosenError(Exception):
-    """No error: the choice was told, and the call itself is not wanted."""
+    """Not an error: it ends a call whose engine has been chosen."""
 
 
 def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> str:
@@ -126,7 +93,7 @@ def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> s
             call(op, M, N, K, rank, ranks)
 
     try:
-        run(ranks, body, hardware=hardware, numerics=False)
+        sim.run(ranks, body, hardware=hardware, numerics=False)
     except _ChosenError as choice:
         return str(choice.args[0])
     raise RuntimeError(f"{op} chose no engine")
@@ -187,7 +154,8 @@ def against_measurements(results: Path | None = None) -> list[tuple[str, float, 
     """(what, measured us, modelled us) of every measurement that there is.
 
     Args:
-        results: folder with what `weft bench` has measured; those made on a preset's chip count.
+        results: the folder to which `weft bench gpu` writes; what it has measured on the chip of a
+            preset, a GPU a rank, counts as well.
     """
     rows = [
         (
@@ -197,27 +165,26 @@ def against_measurements(results: Path | None = None) -> list[tuple[str, float, 
         )
         for (M, N, K), us in _MEASURED_US.items()
     ]
-    for name, hardware in PRESETS.items():
-        path = results / f"{name}.json" if results else None
-        if path is not None and path.exists():
-            rows += _own_measurements(json.loads(path.read_text()), hardware)
+    for path in sorted(results.glob("*.json")) if results else ():
+        for name, hardware in PRESETS.items():
+            if name in path.stem.split("-"):  # as in nvidia-h100-80gb-hbm3
+                rows += _own_measurements(Result.read(path), hardware)
     return rows
 
 
-def _own_measurements(result: dict[str, Any], hardware: Hardware) -> list[tuple[str, float, float]]:
+def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, float, float]]:
     rows = []
-    for case in result["cases"]:
-        params = case.get("params", {})
-        op, ranks = params.get("op"), params.get("ranks", 1)
-        if op not in OPS or not 1 < ranks <= hardware.ranks:
+    gpus = min(len(result.environment["gpus"]), hardware.ranks)
+    for case in result.cases:
+        p = case.params
+        if case.suite != "ops" or p["ranks"] > gpus or p["dtype"] != "bfloat16":
             continue
-        M, N, K = (params[size] for size in "MNK")
+        M, N, K = share_of(p["op"], p["M"], p["N"], p["K"], p["ranks"])
         for engine in _ENGINES:
-            timing = case["variants"].get(f"weft {engine}", {})
-            if timing.get("ranks_us"):
-                modelled = timeline_of(op, M, N, K, ranks, hardware, engine).makespan_us
-                what = f"{op} {M} x {N} x {K}, {engine}, {ranks} x {hardware.name}"
-                rows.append((what, float(max(timing["ranks_us"])), modelled))
+            if engine in case.timed:
+                model = timeline_of(p["op"], M, N, K, p["ranks"], hardware, engine)
+                what = f"{p['op']} {M} x {N} x {K}, {engine}, {p['ranks']} x {hardware.name}"
+                rows.append((what, case.timed[engine].us, model.makespan_us))
     return rows
 
 
@@ -240,7 +207,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="weft.sim.scaling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="weft.bench.scaling_page", description=__doc__)
     parser.add_argument("--hardware", default="h100,h200", help="presets (default h100,h200)")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
@@ -264,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             save(args.keep, kept.values())
     rows = [row for row in ordered(kept.values()) if row.ranks == args.ranks]
     if args.page:
-        page.write(args.page, rows, against_measurements(args.keep.parent))
+        scaling_tables.write(args.page, rows, against_measurements(args.keep.parent))
     else:
-        print(page.tables(rows))
+        print(scaling_tables.tables(rows))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The page that `weft.sim.scaling` writes: tables, crossovers, and the model's error."""
+"""What `weft.bench.scaling_page` writes: tables, crossovers, and the model's error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weft.sim.hardware import named
 
 if TYPE_CHECKING:
-    from weft.sim.scaling import Row
+    from weft.bench.scaling_page import Row
 
 _START, _END = "<!-- scaling -->", "<!-- /scaling -->"
 

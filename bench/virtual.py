@@ -1,0 +1,46 @@
+"""A fused matmul of one layer on virtual ranks: how long it takes on GPUs that are not at hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import weft
+from weft import settings
+from weft.collectives import chunk_sizes
+
+if TYPE_CHECKING:
+    from weft.sim import Hardware, Timeline
+
+
+def share_of(op: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:
+    """(M, N, K) of a rank's matmul in a layer of M tokens, K features in and N out, in bf16."""
+    return (M, -(-N // ranks), K) if op == "all_gather_matmul" else (M, N, -(-K // ranks))
+
+
+def call(op: str, M: int, N: int, K: int, rank: int, ranks: int) -> None:
+    """`op` on tensors without values; M, N, K are those of the rank's matmul."""
+    w = torch.empty(K, N, dtype=torch.bfloat16)
+    if op == "all_gather_matmul":
+        sizes = chunk_sizes(M, ranks)
+        weft.all_gather_matmul(torch.empty(sizes[rank], K, dtype=w.dtype), w, sizes=sizes)
+    else:
+        getattr(weft, op)(torch.empty(M, K, dtype=w.dtype), w)
+
+
+def timeline_of(
+    op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware | str, engine: settings.Engine
+) -> Timeline:
+    """The timeline of one `call`; where ranks have equal rows, one rank's kernels stand for all."""
+    from weft import sim
+
+    def body(rank: int) -> None:
+        with settings.engine(engine):
+            call(op, M, N, K, rank, ranks)
+
+    results = sim.run(
+        ranks, body, hardware=hardware, numerics=False, symmetric=M % ranks == 0, timeout=24 * 3600
+    )
+    assert results.timeline is not None  # hardware was given
+    return results.timeline

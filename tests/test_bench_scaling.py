@@ -1,0 +1,89 @@
+"""The scaling page: rows from small runs, kept and taken up again, and the model's error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from needs import needs_interpreter
+
+from weft.bench import ops_suite, scaling_page, scaling_tables
+from weft.bench.problem import Options
+from weft.bench.rows import Case, Result, Timing
+from weft.bench.shapes import Model
+from weft.sim.hardware import H100
+
+pytestmark = needs_interpreter
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_page, "MODELS", {"toy": Model("toy", 256, 512, 2, 2, 128)})
+    monkeypatch.setattr(scaling_page, "_MEASURED_US", {(4096, 1792, 4096): 230})
+    kept, page = tmp_path / "scaling.json", tmp_path / "page.md"
+    page.write_text("before\n<!-- scaling -->\nold\n<!-- /scaling -->\nafter\n")
+    command = ["--ops", "all_gather_matmul", "--rows", "64", "--ranks", "2", "--keep", str(kept)]
+    assert scaling_page.main([*command, "--page", str(page)]) == 0
+    rows = scaling_page.load(kept)
+    assert {row.hardware for row in rows} == {"H100", "H200"}
+    for row in rows:
+        assert (row.M, row.N, row.K) == (64, 256, 256)
+        assert row.auto in row.engines and row.regret >= 1
+        assert row.fused["makespan_us"] == row.engines["triton"] >= row.fused["bound_us"]
+    text = page.read_text()
+    assert "old" not in text and text.startswith("before") and text.endswith("after\n")
+    assert "### all_gather_matmul, 2 x H200" in text and "| toy | 64 | 256 | 256 |" in text
+    assert "quickest engine: toy" in text and "all-gather, then matmul 4096 x 1792 x 4096" in text
+
+    def never(*_: object) -> None:
+        raise AssertionError("the row is there already")
+
+    monkeypatch.setattr(scaling_page, "measure", never)
+    assert scaling_page.main(command) == 0
+
+
+def test_the_model_is_near_public_measurements() -> None:
+    rows = scaling_page.against_measurements()
+    assert len(rows) == len(scaling_page._MEASURED_US)
+    errors = [modelled / measured - 1 for _, measured, modelled in rows]
+    assert max(map(abs, errors)) < 0.05
+
+
+def test_what_was_measured_on_gpus_is_beside_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files as `weft bench gpu` writes them; sizes in the suite "ops" are those of the layer."""
+    monkeypatch.setattr(scaling_page, "_MEASURED_US", {})
+    options = Options(dtype=torch.bfloat16, shapes=((4096, 14336, 4096),))
+    spec = next(s for s in ops_suite.cases(options) if s.params["op"] == "all_gather_matmul")
+
+    def measured(ranks: int) -> Case:
+        times = {name: Timing([200.0], [200.0, 210.0]) for name in (*ops_suite.ENGINES, "torch")}
+        name = f"{spec.name}, {ranks} ranks"
+        return Case(ops_suite.NAME, name, {**spec.params, "ranks": ranks}, times)
+
+    cases = [measured(8), measured(16), Case("matmul", "one process", {"M": 8, "ranks": 1})]
+    slug = "nvidia-h100-80gb-hbm3"
+    Result("gpu", {"gpus": [{}] * 8}, cases).write(tmp_path / f"{slug}.json")
+    Result("gpu", {"gpus": [{}] * 8}, cases).write(tmp_path / "nvidia-gb200.json")
+    rows = scaling_page.against_measurements(tmp_path)
+    assert [(what, us) for what, us, _ in rows] == [
+        (f"all_gather_matmul 4096 x 1792 x 4096, {engine}, 8 x H100", 210.0)
+        for engine in ("triton", "host", "generic")
+    ]
+
+
+def test_the_choice_is_told_without_a_run() -> None:
+    assert (
+        scaling_page.chosen("matmul_reduce_scatter", 8192, 8192, 3584, 8, H100)
+        in scaling_page._ENGINES
+    )
+
+
+def test_the_page_is_made_of_the_kept_rows() -> None:
+    kept = ROOT / "bench" / "results" / "scaling_page.json"
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    rows = scaling_page.load(kept)
+    assert rows, "python -m weft.bench.scaling_page --page docs/scaling.md makes them"
+    assert scaling_tables.tables(rows) in text
