@@ -129,6 +129,7 @@ class _Run:
             except RankError as error:
                 suite, spec = self.todo[self.done]
                 params = spec.params | {"ranks": self.ranks}
+                self.progress.console.print(str(error), markup=False, highlight=False)
                 self._keep(Case(suite.NAME, spec.name, params, failure=short(str(error))))
         self.progress.remove_task(self.task)
 

@@ -119,7 +119,7 @@ def _collect(
         if not ready:
             hung = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankError(
-                f"no progress for {patience_s:g} s; this is where the ranks are:\n"
+                f"no progress for {patience_s:g} s.\nThis is where the ranks are:\n"
                 + _stacks(hung, processes, folder)
             )
         for pipe in ready:
