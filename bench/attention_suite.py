@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from weft.bench import context_block, decode_block
 from weft.bench.problem import Options, Prepared, Spec
-from weft.bench.shapes import TOKENS, Model, sized
+from weft.bench.shapes import Model, sized
 
 NAME = "attention"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -55,9 +55,7 @@ def cases(options: Options) -> list[Spec]:
 
 
 def _of_model(model: Model, options: Options) -> tuple[int, ...]:
-    full = options.full_size or options.device == "cuda"
-    sizes = model if full else model.mirrored(options.ranks)
-    tokens = TOKENS["full" if full else "mirrored"]
+    sizes, tokens = model.for_run(options)
     return tokens, sizes.heads, sizes.kv_heads, sizes.head_dim
 
 

@@ -1,4 +1,4 @@
-"""A training step of two linears with something between them, tensor parallel, in five ways.
+"""A training step of two linears with something between them, tensor parallel, in four ways.
 
     x (S/W, H) -gather-> (S, F/W) -> middle -> (S, F'/W) -scatter-> y (S/W, H), forward and backward
 

@@ -211,16 +211,16 @@ def _trial(ranks: int) -> list[Finding]:
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(ranks=ranks, device=device)
     try:
-        rows: list[tuple[Mark, str, str, str]] = launch(
+        findings: list[Finding] = launch(
             ranks, _try, device, device=device, threads=options.threads
         )[0]
     except RankError as error:
         text = str(error).strip().splitlines()
         return [Finding("!!", f"{ranks} ranks", text[-1], "the whole of it:\n" + "\n".join(text))]
-    return [Finding(*row) for row in rows]
+    return findings
 
 
-def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Mark, str, str, str]]:
+def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]:
     """On each rank: the symmetric memory, the rates, each engine of each op."""
     import torch
     import torch.distributed as dist
@@ -233,16 +233,17 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
     if kind == "cuda":
         device = torch.device(kind, torch.cuda.current_device())
     group = resolve(None)
-    rows: list[tuple[Mark, str, str, str]] = []
+    findings: list[Finding] = []
     if group.why:
         cure = "fused engines need it; ranks fall back to the process group"
-        rows.append(("!!", "symmetric memory", group.why, cure))
+        findings.append(Finding("!!", "symmetric memory", group.why, cure))
     else:
-        rows.append(("ok", "symmetric memory", f"{group.backend}, {group.world_size} ranks", ""))
+        held = f"{group.backend}, {group.world_size} ranks"
+        findings.append(Finding("ok", "symmetric memory", held))
     rates = cost.machine(group, torch.device(kind))
     fp32 = rates.flops_of(torch.float32) / 1e3
-    rows.append(
-        (
+    findings.append(
+        Finding(
             "ok", "rates kept",
             f"matmul {fp32:.3g} GFLOP/s a rank, copy {rates.copy / 1e3:.3g} GB/s, signal "
             f"{rates.sync_us:.3g} us, {dist.get_backend()} {rates.wire / 1e3:.3g} GB/s after "
@@ -262,14 +263,15 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[tuple[Ma
         told = weft.explain(op, x, w)
         right = torch.allclose(told.result, whole, rtol=1e-3, atol=1e-3)
         text = f"{told[0].engine}: {told[0].why}"
-        rows.append(("ok" if right else "!!", op.__name__, text, "" if right else "wrong results"))
+        cure = "" if right else "wrong results"
+        findings.append(Finding("ok" if right else "!!", op.__name__, text, cure))
     problem = engines.Problem("matmul_all_reduce", 8, 8, 16, x.dtype, 0)
     for engine in ("triton", "host", "generic"):
         fits, why = engines.is_supported(engine, problem, group, device)
         interpreted = engine == "triton" and kind == "cpu"
         value = "interpreted, for tests" if fits and interpreted else "runs" if fits else why
-        rows.append(("ok" if fits else "--", f"engine {engine}", value, ""))
-    return rows
+        findings.append(Finding("ok" if fits else "--", f"engine {engine}", value))
+    return findings
 
 
 def _extras() -> list[Finding]:

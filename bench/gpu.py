@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +112,7 @@ def measure(
     """All cases of all suites, as one result; cases are named with their number of ranks.
 
     Args:
-        on_case: called with what there is after every case, as a machine may be lent for so long.
+        on_case: called after every case with the result so far, as the run may be cut short.
         earlier: cases of a run before, which are kept and not measured again.
         until: of time.monotonic(): when to end.
     """
@@ -126,26 +126,33 @@ def measure(
             for suite, count in runs:
                 shapes = shapes_for(count, options) if suite is ops_suite else ()
                 asked = replace(options, ranks=count, shapes=shapes)
-
-                def name_of(name: str, suite: Suite = suite, count: int = count) -> str:
-                    return f"{name}, {count} ranks" if suite.WORLD == "ranks" else name
-
-                def missing(
-                    suite: Suite, spec: Spec, name_of: Callable[[str], str] = name_of
-                ) -> bool:
-                    return (suite.NAME, name_of(spec.name)) not in known
-
-                def add(case: Case, name_of: Callable[[str], str] = name_of) -> None:
-                    case.name = name_of(case.name)
-                    whole.cases.append(case)
-                    on_case(whole)
-
-                results = runner.run([suite], asked, command=command, on_case=add, wanted=missing)
-                if any(result.interrupted for result in results):
-                    raise KeyboardInterrupt
+                _add_cases(suite, asked, whole, known, on_case)
     except KeyboardInterrupt:
         whole.interrupted = True
     return whole
+
+
+def _add_cases(
+    suite: Suite,
+    options: Options,
+    whole: Result,
+    known: Collection[tuple[str, str]],
+    on_case: Callable[[Result], None],
+) -> None:
+    """Run the cases of a suite that are not known by (suite, name), and add them to `whole`."""
+    suffix = f", {options.ranks} ranks" if suite.WORLD == "ranks" else ""
+
+    def wanted(suite: Suite, spec: Spec) -> bool:
+        return (suite.NAME, spec.name + suffix) not in known
+
+    def add(case: Case) -> None:
+        case.name += suffix
+        whole.cases.append(case)
+        on_case(whole)
+
+    results = runner.run([suite], options, command=whole.command, on_case=add, wanted=wanted)
+    if any(result.interrupted for result in results):
+        raise KeyboardInterrupt
 
 
 def said(case: Case) -> str:
@@ -213,9 +220,7 @@ def _table(suite: str, cases: Sequence[Case]) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Tests, then figures. The exit status is 0 if all was right, or if there is no GPU."""
-    given = list(sys.argv[1:] if argv is None else argv)
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft bench gpu",
         description=__doc__,
@@ -240,6 +245,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", choices=["cuda", "cpu"], default="cuda",
         help="cpu: the same steps without tests, to see that they run; use with --quick",
     )  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tests, then figures. The exit status is 0 if all was right, or if there is no GPU."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
     args = parser.parse_args(given)
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

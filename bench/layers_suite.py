@@ -12,7 +12,7 @@ from typing import Literal
 
 from weft.bench import blocks
 from weft.bench.problem import Options, Prepared, Spec
-from weft.bench.shapes import MODELS, TOKENS, Model
+from weft.bench.shapes import MODELS, Model
 
 NAME = "layers"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -20,22 +20,21 @@ WORLD: Literal["ranks", "one"] = "ranks"
 
 def cases(options: Options) -> list[Spec]:
     """Every block of each model."""
-    full = options.full_size or options.device == "cuda"
-    tokens = TOKENS["full" if full else "mirrored"]
     models = list(options.shapes or MODELS.values())
-    if options.quick:
-        models, tokens = models[:1], 64
     specs = []
-    for model in models:
+    for model in models[:1] if options.quick else models:
         if not isinstance(model, Model):
             raise ValueError(f"a shape of {NAME} is a model's name, got {model}")
-        sizes = model if full else model.mirrored(options.ranks)
+        sizes, tokens = model.for_run(options)
         if sizes.kv_heads % options.ranks or sizes.ffn % options.ranks:
             raise ValueError(
                 f"--ranks {options.ranks} must divide the kv_heads={sizes.kv_heads} and the "
                 f"ffn={sizes.ffn} of {model.name}"
             )
-        params = asdict(sizes) | {"tokens": tokens, "dtype": options.dtype_name}
+        params = asdict(sizes) | {
+            "tokens": 64 if options.quick else tokens,
+            "dtype": options.dtype_name,
+        }
         specs += [Spec(f"{model.name} {kind}", params | {"block": kind}) for kind in _BLOCKS]
     return specs
 

@@ -23,7 +23,7 @@ import weft
 from weft.bench import bounds
 from weft.bench.problem import INPUTS, Call, Options, Prepared, Spec
 from weft.bench.rows import Case, Ratio
-from weft.bench.shapes import TOKENS, Model, sized
+from weft.bench.shapes import Model, sized
 from weft.collectives import chunk_sizes, resolve
 from weft.collectives.group import Group
 from weft.kernels import engines
@@ -36,18 +36,12 @@ SIZES = ("M", "N", "K")
 
 ENGINES = ("auto", "host", "generic", "triton")
 PEERS = ("torch symm_mem", "collective + matmul")
-# M x N of the speed-up map, at one K.
-_GRID_M = (16, 64, 256, 1024, 4096)
-_GRID_N = (256, 1024, 4096)
-_K = 1024
-
-_QUICK_GRID_M = (16, 1024)
-_QUICK_GRID_N = (64, 512)
-_QUICK_K = 256
-
-_FULL_GRID_M = (16, 128, 1024, 4096, 16384)
-_FULL_GRID_N = (2048, 8192, 28672)
-_FULL_K = 8192
+# The speed-up map: every M with every N, at one K.
+_GRIDS = {
+    "quick": ((16, 1024), (64, 512), 256),
+    "cpu": ((16, 64, 256, 1024, 4096), (256, 1024, 4096), 1024),
+    "full": ((16, 128, 1024, 4096, 16384), (2048, 8192, 28672), 8192),
+}
 
 
 def cases(options: Options) -> list[Spec]:
@@ -70,18 +64,14 @@ def cases(options: Options) -> list[Spec]:
 
 
 def _default(options: Options) -> list[tuple[int, int, int]]:
-    if options.quick:
-        return [(M, N, _QUICK_K) for M in _QUICK_GRID_M for N in _QUICK_GRID_N]
-    if options.device == "cuda" or options.full_size:
-        return [(M, N, _FULL_K) for M in _FULL_GRID_M for N in _FULL_GRID_N]
-    return [(M, N, _K) for M in _GRID_M for N in _GRID_N]
+    large = options.device == "cuda" or options.full_size
+    rows, columns, K = _GRIDS["quick" if options.quick else "full" if large else "cpu"]
+    return [(M, N, K) for M in rows for N in columns]
 
 
 def _of_model(model: Model, options: Options) -> list[tuple[str, tuple[int, ...], Sequence[str]]]:
     """The linears of a decoder layer, with the ops that tensor parallelism makes of them."""
-    full = options.full_size or options.device == "cuda"
-    sizes = model if full else model.mirrored(options.ranks)
-    tokens = TOKENS["full" if full else "mirrored"]
+    sizes, tokens = model.for_run(options)
     heads, ups = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, 2 * sizes.ffn
     column, row = ("all_gather_matmul",), ("matmul_reduce_scatter", "matmul_all_reduce")
     return [
@@ -103,8 +93,8 @@ class _Problem:
 
     Attributes:
         xs, ws: this rank's x and w, for each set of inputs.
-        local: as large an x as the rank multiplies, which has no part of its own to wait for.
-        moved_bytes: that it must receive.
+        local: all rows that the rank multiplies, as if they had been gathered.
+        moved_bytes: what it must receive.
         plain: the op by the process group and torch; None where that takes equal shards only.
     """
 

@@ -17,14 +17,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.bench.suites import SUITES
 
-# What a CPU takes: models are shrunk to this width, proportions kept.
+if TYPE_CHECKING:
+    from weft.bench.problem import Options
+
+# On a CPU models are shrunk to this width, proportions kept.
 _MIRRORED_HIDDEN = 512
 _MIRRORED_HEAD_DIM = 32
-TOKENS = {"full": 4096, "mirrored": 1024}
+_TOKENS, _MIRRORED_TOKENS = 4096, 1024
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class Model:
             kv_heads=kv_heads,
             head_dim=_MIRRORED_HEAD_DIM,
         )
+
+    def for_run(self, options: Options) -> tuple[Model, int]:
+        """The sizes that a run takes, and the number of tokens: mirrored on a CPU by default."""
+        if options.full_size or options.device == "cuda":
+            return self, _TOKENS
+        return self.mirrored(options.ranks), _MIRRORED_TOKENS
 
 
 MODELS = {

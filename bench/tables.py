@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weft.bench.rows import Case, Result, geometric_mean
@@ -57,48 +58,46 @@ def unit_of(cases: Sequence[Case]) -> tuple[str, float]:
 
 def table_of(result: Result) -> Table:
     """All cases of a result."""
-    cases = result.cases
-    names, (unit, scale) = variants_of(cases), unit_of(cases)
-    bounded = any(case.bounds for case in cases)
-    exposed = any("arithmetic" in case.bounds for case in cases)
-    bus = any("bus_bytes" in case.params for case in cases)
-    compared = any(case.peer for case in cases)
-    wanted = any(case.params.get("at_most") for case in cases)
-    extra = _COLUMNS.get(result.suite, ())
+    cases, where = result.cases, result.environment
+    params = _COLUMNS.get(result.suite, ())
     pairs = list(dict.fromkeys((case.main, case.peer) for case in cases if case.peer))
-    header = ["case", *extra, *(f"{name}, {unit}" for name in names)]
-    header += [f"bound, {unit}", "of bound"] if bounded else []
-    header += [f"exposed, {unit}"] if exposed else []
-    header += ["bus, GB/s"] if bus else []
-    header += [f"{pairs[0][1]} / {pairs[0][0]}" if len(pairs) == 1 else "peer / ours"] * compared
-    header += ["wanted"] * wanted
+    columns = _columns(cases, pairs)
+    header = ["case", *params, *(title for title, _ in columns)]
     rows = []
     for case in cases:
-        row = [case.name, *(str(case.params.get(key, "")) for key in extra)]
+        row = [case.name, *(str(case.params.get(key, "")) for key in params)]
         if case.failure:
-            rows.append([*row, "failed", *[""] * (len(header) - len(row) - 1)])
-            continue
-        row += [_time(case, name, scale) for name in names]
-        if bounded:
-            least, has_main = case.bound_us, case.main in case.variants
-            row.append("" if least is None else f"{figure(least / scale)} {_parts(case, scale)}")
-            row.append(figure(case.fraction(case.main)) if has_main else "")
-        if exposed:
-            beyond = case.exposed_us(case.main) if case.main in case.variants else None
-            row.append("" if beyond is None else figure(beyond / scale))
-        if bus:
-            ours = case.timed.get(case.main)
-            row.append("" if ours is None else figure(case.params["bus_bytes"] / ours.us / 1e3))
-        if compared:
-            gain = "" if case.gain is None else str(case.gain)
-            row.append(gain if len(pairs) == 1 else f"{case.peer} {gain}")
-        if wanted:
-            row.append(_wanted(case))
+            row += ["failed"] + [""] * (len(columns) - 1)
+        else:
+            row += [cell(case) for _, cell in columns]
         rows.append(row)
-    where = result.environment
     made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
     title = f"weft bench {result.suite}: {made}"
     return Table(title, header, rows, _summary(cases, pairs), _notes(result))
+
+
+def _columns(
+    cases: Sequence[Case], pairs: Sequence[tuple[str, str]]
+) -> list[tuple[str, Callable[[Case], str]]]:
+    """The columns that these cases have anything for: (title, the cell of a case)."""
+    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    columns: list[tuple[str, Callable[[Case], str]]] = [
+        (f"{name}, {unit}", partial(_time, name=name, scale=scale)) for name in names
+    ]
+    if any(case.bounds for case in cases):
+        columns.append((f"bound, {unit}", partial(_bound, scale=scale)))
+        columns.append(("of bound", _fraction))
+    if any("arithmetic" in case.bounds for case in cases):
+        columns.append((f"exposed, {unit}", partial(_exposed, scale=scale)))
+    if any("bus_bytes" in case.params for case in cases):
+        columns.append(("bus, GB/s", _bus))
+    if len(pairs) == 1:
+        columns.append((f"{pairs[0][1]} / {pairs[0][0]}", _gain))
+    elif pairs:
+        columns.append(("peer / ours", lambda case: f"{case.peer} {_gain(case)}"))
+    if any(case.params.get("at_most") for case in cases):
+        columns.append(("wanted", _wanted))
+    return columns
 
 
 def _is_virtual(result: Result) -> bool:
@@ -119,6 +118,34 @@ def _time(case: Case, name: str, scale: float) -> str:
     return figure(timing.us / scale) + wide
 
 
+def _bound(case: Case, scale: float) -> str:
+    """The bound, and which part sets it; of a sum, every part."""
+    if case.bound_us is None:
+        return ""
+    parts, total = case.parts_us, figure(case.bound_us / scale)
+    if case.bound_rule == "max" or len(parts) < 2:
+        return f"{total} {case.bound_by}"
+    return f"{total} = " + " + ".join(f"{figure(us / scale)} {name}" for name, us in parts.items())
+
+
+def _fraction(case: Case) -> str:
+    return figure(case.fraction(case.main)) if case.main in case.variants else ""
+
+
+def _exposed(case: Case, scale: float) -> str:
+    beyond = case.exposed_us(case.main) if case.main in case.variants else None
+    return "" if beyond is None else figure(beyond / scale)
+
+
+def _bus(case: Case) -> str:
+    ours = case.timed.get(case.main)
+    return "" if ours is None else figure(case.params["bus_bytes"] / ours.us / 1e3)
+
+
+def _gain(case: Case) -> str:
+    return "" if case.gain is None else str(case.gain)
+
+
 def _wanted(case: Case) -> str:
     """How many times as quick as its peer ours should be, and whether it is not."""
     at_most, gain = case.params.get("at_most"), case.gain
@@ -126,14 +153,6 @@ def _wanted(case: Case) -> str:
         return ""
     missed = gain is not None and gain.median < 1 / at_most
     return figure(1 / at_most) + (", missed" if missed else "")
-
-
-def _parts(case: Case, scale: float) -> str:
-    """Which part bounds; of a sum, every part."""
-    parts = case.parts_us
-    if case.bound_rule == "max" or len(parts) < 2:
-        return case.bound_by
-    return "= " + " + ".join(f"{figure(us / scale)} {name}" for name, us in parts.items())
 
 
 def _summary(cases: Sequence[Case], pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -38,44 +38,25 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 _FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 _HOME = {
-    "close": "weft.collectives",
-    "MismatchError": "weft.errors",
-    "PeerTimeout": "weft.errors",
-    "WeftError": "weft.errors",
-    "ColumnParallelLinear": "weft.kernels",
-    "RowParallelLinear": "weft.kernels",
     "all_gather_matmul": "weft.kernels",
-    "matmul_all_reduce": "weft.kernels",
     "matmul_reduce_scatter": "weft.kernels",
+    "matmul_all_reduce": "weft.kernels",
     "ring_attention": "weft.kernels",
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",
     "append_to_cache": "weft.kernels",
+    "ColumnParallelLinear": "weft.kernels",
+    "RowParallelLinear": "weft.kernels",
     "VocabParallelEmbedding": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
+    "close": "weft.collectives",
+    "WeftError": "weft.errors",
+    "PeerTimeout": "weft.errors",
+    "MismatchError": "weft.errors",
 }
-
-__all__ = [  # noqa: RUF022 - grouped, not sorted
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "ring_attention",
-    "ulysses_attention",
-    "flash_decode",
-    "append_to_cache",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "vocab_parallel_argmax",
-    "engine",
-    "explain",
-    "close",
-    "WeftError",
-    "PeerTimeout",
-    "MismatchError",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,6 @@
 """Run a function on local ranks, and end all of them as soon as one fails or hangs.
 
-What the demo and the benchmarks start their ranks with. A training script of one's own is started
-by torchrun instead.
+The demo and the benchmarks start their ranks with it; training scripts are started by torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# The time that the other ranks are given to tell their side, once one has failed.
+# How long the other ranks may take to report, once one has failed.
 _GRACE_S = 1.0
 # For Python and torch to start in every rank on a busy machine, whatever `stall_s` is.
 _START_S = 120.0
@@ -150,7 +149,7 @@ def _receive(pipe: Connection, process: Any, rank: int, folder: Path) -> tuple[s
 
 
 def _others(others: list[int], processes: list[Any], pipes: list[Connection], folder: Path) -> str:
-    """What the other ranks have to say about a failure: their own tracebacks, or their stacks."""
+    """What the other ranks report after a failure: their own tracebacks, or their stacks."""
     time.sleep(_GRACE_S)
     text, silent = "", []
     for rank in others:

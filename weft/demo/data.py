@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 _HELD_OUT = 0.05  # of the text, at its end
-_HELD_OUT_SEED = 1
 _LEAST = 100_000  # bytes
 
 
@@ -30,9 +29,7 @@ class Corpus:
         They depend on the arguments alone, so that every process draws the same.
         """
         text = self.held_out if held_out else self.train
-        generator = torch.Generator().manual_seed(
-            (seed * 1_000_003 + step) * 2 + (_HELD_OUT_SEED if held_out else 0)
-        )
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 2 + held_out)
         starts = torch.randint(len(text) - seq_len, (batch, 1), generator=generator)
         window = text[starts + torch.arange(seq_len + 1)].long()
         return window[:, :-1], window[:, 1:]

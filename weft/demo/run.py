@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -60,7 +59,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
             )
 
         (reference,) = trained("reference, one process", 1)
-        results: list[Any] = trained(f"weft, {ranks} ranks", ranks)
+        results = trained(f"weft, {ranks} ranks", ranks)
     comparison = report.Comparison(run, parameters, reference, results)
     report.write(comparison, out)
 
