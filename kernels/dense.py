@@ -115,7 +115,8 @@ def partial_mm(
         # A CPU's bf16 matmul adds in fp32 but rounds what it gives: a second one gives the rest.
         rounded = torch.mm(x, w)
         rest = torch.addmm(rounded, x, w, beta=-1)
-        product = torch.add(rounded.float(), rest, out=out)
+        # Beyond an overflow there is no rest, but infinity less infinity.
+        product = torch.add(rounded.float(), rest.nan_to_num_(0.0), out=out)
     else:
         product = mm(x.float(), w.float(), out=out)
     return product
@@ -142,6 +143,11 @@ class _PartialMatmul(torch.autograd.Function):
         dx = matmul(dy, w.t()) if needs_x else None
         dw = matmul(as_rows(x).t(), as_rows(dy)) if needs_w else None
         return dx, dw
+
+
+def factors(*saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the gradients of a product multiply with: its factors, or their conjugates."""
+    return tuple(x.conj() for x in saved)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ def check_activation(activation: str | None, weights: Sequence[torch.Tensor]) ->
     """Raise ValueError unless `activation` is one of ours, and swiglu has two weights alike."""
     if activation is not None and activation not in _NAMES:
         raise ValueError(f"activation must be None or one of {_NAMES}, got {activation!r}")
+    if activation is not None and any(w.is_complex() for w in weights):
+        raise ValueError(f"{activation=} is of real numbers, got {weights[0].dtype}")
     shapes = [tuple(w.shape) for w in weights]
     if activation == "swiglu" and (len(shapes) != 2 or shapes[0] != shapes[1]):
         raise ValueError(

@@ -50,6 +50,7 @@ from weft.kernels.dense import (
     WeightGrad,
     as_rows,
     check_operands,
+    factors,
     matmul,
     mm,
     partial_matmul,
@@ -236,7 +237,7 @@ class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: Any) -> Any:
-        gathered, *weights = ctx.saved_tensors
+        gathered, *weights = factors(*ctx.saved_tensors)
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
         given = Gradient(
@@ -320,7 +321,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         count = len(needs) // 2
         needs_w, needs_b = needs[:count], needs[count:]
         x, *saved = ctx.saved_tensors
-        weights, kept = saved[:count], saved[count:]
+        (x, *weights), kept = factors(x, *saved[:count]), saved[count:]
         moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
         record_backward("all_gather_matmul", call.engine, *filter(None, moved))
         dgathered = grads[-1] if call.keep else None

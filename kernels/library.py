@@ -37,7 +37,7 @@ from weft.collectives.library import (
 )
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
-from weft.kernels.dense import as_rows, matmul
+from weft.kernels.dense import as_rows, factors, matmul
 from weft.kernels.engines import choose
 
 _ops: Any = torch.ops.weft
@@ -103,7 +103,7 @@ def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
+    x, *weights = factors(*ctx.saved_tensors)
     dys, dgathered = (grads[:-1], grads[-1]) if ctx.keep else (grads, None)
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
     needs = [needs_x, *needs_w]
@@ -207,7 +207,7 @@ def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any)
 
 
 def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, w = ctx.saved_tensors
+    x, w = factors(*ctx.saved_tensors)
     group_name, scatter_dim, reduce_op = ctx.rest
     needs = list(ctx.needs_input_grad[:3])
     computed = _ops.matmul_reduce_scatter_backward(
@@ -271,7 +271,7 @@ def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, w = ctx.saved_tensors
+    x, w = factors(*ctx.saved_tensors)
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
     scaled = dy if ctx.scale is None else dy * ctx.scale
     dx = matmul(scaled, w.t()) if needs_x else None

@@ -22,7 +22,7 @@ from torch import nn
 from weft.collectives import Group, all_reduce, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.kernels.autocast import autocast, outside_autocast
-from weft.kernels.dense import WeightGrad, as_rows, matmul
+from weft.kernels.dense import WeightGrad, as_rows, factors, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.parallel_module import ParallelModule, Split
 from weft.kernels.reduced_matmul import matmul_all_reduce
@@ -341,7 +341,7 @@ class _WholeInput(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = factors(*ctx.saved_tensors)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = matmul_all_reduce(dy, weight, ctx.group)

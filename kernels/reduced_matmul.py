@@ -33,6 +33,7 @@ from weft.kernels.dense import (
     check_operands,
     check_residual,
     check_sum,
+    factors,
     finished,
     matmul,
     mm,
@@ -155,7 +156,7 @@ class _MatmulAllReduce(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        x, w = ctx.saved_tensors
+        x, w = factors(*ctx.saved_tensors)
         _, needs_x, needs_w, needs_b, needs_residual = ctx.needs_input_grad
         dx = dw = None
         scaled = dy * (1 / call.group.world_size) if call.average else dy

@@ -38,6 +38,7 @@ from weft.kernels.dense import (
     check_operands,
     check_residual,
     check_sum,
+    factors,
     finished,
     matmul,
     mm,
@@ -230,7 +231,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        x, w = ctx.saved_tensors
+        x, w = factors(*ctx.saved_tensors)
         *needs, needs_residual = ctx.needs_input_grad[1:]
         record_backward("matmul_reduce_scatter", call.engine, "all_gather")
         given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)

@@ -363,6 +363,49 @@ def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
     ranks(2, misuse_body)
 
 
+def of_complex_numbers(engine: str) -> None:
+    """As one process has it, whose gradients are products with conjugates."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.complex128)
+
+    x, y, w, v = drawn(2 * W, 3), drawn(2 * W, W), drawn(3, W), drawn(W, 4)
+    dy, dz = drawn(2 * W, W), drawn(2 * W, 4)
+    for t in (x, y, w, v):
+        t.requires_grad_()
+    torch.autograd.backward([x @ w, y @ v], [dy, dz])
+    rows, columns = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
+
+    def own(t: torch.Tensor, *part: slice) -> torch.Tensor:
+        return t.detach()[part].clone().requires_grad_()
+
+    def same(*pairs: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+        for got, expected in pairs:
+            torch.testing.assert_close(got, expected)
+
+    every = slice(None)
+    with weft.engine(engine):
+        my_x, my_w = own(x, rows), own(w, every, columns)
+        weft.all_gather_matmul(my_x, my_w).backward(dy[:, columns])
+        same((my_x.grad, x.grad[rows]), (my_w.grad, w.grad[:, columns]))
+        for op, part in ((weft.matmul_reduce_scatter, rows), (weft.matmul_all_reduce, every)):
+            my_y, my_v = own(y, every, columns), own(v, columns)
+            op(my_y, my_v).backward(dz[part])
+            same((my_y.grad, y.grad[:, columns]), (my_v.grad, v.grad[columns]))
+        whole = torch.nn.Linear(3, W, bias=False, dtype=x.dtype)
+        whole.weight.data = w.detach().t().contiguous()
+        my_x, layer = own(x), weft.ColumnParallelLinear.from_linear(whole, sequence_dim=None)
+        layer(my_x).backward(dy[:, columns])
+        same((my_x.grad, x.grad), (layer.weight.grad, w.grad[:, columns].t()))
+
+
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_gradients_of_complex_numbers(ranks: Any, engine: str) -> None:
+    ranks(2, of_complex_numbers, engine)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("W", [2, 3, 4])

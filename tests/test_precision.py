@@ -113,6 +113,16 @@ def test_partial_sums_are_not_rounded(monkeypatch: Any, dtype: torch.dtype, gain
         )
 
 
+@pytest.mark.parametrize("gain", [0.5, 2.0, 9.0])
+def test_overflows_are_infinite(monkeypatch: Any, gain: float) -> None:
+    monkeypatch.setattr(dense, "bfloat16_gain", lambda: gain)
+    x, w = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16)
+    x[0, 1], x[1, 1], x[2, 1] = torch.inf, -torch.inf, torch.nan
+    assert torch.equal(
+        dense.partial_mm(x, w).nan_to_num(7.0), (x.float() @ w.float()).nan_to_num(7.0)
+    )
+
+
 @needs_interpreter
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_offsets_beyond_int32(op: str) -> None:
