@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -23,10 +24,11 @@ from weft import settings
 from weft.collectives import pad
 from weft.collectives.group import Group, GroupLike, resolve
 from weft.collectives.workspace import Workspace, workspace
-from weft.errors import MismatchError
+from weft.errors import MismatchError, PeerTimeout
 
 _CPU = torch.device("cpu")
 _END_WORD = pad.LINE - 1  # of virtual ranks' lines
+_FAILED = -1  # in the place of what tells a call
 
 
 class Exchange:
@@ -55,6 +57,19 @@ class Exchange:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
+            self.wait_all()
+        elif self._call is not None and issubclass(kind, Exception) and kind is not PeerTimeout:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """This rank has failed amid the call, and may go on to others: peers must not take the
+        signals of those for this one's, and read what it has never written."""
+        self._call = _FAILED
+        for peer in self.peers():
+            if self._waiter.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank] < self.generation:
+                self.signal(peer)
+        self._call = None
+        with suppress(PeerTimeout):  # the error of this rank tells more
             self.wait_all()
 
     def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -120,15 +135,21 @@ class Exchange:
 
         Raises:
             PeerTimeout: it did not in time, or died.
-            MismatchError: it makes another call, or one of other sizes.
+            MismatchError: it makes another call, or one of other sizes, or has failed amid this.
         """
         if peer in self._pending:
             self._waiter.wait(peer, self.generation, self.op)
             self._pending.discard(peer)
-            if self._call is not None and self._ws.own[self._call_word(peer)] != self._call:
-                self._call = None
-                self.wait_all()  # the next call needs all signals of this one
-                raise MismatchError(_differs(self.rank, self.op, peer))
+            if self._call is None or (told := self._ws.own[self._call_word(peer)]) == self._call:
+                return
+            self._call = None
+            self.wait_all()  # the next call needs all signals of this one
+            if told == _FAILED:
+                raise MismatchError(
+                    f"{self.op}: rank {peer} has failed amid the call, its own error tells why. "
+                    f"The next call finds all ranks in step"
+                )
+            raise MismatchError(_differs(self.rank, self.op, peer))
 
     def wait_all(self) -> None:
         """`wait` for every peer that was not waited for yet."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
+from weft.kernels import host
 
 
 def shared_memory_files() -> set[str]:
@@ -146,6 +149,34 @@ def forking_body() -> str:
 def test_a_child_of_a_rank_is_no_rank(own_ranks: Any) -> None:
     for text in own_ranks(2).run(forking_body, timeout_s=60):
         assert "forked from a rank" in text
+
+
+def failing_body(name: str) -> str:
+    """Rank 0 fails amid its third call, and goes on to the next as the others do."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    told, right = "", []
+    with weft.engine("host"):
+        for turn in range(6):
+            x, w = torch.full((2, 3), float(turn * 10 + rank)), torch.ones(3, 1)
+            failing = patch.object(host, name, side_effect=MemoryError("no room"))
+            with failing if rank == 0 and turn == 2 else nullcontext():
+                try:
+                    y = weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w), w[:1])
+                except (MemoryError, weft.MismatchError) as error:
+                    told = str(error)
+                    continue
+            sums = torch.tensor([30.0 * turn + 3 * r for r in range(W) for _ in range(2)])
+            right.append(torch.equal(y.view(-1), W * sums.chunk(W)[rank]))
+    return told if all(right) and len(right) >= 5 else f"{told}: {right}"
+
+
+@pytest.mark.parametrize("name", ["publish", "publish_product", "reduce_rows"])
+def test_a_rank_that_fails_amid_a_call(own_ranks: Any, name: str) -> None:
+    """Peers never take what it has not written for its data, and the next call is right."""
+    first, *others = own_ranks(3).run(failing_body, name, timeout_s=60)
+    assert first == "no room"
+    for told in others:  # what is published already, they have
+        assert ("rank 0 has failed amid" in told) == name.startswith("publish")
 
 
 def busy_body() -> None:
