@@ -80,6 +80,8 @@ class Call:
         self.name: str = getattr(op, "_opname", getattr(op, "__name__", str(op)))
         self.outputs: list[Meta] = []
         self.output_tree: Any = None
+        # Whether the op raises for some values, as a probe has found.
+        self.refuses = False
 
     @property
     def placements(self) -> list[Placement]:

@@ -46,25 +46,32 @@ _WIDE = {
 
 
 _Kinds = tuple["int | str", ...]
-_found: dict[Any, _Kinds | None] = {}
+# What each output is, if the inputs are cut: a dim, "same", or "sum"; whether values were refused.
+_Found = tuple[_Kinds | None, bool]
+_found: dict[Any, _Found] = {}
 
 
-def discovered(call: Call, writes: Sequence[int]) -> list[Strategy]:
-    """Strategies that a probe of the op has confirmed; none where nothing can be proven."""
+def discovered(call: Call, writes: Sequence[int]) -> tuple[list[Strategy], bool]:
+    """(strategies that a probe of the op has confirmed, whether it has refused some values).
+
+    No strategies where nothing can be proven.
+    """
     call = _in_numbers(call)
     if not _may_probe(call):
-        return []
+        return [], False
     strategies: list[Strategy] = []
+    refuses = False
     for placement, dims in _candidates(call):
-        outputs = _probed(call, dims, writes, _leaves_empty(call, dims))
+        outputs, refused = _probed(call, dims, writes, _leaves_empty(call, dims))
         if outputs is None:
             continue
+        refuses |= refused
         inputs = tuple(Replicate() if d is None else moved(placement, d) for d in dims)
         placed = tuple(_placement(out, placement) for out in outputs)
         strategy = Strategy(inputs, placed)
         if strategy not in strategies:
             strategies.append(strategy)
-    return strategies
+    return strategies, refuses
 
 
 def _in_numbers(call: Call) -> Call:
@@ -163,10 +170,8 @@ def _shrunk(call: Call) -> dict[int, int]:
     return small
 
 
-def _probed(
-    call: Call, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool
-) -> _Kinds | None:
-    """What each output is, if the inputs are cut along `dims`: a dim, "same", or "sum"."""
+def _probed(call: Call, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool) -> _Found:
+    """What a probe finds of inputs that are cut along `dims`."""
     small = _shrunk(call)
     key = _key(call, dims, small, empty)
     if key not in _found:
@@ -201,39 +206,38 @@ def _probe(
     writes: tuple[int, ...],
     small: dict[int, int],
     empty: bool,
-) -> _Kinds | None:
+) -> _Found:
     shapes = [tuple(small.get(n, n) for n in t.shape) for t in call.inputs]
     lengths = {s[d] for s, d in zip(shapes, dims, strict=True) if d is not None}
     if len(lengths) != 1 or any(torch.Size(s).numel() > _MAX_NUMEL for s in shapes):
-        return None
+        return None, False
     length = lengths.pop()
     if length < 2:
-        return None
+        return None, False
     believed: list[set[int | str]] | None = None
-    told = False
-    for seed, draw in enumerate(_DRAWS):
+    told, refused = False, False
+    for seed, draw in enumerate([*_DRAWS, *_beyond_numbers(call)]):
         rng = torch.Generator().manual_seed(seed)
         tensors = [draw(rng, shape, t.dtype) for shape, t in zip(shapes, call.inputs, strict=True)]
         whole = _run(call, tensors, writes)
-        if whole is None:
-            if draw is _DRAWS[-1]:
-                break  # not every op takes NaN
+        if whole is None:  # not every op takes NaN
+            refused = True
             continue
         kinds = _compare(call, dims, tensors, writes, whole, _cuts(length, empty, seed))
         if kinds is None:
-            return None
+            return None, False
         believed = (
             kinds if believed is None else [a & b for a, b in zip(believed, kinds, strict=True)]
         )
         if not all(believed):
-            return None
+            return None, False
         # A constant tells only by its shape that it is cut (the status of each matrix, say).
         shaped = [all(isinstance(kind, int) for kind in kinds) for kinds in believed]
         varies = [_varies(t) for t in whole]
         told = told or (any(varies) and all(map(max, varies, shaped)))
     if believed is None or not told or not _shapes_fit(call, dims, believed):
-        return None
-    return tuple(_first(kinds) for kinds in believed)
+        return None, False
+    return tuple(_first(kinds) for kinds in believed), refused
 
 
 def _first(kinds: set[int | str]) -> int | str:
@@ -379,7 +383,14 @@ def _definite(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.T
     return values
 
 
-# Signed, positive, large, matrices, and last with NaN and infinities.
+def _beyond_numbers(call: Call) -> list[_Draw]:
+    """Values beyond the numbers that the op is given, where those are large: bounds, say."""
+    numbers = [a for a in leaves([call.args, call.kwargs]) if type(a) in (int, float)]
+    largest = max((abs(a) for a in numbers if abs(a) < 1e30), default=0)
+    return [_draw(8 * largest, -4 * largest, False)] if largest > _LARGE else []
+
+
+# Signed, positive, large, matrices, with NaN and infinities.
 _DRAWS: list[_Draw] = [
     _draw(2, -1, False),
     _draw(0.9, 0.05, False),

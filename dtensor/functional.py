@@ -19,11 +19,11 @@ from torch.nn import functional
 from weft.dtensor import backward
 from weft.dtensor.call import map_tree
 from weft.dtensor.dispatch import dispatch, learn, outermost
-from weft.dtensor.fused_attention import attention
+from weft.dtensor.fused_attention import attention, stride_like
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
 from weft.dtensor.grad_recording import is_nothing, record
 from weft.dtensor.graph_breaks import unless_traced
-from weft.dtensor.layout import is_shard, shard_dim
+from weft.dtensor.layout import is_shard, layout_of, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part
@@ -86,6 +86,9 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
     of_weight = tuple(Partial("sum") if is_shard(p) else p for p in layout.placements)
     own = [None if w is None else local_part(w, of_weight) for w in weights]
     y = function(local_part(x, layout.placements), shape, *own, eps)
+    if not layout.is_contiguous:  # nor need the result be laid out as x is
+        stride = stride_like(y, layout.shape)
+        layout = layout_of(layout.mesh, layout.placements, layout.shape, stride, layout.dtype)
     return as_global(y, layout if y.dtype == layout.dtype else layout.with_dtype(y.dtype))
 
 

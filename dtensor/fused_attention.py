@@ -168,16 +168,18 @@ def _attention_step_by_step(
         times = query.shape[-3] // key.shape[-3]
         key = cast(DTensor, key.repeat_interleave(times, -3))
         value = cast(DTensor, value.repeat_interleave(times, -3))
-    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
-    weights: Any = (query * root) @ (key.transpose(-2, -1) * root)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    root = math.sqrt(abs(scale))
+    weights: Any = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
     if is_causal:
         attn_mask = weights.new_ones(weights.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         weights = weights.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:
         weights = weights + attn_mask
-    weights = functional.dropout(weights.softmax(-1), dropout_p)
-    return weights @ value
+    # A row that sees nothing is one of zeros.
+    shares = weights.softmax(-1) if attn_mask is None else torch._safe_softmax(weights, -1)
+    return functional.dropout(shares, dropout_p) @ value
 
 
 def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

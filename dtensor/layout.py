@@ -326,6 +326,11 @@ class Layout:
         )
 
     @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a contiguous tensor."""
+        return self.stride == contiguous_stride(self.shape)
+
+    @cached_property
     def has_partial(self) -> bool:
         """Whether the ranks' values still have to be reduced."""
         return any(isinstance(placement, Partial) for placement in self.placements)

@@ -274,6 +274,8 @@ def quickest(op: Op) -> Op:
 def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | None:
     """The error that may occur on some ranks only; None if there is none."""
     cut = [t.dtype for t in targets if t.cut_dims]
+    if call.refuses and cut:
+        return RuntimeError, "a value is refused"
     if call.name in _INDEXED and {torch.int64, torch.int32} & set(cut):
         return IndexError, "an index is out of range"
     divides = call.name.removesuffix("_") in _DIVIDING and isinstance(call.args[1], Layout)
@@ -384,7 +386,9 @@ def _meta_of(value: Any) -> Any:
 
 def _unknown(call: Call, writes: list[int]) -> Choices:
     """What an op without rule may do: what a probe has found, or run on replicas."""
-    found = [] if call.output_tree is _DYNAMIC else discovered(call, writes)
+    found: list[Strategy] = []
+    if call.output_tree is not _DYNAMIC:
+        found, call.refuses = discovered(call, writes)
     if settings.tracing():
         how = "a rule was found by probing it" if found else "no sharding rule for it"
         settings.record(call.name, "discovered" if found else "replicated", how, str(call))

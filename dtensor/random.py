@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.collectives import Group, spanning_group
-from weft.dtensor.layout import Box, Layout, contiguous_stride
+from weft.dtensor.layout import Box, Layout
 from weft.dtensor.transfers import cut_box
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def drawn(
 
 def _rows_at_once(name: str, layout: Layout, device: torch.device) -> int:
     rows = layout.shape[0] if layout.shape else 1
-    in_order = layout.stride == contiguous_stride(layout.shape)
+    in_order = layout.is_contiguous
     if device.type != "cpu" or name not in _IN_PIECES or not in_order or rows == 0:
         return rows
     row_bytes = max(1, layout.global_bytes // rows)

@@ -193,11 +193,12 @@ def variance(call: Call) -> Choices | Decomposed:
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     layout = call.inputs[0]
     # The overloads with `unbiased` come here in inference mode only.
-    correction = call.bound.get("correction", call.bound.get("unbiased"))
+    unbiased = call.bound.get("unbiased")
     if layout.dtype.is_complex or not any(d in dims for d in layout.cut_dims):
         return Choices(kept_shards(call, dims, keepdim))
 
     def run(x: DTensor, *_: Any, **kwargs: Any) -> Any:
+        correction = kwargs.get("correction", unbiased)
         solid = x._layout.reduced()
         mean, var = moments(local_as(x, solid), solid, dims, keepdim)
         count = math.prod(solid.shape[d] for d in dims)

@@ -24,7 +24,6 @@ from weft.dtensor.layout import (
     Layout,
     Shape,
     chunk,
-    contiguous_stride,
     distinct,
     from_front,
     is_shard,
@@ -127,7 +126,7 @@ def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
 def as_strided(call: Call) -> Choices:
     """Reads memory as that of the whole tensor: on every rank, laid out in the same way."""
     source = call.inputs[0]
-    if source.stride != contiguous_stride(source.shape):
+    if not source.is_contiguous:
         raise NotImplementedError(
             f"{call}: of a DTensor that is not contiguous. Call contiguous() first, or index it"
         )

@@ -30,6 +30,7 @@ FOUND: dict[str, tuple[Callable[..., Any], tuple[int, ...], int, Any]] = {
     "trace": (torch.trace, (4, 4), 0, None),
     "renorm": (lambda x: torch.renorm(x, 2, 0, 0.5), (4, 5), 0, Shard(0)),
     "renorm across": (lambda x: torch.renorm(x, 2, 0, 0.5), (5, 4), 1, None),
+    "renorm far": (lambda x: torch.renorm(x, 2, 0, 1e4), (5, 4), 1, None),
     "large": (lambda x: functional.max_pool1d(x, 2), (64, 40, 30), 0, Shard(0)),
 }
 
@@ -73,6 +74,8 @@ def errors() -> list[str]:
     table, rows = spread(torch.randn(4, 3), Replicate()), spread(torch.randn(4, 5), Shard(0))
     x = spread(torch.randn(4, 4), Shard(0))
     zero = spread(torch.tensor([1, 2, 3, 0]), Shard(0))
+    matrices = spread(torch.eye(2).repeat(4, 1, 1), Shard(0))
+    last = spread(torch.tensor([False, False, False, True]).view(4, 1, 1), Shard(0))
     return [
         raised(lambda: bad // zero),
         raised(lambda: bad.clone().remainder_(zero)),
@@ -90,6 +93,9 @@ def errors() -> list[str]:
         raised(lambda: torch.add(x, x, out=spread(torch.zeros(2), Replicate()))),
         raised(lambda: x[1:].as_strided((2,), (1,))),
         raised(lambda: x.max(7)),
+        raised(torch.linalg.eigvals, matrices.masked_fill(last, torch.nan)),
+        raised(torch.cholesky, matrices.masked_fill(last, -1)),
+        raised(functional.binary_cross_entropy, last + 0.5, last + 0.0),
     ]
 
 
@@ -104,7 +110,7 @@ def test_errors_are_raised_on_every_rank(ranks: Any) -> None:
 def wrong_rule() -> None:
     x = distribute_tensor(torch.randn(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])
     rule = Strategy((Shard(1),), (Shard(0),))
-    with mock.patch.object(planning, "discovered", lambda call, writes: [rule]):
+    with mock.patch.object(planning, "discovered", lambda call, writes: ([rule], False)):
         for _ in range(2):  # not the first time only
             with pytest.raises(RuntimeError, match=r"gives torch.float32\[4, 3\] on rank"):
                 torch.renorm(x, 2, 0, 0.5)

@@ -130,6 +130,8 @@ def other_circumstances() -> None:
         torch.testing.assert_close(torch.dist(a, b, number).full_tensor(), expected)
         expected = torch.addbmm(plain[0], *plain[2:], alpha=number - 1)
         torch.testing.assert_close(torch.addbmm(a, c, d, alpha=number - 1).full_tensor(), expected)
+        spread = a.var(0, correction=number).full_tensor()
+        torch.testing.assert_close(spread, plain[0].var(0, correction=number))
 
     counts = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
     try:
