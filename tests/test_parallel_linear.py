@@ -224,7 +224,7 @@ def fp8_body(sequence_dim: int | None) -> None:
         given = whole.state_dict()[f"{name}weight"]
         assert (weight.float().abs().amax(1) == 448).all()
         torch.testing.assert_close(weight.float() * scale, given, rtol=2**-4, atol=1e-3)
-    x = torch.randn(6, 32, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x = torch.randn(12, 32, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     x = x.to(torch.get_default_device())
     shard = x if sequence_dim is None else x.chunk(world_size)[rank]
     expected = whole(x) if sequence_dim is None else whole(x).chunk(world_size)[rank]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft import collectives, settings
 from weft.demo.data import Corpus, standard_library
 from weft.demo.model import Llama, Shape, parallelize
-from weft.dtensor import DTensor, Replicate, init_device_mesh
+from weft.dtensor import DeviceMesh, DTensor, Replicate
 
 _HELD_OUT_BATCHES = 4
 _PROMPT = "    def "
@@ -105,7 +105,8 @@ class _Trainer:
         self.model = Llama(run.shape)  # on the CPU: the same numbers for every device
         self.model.to(self.device)
         if self.sharded:
-            self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+            # On the group that there is: another one may be NCCL's, which takes no shared GPUs.
+            self.mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
             parallelize(self.model, self.mesh)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
