@@ -20,7 +20,7 @@ STEPS = 10
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same whole batch on every rank; 15 rows, so that no number of ranks divides them."""
+    """The same whole batch on every rank; of 15 rows, two ranks have 8 and 7."""
     x = torch.randn(15, 8, generator=torch.Generator().manual_seed(step))
     return x, x.sin()
 

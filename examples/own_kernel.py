@@ -204,6 +204,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     check(dist.get_rank())
     print(f"rank {dist.get_rank()}: right")
+    collectives.close()
     dist.destroy_process_group()
 
 

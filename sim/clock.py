@@ -37,7 +37,8 @@ from weft.sim.trace import (
     Work,
 )
 
-_THREADS = 2048  # that fit on a core, in programs of 32 a warp
+_CORE_THREADS = 2048  # that fit on a core at a time
+_WARP_THREADS = 32
 _MOST_PROGRAMS = 8  # on a core
 # Tiles that a library's matmul chooses from.
 _LIBRARY_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
@@ -199,7 +200,7 @@ class _Chip:
 
     hbm: Resource
     l2: Resource
-    links: dict[int, Resource]  # of its port out at -1, in at -2; in a mesh, by peer
+    links: dict[int, Resource]  # on a switch: port out at -1, port in at -2; in a mesh: by peer
     # Regions in L2, by address and bytes: how many programs load each now; and the others, oldest
     # first.
     live: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -298,10 +299,13 @@ class Clock:
         """All its programs, in order, on the cores that become free."""
         together = 1
         if not launch.multiplies:
-            together = max(1, min(_MOST_PROGRAMS, _THREADS // (32 * launch.warps)))
+            fit = _CORE_THREADS // (_WARP_THREADS * launch.warps)
+            together = max(1, min(_MOST_PROGRAMS, fit))
         # Round the cores first: one program on each before any has two.
         free = [core for _ in range(together) for core in range(self._hw.cores)]
-        if not beside:  # small kernels there take the cores that a large one leaves free: the last
+        # Cores are taken from the end: the first ones first, but by kernels of streams beside the
+        # rank's own the last ones, which its large kernels leave free.
+        if not beside:
             free.reverse()
         waiting = launch.programs[::-1]
         done = Join(len(launch.programs) + 1)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -38,19 +39,22 @@ def launched(
 ) -> Launched:
     """The launch of `fn` with the arguments and options `given`, to be kept."""
     with _disable_current_modes():  # it is no work of the rank's
-        kept = {name: _without_memory(value) for name, value in given.items()}
+        kept = with_tensors(given, lambda tensor: tensor.detach().to("meta"))
     return Launched(rank, str(fn.__globals__["__name__"]), fn.__name__, grid, kept)
 
 
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("meta")
-    if isinstance(value, TensorDescriptor):
-        return replace(value, base=_without_memory(value.base))
-    if isinstance(value, tuple):
-        fields = [_without_memory(each) for each in value]
-        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
-    return value
+def with_tensors(
+    given: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """A kernel's arguments with `change` made to their tensors, also in tuples and descriptors."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, TensorDescriptor):
+            return replace(leaf, base=change(leaf.base))
+        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    found: dict[str, Any] = tree_map(changed, given)
+    return found
 
 
 def load(path: Path) -> ModuleType:

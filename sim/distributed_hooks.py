@@ -59,7 +59,7 @@ class _RankWorld(distributed_c10d._World):
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
         self.virtual, self.rank = world, rank
         self.registered: list[Any] = []  # names of groups
-        # Of meshes and names of groups: no other rank has it, nor this one in another schedule.
+        # Tells meshes and groups of this rank and schedule from all others.
         self.token = next(_numbers)
         size = world.world_size
         self.environment = {
@@ -204,7 +204,7 @@ def installed() -> Iterator[None]:
     def init_mesh(self: Any, *args: Any, **kwargs: Any) -> None:
         make_mesh(self, *args, **kwargs)
         if _local.world is not None:
-            # Negative, as no thread's: two meshes are equal only if made by the same rank.
+            # Negative, unlike a thread's: two meshes are equal only if made by the same rank.
             self._thread_id, self._hash = -_local.world.token, None
 
     hooks: dict[str, Callable[..., Any] | Any] = {

@@ -24,7 +24,7 @@ _WIDTHS = {"int1": 1, "int32": 32, "int64": 64, "uint32": -32}  # unsigned: belo
 _TYPES = {1: tl.int1, 32: tl.int32, 64: tl.int64, -32: tl.uint32}
 _NUMPY = {width: np.dtype(name) for name, width in _WIDTHS.items() if width != 1}
 _NUMPY[1] = np.dtype(bool)
-_SMALL = 1 << 31
+_INT32 = 1 << 31  # numbers of Python from minus this to below it are int32
 
 _prototypes: dict[Any, dict[str, Any]] = {}
 
@@ -54,7 +54,7 @@ def _operand(value: Any) -> tuple[Any, int, bool] | None:
         value = value.value
     if type(value) is bool:
         return np.array([value]), 1, False
-    if type(value) is int and -_SMALL <= value < _SMALL:
+    if type(value) is int and -_INT32 <= value < _INT32:
         return value, 0, False
     return None
 

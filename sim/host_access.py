@@ -47,7 +47,7 @@ class HostAccesses(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # The dispatch of a DTensor or the like comes back with plain tensors.
-        if types and _wrap_others(tuple(types)):
+        if types and wrap_others(tuple(types)):
             return NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
@@ -105,7 +105,7 @@ def python_reads(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _wrap_others(types: tuple[type, ...]) -> bool:
+def wrap_others(types: tuple[type, ...]) -> bool:
     """Whether one of the types has a dispatch of its own, as DTensor has."""
     plain = torch.Tensor.__torch_dispatch__
     return any(getattr(kind, "__torch_dispatch__", plain) is not plain for kind in types)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from weft.sim.host_access import operands, tensors_in
+from weft.sim.host_access import operands, tensors_in, wrap_others
 from weft.sim.scheduler import local
 from weft.sim.trace import HostOp, Recorder
 
@@ -43,11 +43,16 @@ class HostOps(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # The dispatch of a DTensor or the like comes back with plain tensors.
+        if types and wrap_others(tuple(types)):
+            return NotImplemented
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         if func.is_view or name in _FREE:
             return func(*args, **kwargs)
         reads, writes = _operands(func, args, kwargs)
+        if _on_meta_only(reads + writes, kwargs):
+            return func(*args, **kwargs)
         computed = self._numerics or not any(t.is_floating_point() for t in (*reads, *writes))
         computed = computed and (self._numerics or not _makes_floats(kwargs))
         run = _wide_mm if func in _WIDE_MM else func
@@ -93,6 +98,12 @@ def _operands(
         if not written or not overwrites:
             reads.append(tensor)
     return reads, writes
+
+
+def _on_meta_only(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an op is asked for shapes alone, as dispatchers ask."""
+    device = kwargs.get("device")
+    return any(t.is_meta for t in tensors) or (device is not None and device.type == "meta")
 
 
 def _makes_floats(kwargs: dict[str, Any]) -> bool:

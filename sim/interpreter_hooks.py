@@ -183,7 +183,7 @@ class _Hooks:
         return hooks
 
     def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
-        # The interpreter makes int32 of a scalar and a vector, which would pick by their numbers.
+        # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
         live = np.asarray(mask.data if hasattr(mask, "data") else mask, bool)
         addresses = ptrs.data
         if live.all():

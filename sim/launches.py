@@ -23,7 +23,8 @@ from weft.sim.trace import Lane
 if TYPE_CHECKING:
     from weft.sim.world import World
 
-_LARGEST_TABLE = 4096  # elements
+# An int64 tensor of no more elements may be a table of pointers; numbers above this, addresses.
+_LARGEST_TABLE = 4096
 _LOWEST_ADDRESS = 1 << 32
 _LANES = 16  # clocks of a launch's programs, if these run in turn
 

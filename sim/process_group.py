@@ -219,7 +219,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         return self._call("barrier", None)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> VirtualWork:
-        self._team.send(self._me, target, tag, tensors[0].detach().clone())
+        self._team.send(self._me, target, tag, _copies(tensors)[0])
         return VirtualWork(lambda: None, lambda: True)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> VirtualWork:

@@ -164,6 +164,7 @@ class Recording:
             if kind == "touch":
                 if self.nodes[node].rivals:
                     steps.append((kind, node))
+            # Of an atomic on a word that nobody ever writes, only that it polls counts.
             elif kind == "atomic" and list(piece.after) == [0] and op[1] not in self._written:
                 steps.append(("glance", self._word(op[1]), op[4] == "sys"))
             elif kind in ("atomic", "wait"):

@@ -43,15 +43,18 @@ class Strand:
 
     Attributes:
         rank, slot: the rank, and the number of this strand's clock.
-        name: the same in every schedule.
         what: "host", or the kernel and its program.
+        site: where it last was, as `Sites` numbers it.
         confined: runs a kernel that can only mean memory of its arguments or symmetric memory.
         waits_for: tells what it waits for, while it sleeps.
+        blocked: whether it still sleeps.
+        vain: polls in a row that have found no word changed.
         lane: the events of the program that it runs, where virtual time is kept.
         track: what it has done, where the schedule is recorded.
         looks_for: address -> value, of the last wait that it began.
         timed: whether what it does takes virtual time.
         to_come: programs of its launch that run in turn after this one.
+        name: the same in every schedule.
     """
 
     rank: int
@@ -64,14 +67,14 @@ class Strand:
     words: dict[Hashable, int] = field(default_factory=dict)  # polled in vain -> their version then
     wanted: dict[Hashable, int | None] = field(default_factory=dict)  # likewise -> value, if known
     vain: int = 0
-    seen_before: int = 0  # hash of what it saw, but for the last
+    seen_before: int = 0  # hash of all that it has seen but the last
     random_state: torch.Tensor | None = None
     lane: Lane | None = None
     looks_for: dict[int, int] = field(default_factory=dict)
     timed: bool = True
     to_come: int = 0
     track: Track = field(default_factory=lambda: Track(None))
-    name: tuple[int, str] = (0, "")
+    name: tuple[int, str] = field(init=False)
     baton: threading.Lock = field(default_factory=_held)
 
     def __post_init__(self) -> None:

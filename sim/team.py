@@ -224,7 +224,7 @@ class Team:
 
 
 def _joined(one: Any, other: Any) -> Any:
-    # Clocks grow as strands come: those that one of them lacks it knows nothing of.
+    # Clocks grow as strands come: a shorter one is ordered after nothing of the later strands.
     joined = other.copy()
     np.maximum(joined[: len(one)], one, out=joined[: len(one)])
     return joined

@@ -87,7 +87,7 @@ def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
     load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
 
     def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:
-        # A mask that was made with numbers may hold 0 and 1, which would be places.
+        # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
         live, addresses = np.asarray(getattr(mask, "data", mask), dtype=bool), ptrs.data
         if not live.all():
             addresses = addresses[np.broadcast_to(live, addresses.shape)]
@@ -144,7 +144,7 @@ def _zeros(shape: tuple[int, ...], element: Any) -> Any:
 
 
 def _skips(handle: Any) -> bool:
-    # Numbers that a program has in one place alone may steer it.
+    # A single number may decide where a program goes, and is computed.
     return local.strand is not None and handle.data.size > 1 and handle.dtype.scalar.is_floating()
 
 

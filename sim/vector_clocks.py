@@ -36,7 +36,7 @@ class Clocks:
         self.ranks: list[int] = []
         self._barriers: list[int] = []  # number of the last access before a slot's last barrier
         self._signals: dict[Hashable, Signal] = {}
-        self._ended: dict[int, Array] = {}  # slot -> clock of programs that it was before
+        self._ended: dict[int, Array] = {}  # slot -> clock of the launch's programs that had it
 
     def new_slot(self, rank: int) -> int:
         """A clock for one more strand of `rank`."""

@@ -10,12 +10,12 @@ JSON object: by kernel and case, what is wrong, or "".
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.aot_cases import Launch, launches
 from weft.kernels.chips import KNOWN
+from weft.sim.compiling import with_tensors
 
 _BYTES = {"i1": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
 _HOOK = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
@@ -42,22 +43,15 @@ class _Driver(CudaDriver):  # type: ignore[misc]  # Triton ships no types
         return GPUTarget("cuda", 90, 32)
 
 
-class _Placed:
-    """Tensors with addresses of their own for those without memory."""
+def placed(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, each tensor with an address of its own, a multiple of 256."""
+    starts = itertools.count(-_ARENA.data_ptr() % 256, 256)
 
-    def __init__(self) -> None:
-        self._next = -_ARENA.data_ptr() % 256
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        start = next(starts)
+        return _ARENA[start : start + tensor.dtype.itemsize].view(tensor.dtype)
 
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            self._next += 256
-            return _ARENA[self._next : self._next + value.dtype.itemsize].view(value.dtype)
-        if isinstance(value, TensorDescriptor):
-            return replace(value, base=self(value.base))
-        if isinstance(value, tuple):
-            fields = [self(each) for each in value]
-            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
-        return value
+    return with_tensors(given, place)
 
 
 def leaves(value: Any, type_name: Any) -> Iterator[bytes]:
@@ -94,9 +88,7 @@ def main(folder: str, dtype: str, cases: Sequence[str]) -> None:
         seen[:] = [ctypes.string_at(parameters[i], n) for i, n in enumerate(sizes[function])]
 
     def wrong(launch: Launch) -> str:
-        place = _Placed()
-        given = {name: place(value) for name, value in launch.arguments.items()}
-        kernel = launch.kernel
+        given, kernel = placed(launch.arguments), launch.kernel
         compiled = kernel.run(**given, **launch.options, grid=launch.grid, warmup=True)
         compiled._init_handles()
         sizes[compiled.function] = parameter_sizes(compiled.asm["ptx"])

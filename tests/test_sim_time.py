@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from needs import needs_interpreter
 
 import weft
 from weft import sim
+from weft.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from weft.kernels.chips import KNOWN
 from weft.sim import timing_hooks
 from weft.sim.clock import play
@@ -249,7 +251,6 @@ def test_one_rank_stands_for_all_that_do_the_same(op: str) -> None:
 
 
 @needs_interpreter
-@needs_interpreter
 def test_a_decoding_step_takes_its_time() -> None:
     """Tokens of which a rank keeps some: masks that are made of numbers."""
 
@@ -266,6 +267,40 @@ def test_a_decoding_step_takes_its_time() -> None:
     assert results.timeline is not None and results.timeline.makespan_us > 0
 
 
+@pytest.mark.parametrize("numerics", [True, False])
+def test_an_op_on_a_dtensor_is_one_on_its_parts(numerics: bool) -> None:
+    def body(rank: int) -> tuple[int, ...]:
+        mesh = init_device_mesh("cpu", (2,))
+        y = distribute_tensor(torch.ones(64, 32), mesh, [Shard(0)]).relu()
+        assert isinstance(y, DTensor)
+        return tuple(y.to_local().shape)
+
+    results = sim.run(2, body, hardware="h100", numerics=numerics)
+    assert results == [(32, 32)] * 2 and results.timeline is not None
+    for rank in range(2):
+        events = results.timeline.trace.events(rank)
+        reads = [e.reads for e in events if isinstance(e, HostOp) and e.name == "relu"]
+        assert reads == [{rank: 32 * 32 * 4}]
+
+
+def test_a_message_is_one_copy_by_its_receiver() -> None:
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo")
+        with sim.untimed():
+            x = torch.ones(1024)
+        if rank:
+            dist.recv(x, 0)
+        else:
+            dist.send(x, 1)
+
+    timeline = sim.run(2, body, hardware="h100").timeline
+    assert timeline is not None
+    events = [list(timeline.trace.events(rank)) for rank in range(2)]
+    ops = [[(e.name, e.reads) for e in of if isinstance(e, HostOp)] for of in events]
+    assert ops == [[], [("copy_", {0: 4096})]]
+
+
+@needs_interpreter
 def test_pictures_and_traces(tmp_path: Path) -> None:
     timeline = sim.run(2, gather(64, 64, 64), hardware="h100", numerics=False).timeline
     assert timeline is not None
