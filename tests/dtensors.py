@@ -1,4 +1,4 @@
-"""What tests of DTensors share: a mesh of all ranks, the whole of a tensor, equality in float64."""
+"""What tests of DTensors share: a mesh, random tensors, the whole of one, equality in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from weft.collectives import spanning_group
 from weft.dtensor import DeviceMesh, DTensor, init_device_mesh
@@ -16,6 +17,19 @@ from weft.dtensor import DeviceMesh, DTensor, init_device_mesh
 def world() -> DeviceMesh:
     """All ranks, along one dim."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Those in nested lists and tuples."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def full_of(value: Any) -> Any:

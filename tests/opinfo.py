@@ -27,7 +27,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
@@ -41,6 +41,7 @@ import torch
 import torch.multiprocessing as mp
 from dtensors import full_of
 from rank_pool import RankError, RankPool
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "mixed")
 MESHES = {"4": (4,), "2x2": (2, 2)}
@@ -94,28 +95,6 @@ def family_of(op: Any) -> str:
     kind = type(op).__name__
     kinds = {"UnaryUfuncInfo": "pointwise", "BinaryUfuncInfo": "pointwise"}
     return kinds.get(kind, {"ReductionOpInfo": "reductions"}.get(kind, "others"))
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in nested lists, tuples and dicts."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item)
-    else:
-        yield tree
-
-
-def change(tree: Any, function: Any) -> Any:
-    """The same tree, `function` applied to its tensors."""
-    if isinstance(tree, (list, tuple)):
-        items = [change(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {name: change(item, function) for name, item in tree.items()}
-    return function(tree) if isinstance(tree, torch.Tensor) else tree
 
 
 def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> Any:
@@ -181,7 +160,7 @@ def call(op: Any, sample: Any, seed: int) -> list[Any]:
     """The op's results, those that are compared."""
     torch.manual_seed(seed)
     result = op(sample.input, *sample.args, **sample.kwargs)
-    found = list(leaves(sample.output_process_fn_grad(result)))
+    found = tree_leaves(sample.output_process_fn_grad(result))
     if op.name in _UNSPECIFIED:
         for tensor in found:
             tensor.detach().zero_()
@@ -224,7 +203,7 @@ class Expected:
 
 def expect(op: Any, sample: Any) -> Expected | None:
     """Run plain torch; None where it refuses the sample itself."""
-    tensors = list(leaves([sample.input, sample.args, sample.kwargs]))
+    tensors = tree_leaves([sample.input, sample.args, sample.kwargs])
     try:
         outputs = call(op, sample, 0)
         at_random = _is_random(op, sample)
@@ -243,7 +222,8 @@ def _noise(op: Any, sample: Any, found: list[Any]) -> list[float]:
             return tensor
         return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
-    value, args, kwargs = change([sample.input, sample.args, sample.kwargs], wider)
+    everything = [sample.input, sample.args, sample.kwargs]
+    value, args, kwargs = tree_map_only(torch.Tensor, wider, everything)
     exact_sample = type(sample)(
         value,
         args=tuple(args),
@@ -252,7 +232,7 @@ def _noise(op: Any, sample: Any, found: list[Any]) -> list[float]:
     )
     try:
         outputs = call(op, exact_sample, 0)
-        exact = gradients(outputs, list(leaves([value, args, kwargs])), "", None)
+        exact = gradients(outputs, tree_leaves([value, args, kwargs]), "", None)
     except Exception:  # as in `expect`
         exact = []
     if len(exact) != len(found):
@@ -273,7 +253,9 @@ def check(op: Any, sample: Any, expected: Expected, layout: str, mesh: Any) -> t
     rng = random.Random(zlib.crc32(op.formatted_name.encode()))
     everything = [sample.input, sample.args, sample.kwargs]
     try:
-        value, args, kwargs = change(everything, lambda t: spread(t, layout, mesh, rng))
+        value, args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: spread(t, layout, mesh, rng), everything
+        )
         ours = type(sample)(
             value,
             args=tuple(args),
@@ -282,7 +264,7 @@ def check(op: Any, sample: Any, expected: Expected, layout: str, mesh: Any) -> t
         )
         got = call(op, ours, 0)
         reason = compare(got, expected.outputs, "result")
-        inputs = list(leaves([value, args, kwargs]))
+        inputs = tree_leaves([value, args, kwargs])
         got_gradients = gradients(got, inputs, layout, mesh)
         of_gradients = compare(got_gradients, expected.gradients, "gradient", expected.noise)
         reason = reason or of_gradients

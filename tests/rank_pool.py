@@ -44,9 +44,8 @@ def poisoned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def _serve(
     rank: int, world_size: int, store: str, pipe: Connection, trace_path: str, device: str
 ) -> None:
-    with open(
-        trace_path, "w"
-    ) as trace:  # kept open for the life of the rank: faulthandler writes here
+    # Open for the life of the rank: faulthandler writes there.
+    with open(trace_path, "w") as trace:
         faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
         torch.set_num_threads(1)
         # Default devices hold for the functions in this list, made when it is first asked for.
@@ -100,18 +99,9 @@ class RankPool:
             spawned = device != "cpu" or (rank == 0 and not quick)
             context = mp.get_context("spawn" if spawned else "forkserver")
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    world_size,
-                    f"{self._dir.name}/store",
-                    theirs,
-                    self._trace(rank),
-                    device,
-                ),
-                daemon=True,
-            )
+            store, trace = f"{self._dir.name}/store", self._trace(rank)
+            args = rank, world_size, store, theirs, trace, device
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -163,9 +163,9 @@ def test_info(folder: Path, capsys: Any) -> None:
     assert "is no checkpoint" in capsys.readouterr().err
 
 
-def test_damage_is_named(folder: Path, tmp_path: Path, ranks: Any, capsys: Any) -> None:
+def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:
     stored = Stored(folder)
-    piece = max((p for p in stored.tensors["model.w"].pieces), key=lambda p: p.length)
+    piece = max(stored.tensors["model.w"].pieces, key=lambda p: p.length)
     file = folder / piece.file
     data = bytearray(file.read_bytes())
     # A flipped bit in the numbers: torch.load would not notice.

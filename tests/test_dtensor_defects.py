@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from dtensors import close
+from dtensors import close, ints, r, tensors_of
 from torch.nn import functional
 
 from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 RANKS = 3
 Line = tuple[str, Callable[..., Any], list[torch.Tensor]]
-
-
-def r(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def ints(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(high, shape)
 
 
 def losses() -> list[Line]:
@@ -214,15 +206,9 @@ def indexed() -> list[Line]:
 TABLES = {f.__name__: f for f in (losses, scalars, dynamic, extrema, ordered, indexed)}
 
 
-def leaves(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, tuple) else []
-
-
 def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any]]:
     """What the function gives, and the gradients of its sum."""
-    got = leaves(function(*args))
+    got = tensors_of(function(*args))
     sums = [t.sum() for t in got if t.requires_grad]
     wanted = [t for t in args if t.requires_grad]
     return got, list(torch.autograd.grad(sums, wanted, allow_unused=True)) if sums else []

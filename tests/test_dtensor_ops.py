@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dtensors import close, world
+from dtensors import close, ints, r, tensors_of, world
 from torch.nn import functional
 
 from weft.dtensor import (
@@ -27,22 +27,6 @@ from weft.dtensor import (
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 Case = tuple[Callable[..., Any], list[torch.Tensor]]
-
-
-def r(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def ints(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(high, shape)
-
-
-def tree(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in tree(item)]
-    return []
 
 
 def pointwise() -> dict[str, Case]:
@@ -322,7 +306,7 @@ def run_case(name: str, case: Case, mesh: Any, limit: int, seed: int = 0) -> lis
     function, args = case
     wrong: list[str] = []
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in args]
-    expected = tree(function(*leaves))
+    expected = tensors_of(function(*leaves))
     weights = [torch.randn_like(e) if e.is_floating_point() else None for e in expected]
     terms = [
         (e * w).sum().double() for e, w in zip(expected, weights, strict=True) if e.requires_grad
@@ -335,7 +319,7 @@ def run_case(name: str, case: Case, mesh: Any, limit: int, seed: int = 0) -> lis
             distribute_tensor(t.detach(), mesh, p).requires_grad_(t.requires_grad)
             for t, p in zip(leaves, combination, strict=True)
         ]
-        got = tree(function(*ours))
+        got = tensors_of(function(*ours))
         if len(got) != len(expected) or not all(map(close, got, expected)):
             wrong.append(f"{label}: forward")
             continue

@@ -18,7 +18,6 @@ from weft.dtensor import DTensor, distribute_tensor, init_device_mesh, random
 # Fewer numbers than a block of 16, a last block that is not full, and none at all.
 SHAPES = [(5, 3), (7, 9), (33, 5), (3, 4, 2), (1,), (0, 3), (64, 32)]
 
-
 OPS: dict[str, Callable[[Any], Any]] = {
     "uniform_": lambda x: x.uniform_(-2, 3),
     "normal_": lambda x: x.normal_(1, 2),
@@ -44,17 +43,17 @@ OPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def same_as_one_device(sizes: tuple[int, ...], placements: list[Placement], start: int) -> None:
+def same_as_one_device(sizes: tuple[int, ...], placements: list[Placement]) -> None:
     mesh = init_device_mesh("cpu", sizes)
-    for number, shape in enumerate(SHAPES):
+    for seed, shape in enumerate(SHAPES):
         if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
             continue
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         for name, op in OPS.items():
-            torch.manual_seed(start + number)
+            torch.manual_seed(seed)
             expected = op(whole.clone())
             state = torch.get_rng_state()
-            torch.manual_seed(start + number)
+            torch.manual_seed(seed)
             x = distribute_tensor(whole, mesh, placements)
             result = op(x)
             assert isinstance(result, DTensor)
@@ -74,10 +73,7 @@ def same_as_one_device(sizes: tuple[int, ...], placements: list[Placement], star
     ids=str,
 )
 def test_same_as_one_device(ranks, sizes: tuple[int, ...], placements: list[Placement]) -> None:
-    world_size = 1
-    for size in sizes:
-        world_size *= size
-    ranks(world_size, same_as_one_device, sizes, placements, 0)
+    ranks(torch.Size(sizes).numel(), same_as_one_device, sizes, placements)
 
 
 def calls() -> None:

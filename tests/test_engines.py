@@ -132,14 +132,6 @@ def test_auto_chooses_alike_on_every_rank_and_keeps_what_it_measured(
     assert [name.split("-")[0] for name in files] == ["machine", "matmul"]
 
 
-class Rates:
-    """A machine made up: 1 flop and 1 byte per us and no latency, but for what a case sets."""
-
-    def __init__(self, **rates: float) -> None:
-        usual = {"copy": 1e3, "sync_us": 5.0, "wire": 1e2, "wire_us": 100.0}
-        self.machine = cost.Machine({"torch.float32": 1e6}, **usual | rates)
-
-
 @pytest.mark.parametrize(
     ("device", "rates", "best"),
     [
@@ -153,7 +145,9 @@ class Rates:
 def test_the_cost_model_picks_the_quicker_engine(
     monkeypatch: pytest.MonkeyPatch, device: str, rates: dict[str, float], best: str
 ) -> None:
-    monkeypatch.setattr(cost, "machine", lambda *_: Rates(**rates).machine)
+    usual = {"copy": 1e3, "sync_us": 5.0, "wire": 1e2, "wire_us": 100.0}
+    machine = cost.Machine({"torch.float32": 1e6}, **usual | rates)
+    monkeypatch.setattr(cost, "machine", lambda *_: machine)
     problem = engines.Problem("op", 64, 64, 64, torch.float32, moved_bytes=1 << 16)
     pair = Group(None, 0, 2, (0, 1), ())
     prices = engines.predict(problem, pair, torch.device(device))

@@ -18,6 +18,8 @@ import weft
 from weft import collectives
 from weft.kernels import host
 
+SOON_S = 10  # interpreted, on a busy machine; the usual time-out is 60
+
 
 def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
@@ -75,7 +77,7 @@ def test_a_killed_rank_is_an_error_on_every_other(own_ranks: Any, op: str, engin
         assert succeeded, value
         assert value is not None, f"rank {rank} did not notice"
         seconds, waiter, peer, name, text = value
-        assert seconds < timeout_s + 5  # interpreted on a busy machine
+        assert seconds < timeout_s + SOON_S
         assert waiter == rank and peer == victim
         assert op.split()[-1] in name and "died, or did not make the same call" in text
     three.close()
@@ -92,21 +94,21 @@ def absent_body(timeout_s: float) -> Any:
     start = time.monotonic()
     with pytest.raises(weft.PeerTimeout) as caught:
         collectives.all_reduce(x)
-    first = time.monotonic() - start
-    start = time.monotonic()
+    seconds = time.monotonic() - start
+    os.environ["WEFT_TIMEOUT_S"] = "600"  # the group stays broken, and says so without a wait
     with pytest.raises(weft.PeerTimeout, match="rank"):
         weft.collectives.check_peers()
-    with pytest.raises(weft.PeerTimeout):  # the group stays broken, and says so at once
+    with pytest.raises(weft.PeerTimeout):
         collectives.all_reduce(x)
-    return first, time.monotonic() - start, caught.value.peer
+    return seconds, caught.value.peer
 
 
 def test_a_rank_that_stays_away_times_out(own_ranks: Any) -> None:
     results = own_ranks(3).run(absent_body, 1.0, timeout_s=60)
-    for rank, (first, second, peer) in enumerate(results):
-        assert first < 3 and second < 0.5
+    for rank, (seconds, peer) in enumerate(results):
+        assert seconds < SOON_S
         if rank != 2:
-            assert first > 0.5 and peer == 2
+            assert seconds > 0.5 and peer == 2
 
 
 def set_up_body(timeout_s: float) -> Any:
@@ -126,7 +128,7 @@ def set_up_body(timeout_s: float) -> Any:
 def test_a_rank_that_misses_the_first_call_of_a_group(own_ranks: Any) -> None:
     """The set-up of a group is bounded as all waits are, and can be had again."""
     for rank, (seconds, peer) in enumerate(own_ranks(2).run(set_up_body, 1.0, timeout_s=60)):
-        assert 0.5 < seconds < 3 and peer == 1 - rank
+        assert 0.5 < seconds < SOON_S and peer == 1 - rank
 
 
 def forking_body() -> str:

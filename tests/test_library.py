@@ -118,7 +118,7 @@ def eager_body() -> None:
 
 
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
-def test_by_hand(ranks: Any, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+def test_by_hand(ranks: Any, engine: str) -> None:
     ranks(2, with_engine, engine, eager_body)
 
 

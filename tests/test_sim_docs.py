@@ -17,13 +17,16 @@ COMMANDS = re.findall(r"^weft (sim .*)$", (ROOT / "docs" / "sim.md").read_text()
 pytestmark = needs_interpreter
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the commands of docs/ are to be run; each changes sys.path and sys.argv."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["weft"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(command.split())
     said = capsys.readouterr()
     if "--hardware" in command:
@@ -41,15 +44,20 @@ def test_commands(
         assert said.err.endswith(f"here by weft sim {again}\n")
 
 
+def test_what_looking_costs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sim", "examples/sim_planted_bug.py:mended", "--ranks", "2", "--schedules", "2"]
+    assert main([*command, "--cost"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^a schedule takes \d+ ms of processor time, \d+\.\d times as", said, re.M)
+
+
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 7
 
 
 def test_a_script_finds_its_arguments_and_its_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["weft"])
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -66,12 +74,7 @@ def test_a_script_finds_its_arguments_and_its_rank(
         main([*command, "4"])
 
 
-def test_a_kernel_of_ones_own_is_checked_and_compiled(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["weft"])
+def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["sim", "examples/own_kernel.py:check", "--ranks", "2"]
     assert main([*command, "--schedules", "200", "--replay"]) == 0
     assert main([*command, "--hardware", "h100", "--compile"]) == 0
@@ -100,10 +103,8 @@ def test_a_kernel_of_ones_own_is_checked_and_compiled(
     ],
 )
 def test_wrong_command_lines(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(ROOT)
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["sim", *arguments])
     assert stopped.value.code == 2 and text in capsys.readouterr().err

@@ -38,7 +38,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == "weft")
 
 
-@pytest.mark.parametrize("folder", [f for f in FOLDERS if (ROOT / f / "__init__.py").exists()])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_run_downwards(folder: str) -> None:
     allowed = BELOW[folder] | {folder}
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -57,7 +57,7 @@ def test_the_ground_imports_nothing_of_ours() -> None:
         assert not list(imports(ROOT / "weft" / f"{name}.py"))
 
 
-@pytest.mark.parametrize("folder", [f for f in FOLDERS if (ROOT / f / "__init__.py").exists()])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_cannot_be_imported_as_top_level(folder: str) -> None:
     # PyPI's `kernels` is another library: ours must not shadow it silently.
     run = subprocess.run(
