@@ -112,7 +112,7 @@ def _grad_placements(rows: Placements, shared: Placements) -> Placements:
 
 def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
     shape = (*q.shape[:-1], v.shape[-1])
-    return as_global(y, layout_of(q.mesh, rows, shape, _stride_like(y, shape), y.dtype))
+    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
 
 
 def _placed(tensor: DTensor, placements: Placements) -> DTensor:
@@ -182,7 +182,7 @@ def _attention_step_by_step(
     return functional.dropout(shares, dropout_p) @ value
 
 
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s."""
     order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
     stride, step = [0] * len(shape), 1
