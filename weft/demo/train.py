@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import collectives, settings
+from weft.collectives.group import process_group
 from weft.demo.data import Corpus, standard_library
 from weft.demo.model import Llama, Shape, parallelize
 from weft.dtensor import DeviceMesh, DTensor, Replicate
@@ -106,7 +107,7 @@ class _Trainer:
         self.model.to(self.device)
         if self.sharded:
             # On the group that there is: another one may be NCCL's, which takes no shared GPUs.
-            self.mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+            self.mesh = DeviceMesh.from_group(process_group(None), self.device.type)
             parallelize(self.model, self.mesh)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
