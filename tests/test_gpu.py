@@ -286,7 +286,8 @@ def attention_graph_body() -> None:
 
     def decode() -> torch.Tensor:
         with torch.no_grad():
-            return weft.flash_decode(q[:, :, :1], k, v, lengths, block_size=1)
+            out: torch.Tensor = weft.flash_decode(q[:, :, :1], k, v, lengths, block_size=1)
+        return out
 
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "ring": lambda: step(weft.ring_attention),
@@ -338,9 +339,9 @@ def serving_body(engine: weft.settings.Engine, shard: str | None) -> None:
         x = embedding(tokens)
         parts = qkv(x).split(qkv.output_sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in parts)
-        where = {"shard": shard, "block_table": table[:, :8]}
-        weft.append_to_cache(k, v, *cache, lengths, **where)
-        out = weft.flash_decode(q, *cache, lengths, **where)
+        where: dict[str, Any] = {"shard": shard, "block_table": table[:, :8]}
+        weft.append_to_cache(k, v, cache[0], cache[1], lengths, **where)
+        out = weft.flash_decode(q, cache[0], cache[1], lengths, **where)
         out = out if by_head else out.chunk(world_size, 1)[rank]
         said = weft.vocab_parallel_argmax(head(x + mix(out.transpose(1, 2).flatten(2))))
         tokens.copy_(said)

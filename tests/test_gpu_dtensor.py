@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +51,11 @@ def layouts_body() -> None:
             expected = dtensor.distribute_tensor(x, mesh, [target]).to_local()
             torch.testing.assert_close(moved.to_local(), expected)
     for placements in ([Shard(0)], [Shard(1)]):
-        theirs = [t.clone().requires_grad_() for t in (x, w)]
-        ours = [dtensor.distribute_tensor(t, mesh, placements).requires_grad_() for t in (x, w)]
-        losses = [
+        theirs: list[Any] = [t.clone().requires_grad_() for t in (x, w)]
+        ours: list[Any] = [
+            dtensor.distribute_tensor(t, mesh, placements).requires_grad_() for t in (x, w)
+        ]
+        losses: list[Any] = [
             functional.cross_entropy(
                 functional.layer_norm(a @ b, (3 * W,)), (a @ b).detach().argmax(-1)
             )
@@ -72,7 +76,7 @@ def random_body() -> None:
     """What one device draws, and the state that it leaves its generator in."""
     mesh = gpus()
     x = whole(37, 24)
-    calls = {
+    calls: dict[str, Callable[[Any], Any]] = {
         "normal": lambda t: t.normal_(),
         "dropout": lambda t: functional.dropout(t, 0.4),
         "bernoulli": lambda t: torch.bernoulli(t.sigmoid()),
