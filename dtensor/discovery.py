@@ -390,11 +390,12 @@ def _beyond_numbers(call: Call) -> list[_Draw]:
     return [_draw(8 * largest, -4 * largest, False)] if largest > _LARGE else []
 
 
-# Signed, positive, large, matrices, with NaN and infinities.
+# Signed, positive, large, matrices, with NaN and infinities, zeros.
 _DRAWS: list[_Draw] = [
     _draw(2, -1, False),
     _draw(0.9, 0.05, False),
     _draw(200, -100, False),
     _definite,
     _draw(2, -1, True),
+    _draw(0, 0, False),
 ]

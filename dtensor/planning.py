@@ -33,7 +33,7 @@ from weft.dtensor.call import (
 )
 from weft.dtensor.cross_mesh import of_one_mesh
 from weft.dtensor.discovery import discovered
-from weft.dtensor.layout import Layout, is_shard, layout_of, shard_dim
+from weft.dtensor.layout import Layout, is_open, is_shard, layout_of, shard_dim
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 from weft.dtensor.transfers import transition_bytes
@@ -243,7 +243,10 @@ _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 # These raise if an index is out of range, or an integer is divided by zero: errors that only the
 # rank sees that holds it. On a GPU the device raises later, or not at all: nothing to agree on.
-_INDEXED = {"embedding", "gather", "index", "index_select", "take", "one_hot"}
+_INDEXED = {
+    "embedding", "gather", "index", "index_select", "take", "one_hot", "max_unpool2d",
+    "max_unpool3d",
+}  # fmt: skip
 _DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
 # Lazy in torch: they only set a bit, which is ignored below __torch_dispatch__. Here they compute.
 _LAZY: dict[Op, Op] = {
@@ -276,12 +279,24 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     cut = [t.dtype for t in targets if t.cut_dims]
     if call.refuses and cut:
         return RuntimeError, "a value is refused"
-    if call.name in _INDEXED and {torch.int64, torch.int32} & set(cut):
+    integers = {torch.int64, torch.int32}
+    if call.name in _INDEXED and (
+        integers & set(cut)
+        # Where a rank has nothing to pick from, torch may not look at the indices.
+        or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
+    ):
         return IndexError, "an index is out of range"
     divides = call.name.removesuffix("_") in _DIVIDING and isinstance(call.args[1], Layout)
     if divides and cut and not call.outputs[0].dtype.is_floating_point:
         return RuntimeError, "ZeroDivisionError"
     return None
+
+
+def _leaves_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing of a tensor that others hold parts of."""
+    if not layout.cut_dims or any(map(is_open, layout.shape)):
+        return False
+    return any(0 in layout.shape_at(i) for i in range(len(layout.place.ranks)))
 
 
 def _layout_of_argument(a: Any, mesh: Any) -> Any:

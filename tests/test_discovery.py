@@ -74,6 +74,8 @@ def errors() -> list[str]:
     table, rows = spread(torch.randn(4, 3), Replicate()), spread(torch.randn(4, 5), Shard(0))
     x = spread(torch.randn(4, 4), Shard(0))
     zero = spread(torch.tensor([1, 2, 3, 0]), Shard(0))
+    far = spread(torch.tensor([0, 1, 2, 9]), Replicate())
+    column = spread(torch.randn(4, 1), Shard(1))  # of which a rank has nothing
     matrices = spread(torch.eye(2).repeat(4, 1, 1), Shard(0))
     last = spread(torch.tensor([False, False, False, True]).view(4, 1, 1), Shard(0))
     return [
@@ -96,6 +98,10 @@ def errors() -> list[str]:
         raised(torch.linalg.eigvals, matrices.masked_fill(last, torch.nan)),
         raised(torch.cholesky, matrices.masked_fill(last, -1)),
         raised(functional.binary_cross_entropy, last + 0.5, last + 0.0),
+        raised(torch.cholesky_inverse, matrices.masked_fill(last, 0)),
+        raised(lambda: column[far]),
+        raised(lambda: column.index_select(0, far)),
+        raised(lambda: functional.max_unpool1d(column[:, :, None], far.view(4, 1, 1), 2)),
     ]
 
 
