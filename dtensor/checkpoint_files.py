@@ -58,14 +58,20 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored block of a tensor: `sizes` at `offsets`, in `length` bytes of a file."""
+    """One stored block of a tensor: `sizes` at `offsets`.
+
+    `place` is torch's: `length` bytes at `offset` of the file `relative_path`.
+    """
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+    place: Any
+
+    @property
+    def file(self) -> str:
+        """The file that it is stored in."""
+        return str(self.place.relative_path)
 
     def __str__(self) -> str:
         return f"{self.name}{list(self.sizes)} at {list(self.offsets)}"
@@ -114,7 +120,7 @@ class Stored:
         self._nesting = metadata.planner_data or {}
         self.tensors: dict[str, Entry] = {}
         self.values: list[str] = []
-        lost: list[str] = []
+        self._lost: list[str] = []
         for name, stored in metadata.state_dict_metadata.items():
             if not hasattr(stored, "chunks"):
                 self.values.append(name)
@@ -123,17 +129,16 @@ class Stored:
             for chunk in stored.chunks:
                 piece = self._piece(name, tuple(chunk.offsets), tuple(chunk.sizes))
                 if piece is None:
-                    lost.append(f"{name}{list(chunk.sizes)} at {list(chunk.offsets)}")
+                    self._lost.append(f"{name}{list(chunk.sizes)} at {list(chunk.offsets)}")
                 else:
                     pieces.append(piece)
             shape = tuple(stored.size)
             self.tensors[name] = Entry(name, shape, stored.properties.dtype, tuple(pieces))
-        self._lost = lost
 
     def _piece(self, name: str, offsets: Any, sizes: Any) -> Piece | None:
         for index, place in self._by_name.get(name, ()):
             if index.offset is None or tuple(index.offset) == offsets:
-                return Piece(name, offsets, sizes, place.relative_path, place.offset, place.length)
+                return Piece(name, offsets, sizes, place)
         return None
 
     @cached_property
@@ -153,6 +158,13 @@ class Stored:
         for lost in self._lost:
             yield f"{lost}: the metadata name no file"
         sizes: dict[str, int | None] = {}
+        for name in self.values:
+            if not (places := self._by_name.get(name)):
+                yield f"{name}: the metadata name no file"
+            elif fault := self._fault(places[0][1], sizes):
+                yield f"{name}: {fault}"
+            elif read:  # its check sum: unpickling is for who trusts it
+                yield from _failure(self._bytes, name, places[0][1])
         for entry in self.tensors.values():
             covered = sum(math.prod(piece.sizes) for piece in entry.pieces)
             if covered < math.prod(entry.shape) and not any(
@@ -160,20 +172,22 @@ class Stored:
             ):
                 yield f"{entry.name}: {covered} of {math.prod(entry.shape)} elements are stored"
             for piece in entry.pieces:
-                if piece.file not in sizes:
-                    file = self.path / piece.file
-                    sizes[piece.file] = file.stat().st_size if file.exists() else None
-                size = sizes[piece.file]
-                if size is None:
-                    yield f"{piece}: {piece.file} is missing"
-                elif size < piece.start + piece.length:
-                    yield f"{piece}: {piece.file} is too short, {size} bytes"
+                if fault := self._fault(piece.place, sizes):
+                    yield f"{piece}: {fault}"
                 elif read:
-                    try:
-                        self.read(piece)
-                    except CheckpointError as error:
-                        yield str(error)
+                    yield from _failure(self.read, piece)
                 progress(math.prod(piece.sizes) * entry.dtype.itemsize)
+
+    def _fault(self, place: Any, sizes: dict[str, int | None]) -> str:
+        """What is wrong with the file of a place, if anything is; `sizes` of files are kept."""
+        file, end = place.relative_path, place.offset + place.length
+        if file not in sizes:
+            path = self.path / file
+            sizes[file] = path.stat().st_size if path.exists() else None
+        size = sizes[file]
+        if size is None:
+            return f"{file} is missing"
+        return f"{file} is too short, {size} bytes" if size < end else ""
 
     def check(self, *, read: bool) -> None:
         """Raise `CheckpointError` naming what is missing or damaged, if anything is."""
@@ -188,34 +202,42 @@ class Stored:
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        data = self._bytes(piece, piece.place)
         try:
-            with open(self.path / piece.file, "rb") as stream:
-                stream.seek(piece.start)
-                data = stream.read(piece.length)
-            # torch writes check sums, but does not compare them when it reads.
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                bad = archive.testzip()
-            if bad is not None:
-                raise CheckpointError(f"{piece}: damaged in {piece.file} (check sum of {bad})")
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{piece}: {piece.file} is missing") from error
-        except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+            tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{piece}: damaged in {piece.file} ({error})") from error
         if tuple(tensor.shape) != piece.sizes:
             raise CheckpointError(
-                f"{piece}: {piece.file} has shape {list(tensor.shape)} at {piece.start}"
+                f"{piece}: {piece.file} has shape {list(tensor.shape)} at {piece.place.offset}"
             )
         return cast(torch.Tensor, tensor)
 
     def value(self, name: str) -> Any:
-        """A stored value that is not a tensor. It is unpickled: the checkpoint must be trusted."""
-        (_, place), *_ = self._by_name[name]
-        with open(self.path / place.relative_path, "rb") as stream:
-            stream.seek(place.offset)
-            return torch.load(io.BytesIO(stream.read(place.length)), weights_only=False)
+        """A stored value that is not a tensor. It is unpickled: the checkpoint must be trusted.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        return torch.load(self._bytes(name, self._by_name[name][0][1]), weights_only=False)
+
+    def _bytes(self, what: object, place: Any) -> io.BytesIO:
+        """What is stored at a place, an archive of torch.save, its check sums compared."""
+        file = place.relative_path
+        try:
+            with open(self.path / file, "rb") as stream:
+                stream.seek(place.offset)
+                data = io.BytesIO(stream.read(place.length))
+            with zipfile.ZipFile(data) as archive:
+                bad = archive.testzip()  # which torch.load does not do
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{what}: {file} is missing") from error
+        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{what}: damaged in {file} ({error})") from error
+        if bad is not None:
+            raise CheckpointError(f"{what}: damaged in {file} (check sum of {bad})")
+        data.seek(0)
+        return data
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict as it was before it was flattened to names."""
@@ -234,6 +256,14 @@ class Stored:
                 source = self.read(piece)
                 for of_piece, of_out in cuts:
                     out[of_out].copy_(source[of_piece])
+
+
+def _failure(read: Callable[..., object], *args: Any) -> Iterator[str]:
+    """The error that reading raises, if it does."""
+    try:
+        read(*args)
+    except CheckpointError as error:
+        yield str(error)
 
 
 def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -165,12 +165,12 @@ def test_info(folder: Path, capsys: Any) -> None:
 
 def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:
     stored = Stored(folder)
-    piece = max(stored.tensors["model.w"].pieces, key=lambda p: p.length)
+    piece = max(stored.tensors["model.w"].pieces, key=lambda p: p.place.length)
     file = folder / piece.file
     data = bytearray(file.read_bytes())
     # A flipped bit in the numbers: torch.load would not notice.
     middle = WHOLE[piece.offsets[0] : piece.offsets[0] + piece.sizes[0]].contiguous()
-    at = data.find(middle.numpy().tobytes(), piece.start)
+    at = data.find(middle.numpy().tobytes(), piece.place.offset)
     assert at > 0
     flipped = data.copy()
     flipped[at] ^= 1
@@ -195,6 +195,23 @@ def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
         Stored(folder)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_damaged_values_are_named(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "checkpoint"
+    save({"step": 3}, folder)
+    (file,) = folder.glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"K\x03.", b"K\x04."))
+    assert main(["checkpoint", "info", str(folder)]) == 0
+    assert main(["checkpoint", "info", str(folder), "--check"]) == 1
+    assert f"DAMAGED step: damaged in {file.name} (check sum of" in capsys.readouterr().out
+    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 1
+    file.unlink()
+    assert main(["checkpoint", "info", str(folder)]) == 1
+    assert f"DAMAGED step: {file.name} is missing" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=f"step: {file.name} is missing"):
+        load({"step": 0}, folder)
 
 
 def test_merge(folder: Path, tmp_path: Path, capsys: Any) -> None:
