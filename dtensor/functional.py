@@ -20,7 +20,7 @@ from weft.dtensor import backward
 from weft.dtensor.call import map_tree
 from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused_attention import attention, stride_like
-from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul
+from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul, mm
 from weft.dtensor.grad_recording import is_nothing, record
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, layout_of, shard_dim
@@ -99,9 +99,11 @@ def layer_norm(
     return _row_norm(functional.layer_norm, x, normalized_shape, (weight, bias), eps)
 
 
-def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
     """`F.rms_norm`, where each row is whole on its rank."""
-    return _row_norm(functional.rms_norm, x, normalized_shape, (weight,), eps)
+    return _row_norm(functional.rms_norm, input, normalized_shape, (weight,), eps)
 
 
 def instance_norm(
@@ -122,11 +124,11 @@ def instance_norm(
     return functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
-def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+def one_hot(input: Any, num_classes: int = -1) -> Any:
     """`F.one_hot`; without `num_classes` it takes the largest index of all ranks."""
     if num_classes == -1:
-        num_classes = int(tensor.max().item()) + 1
-    return dispatch(_one_hot_op, (tensor, num_classes))
+        num_classes = int(input.max().item()) + 1
+    return dispatch(_one_hot_op, (input, num_classes))
 
 
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
@@ -136,13 +138,13 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     return functional.linear_cross_entropy(*args, **kwargs)
 
 
-def tensor_split(x: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
+def tensor_split(input: Any, where: Any = None, dim: int = 0, **named: Any) -> Any:
     """`torch.tensor_split`, which reads the values of indices that are a tensor."""
     where = named.get("tensor_indices_or_sections", where)
     if not isinstance(where, torch.Tensor):
         return NotImplemented
     whole = where.full_tensor() if isinstance(where, DTensor) else where
-    return torch.tensor_split(x, whole.tolist(), dim)
+    return torch.tensor_split(input, whole.tolist(), dim)
 
 
 def split(x: Any, size: Any, dim: int = 0) -> Any:
@@ -156,12 +158,12 @@ def split(x: Any, size: Any, dim: int = 0) -> Any:
         return functions.split(x, size, dim)
 
 
-def as_strided(x: Any, *args: Any, **kwargs: Any) -> Any:
+def as_strided(input: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.as_strided`, refused for views: it would address the memory of the whole base."""
-    if is_dtensor(x) and x._is_view():
+    if is_dtensor(input) and input._is_view():
         raise NotImplementedError(
-            f"as_strided of a view, {x._layout}: a DTensor has no memory that could be read across "
-            f"ranks. Index the base instead, or clone() the view first"
+            f"as_strided of a view, {input._layout}: a DTensor has no memory that could be read "
+            f"across ranks. Index the base instead, or clone() the view first"
         )
     return NotImplemented
 
@@ -203,10 +205,10 @@ def formatted(x: Any, spec: str) -> str:
 def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
     """Handle a recurrent layer or cell: the plain zeros of its initial state become DTensors."""
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dtensor(x):
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dtensor(input):
             return NotImplemented
-        mesh, made = x._layout.mesh, []
+        mesh, made = input._layout.mesh, []
 
         def placed(a: Any) -> Any:
             if type(a) is torch.Tensor and a.dim() > 1 and is_nothing(a):
@@ -215,7 +217,7 @@ def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
             return a
 
         args = map_tree(args, placed)
-        return function(x, *args, **kwargs) if made else NotImplemented
+        return function(input, *args, **kwargs) if made else NotImplemented
 
     return run
 
@@ -225,6 +227,7 @@ def is_complex(input: Any) -> bool:
     return bool(input.dtype.is_complex)
 
 
+# A handler gets a call's arguments as they were passed: its parameters have the names of torch's.
 _Handler = Callable[..., Any]
 
 _RECURRENT = (
@@ -236,8 +239,8 @@ _handlers: dict[Any, _Handler] = {
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
-    torch.mm: matmul,
-    torch.Tensor.mm: matmul,
+    torch.mm: mm,
+    torch.Tensor.mm: mm,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
     functional.scaled_dot_product_attention: attention,

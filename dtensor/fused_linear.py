@@ -53,9 +53,9 @@ _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
 
 def _settle_all() -> None:
-    # Which tensor is written, and who shares its memory, does not matter: writes are rare between a
-    # matmul and the use of its result. Versions cannot tell: below autograd nobody counts them.
-    # Another virtual rank's are not this rank's to settle: it would go another way than its peers.
+    # All of them, whichever tensor is written: writes between a matmul and the use of its result
+    # are rare, and versions, which are not counted below autograd, cannot tell what shares memory.
+    # Those of other virtual ranks are left alone: a rank must take the same path as its peers.
     for pending in [p for p in _pending if p.world is here.world] if len(_pending) else ():
         pending.value()
         pending.settled = True
@@ -97,8 +97,8 @@ class PendingMatmul:
                 )
             x, w, bias = self.locals
             assert x is not None and w is not None
-            # A tracer looks at values outside of the dispatcher by which torch 2.11 multiplies what
-            # has symbolic sizes.
+            # torch 2.11 multiplies symbolic sizes only by its Python dispatcher, which is off while
+            # a tracer looks at values.
             symbolic = enable_python_dispatcher() if is_traced(x) else nullcontext()
             with torch.no_grad(), symbolic:
                 own = bias if self.layout.coordinate[self.mesh_dim] == 0 else None
@@ -237,7 +237,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: DTensor, w: DTensor, bias: DTensor | None, pending: PendingMatmul | None
     ) -> DTensor:
         ctx.set_materialize_grads(False)
-        # As torch does: what is frozen keeps no activations, and may be written.
+        # As in torch, a frozen operand keeps no activations alive, and these may be written.
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_w else None, w if need_x else None)
         if pending is not None:
@@ -290,8 +290,9 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     return result
 
 
-def linear(x: Any, w: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """`F.linear` of DTensors: fused with its communication where there is any."""
+    x, w = input, weight
     if not (is_dtensor(x) and is_dtensor(w) and (bias is None or is_dtensor(bias))):
         return NotImplemented
     lx, lw, lb = x._layout, w._layout, None if bias is None else bias._layout
@@ -324,11 +325,18 @@ def is_dtensor(a: Any) -> bool:
     return isinstance(a, DTensor)
 
 
-def matmul(x: Any, w: Any, *, out: Any = None) -> Any:
+def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
     """`torch.matmul` with a matrix on the right."""
-    if out is not None or not (is_dtensor(x) and is_dtensor(w)):
+    if out is not None or not (is_dtensor(input) and is_dtensor(other)):
         return NotImplemented
-    return linear(x, w.t()) if _as_linear(x._layout, w._layout) else NotImplemented
+    if not _as_linear(input._layout, other._layout):
+        return NotImplemented
+    return linear(input, other.t())
+
+
+def mm(input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
+    """`torch.mm`."""
+    return NotImplemented if out_dtype is not None else matmul(input, mat2, out=out)
 
 
 @cached
@@ -345,12 +353,15 @@ def _transposed(layout: Layout) -> Layout:
     return layout_of(layout.mesh, placements, layout.shape[::-1], layout.stride[::-1], layout.dtype)
 
 
-def addmm(bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+def addmm(
+    input: Any, mat1: Any, mat2: Any, out_dtype: Any = None,
+    *, beta: Any = 1, alpha: Any = 1, out: Any = None,
+) -> Any:  # fmt: skip
     """`torch.addmm` with a vector as summand."""
-    if out is not None or beta != 1 or alpha != 1 or not is_dtensor(bias) or bias.ndim != 1:
+    if out is not None or out_dtype is not None or beta != 1 or alpha != 1:
         return NotImplemented
-    if not (is_dtensor(x) and is_dtensor(w)):
+    if not all(map(is_dtensor, (input, mat1, mat2))) or input.ndim != 1:
         return NotImplemented
-    if _fused_kind(x._layout, _transposed(w._layout), bias._layout) is None:
+    if _fused_kind(mat1._layout, _transposed(mat2._layout), input._layout) is None:
         return NotImplemented
-    return linear(x, w.t(), bias)
+    return linear(mat1, mat2.t(), input)

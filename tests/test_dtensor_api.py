@@ -487,6 +487,31 @@ def part_of_the_world() -> None:
                 ask()
 
 
+def by_name() -> None:
+    mesh = world()
+    torch.manual_seed(0)
+    x, weight, indices = torch.randn(3, 6), torch.randn(4, 6), torch.tensor([0, 2, 1])
+    for function, arguments in (
+        (functional.linear, {"input": x, "weight": weight, "bias": weight[:, 0]}),
+        (torch.matmul, {"input": x, "other": weight.t()}),
+        (torch.mm, {"input": x, "mat2": weight.t()}),
+        (torch.addmm, {"input": weight[:, 0], "mat1": x, "mat2": weight.t()}),
+        (torch.rms_norm, {"input": x, "normalized_shape": (6,), "weight": weight[0]}),
+        (functional.one_hot, {"input": indices, "num_classes": 3}),
+        (torch.as_strided, {"input": x, "size": (2, 2), "stride": (1, 1)}),
+    ):
+        spread: dict[str, Any] = {
+            name: distribute_tensor(a, mesh) if isinstance(a, torch.Tensor) else a
+            for name, a in arguments.items()
+        }
+        torch.testing.assert_close(function(**spread).full_tensor(), function(**arguments))
+    d, w = (distribute_tensor(t, mesh) for t in (x, weight))
+    for product in (d.matmul(other=w.t()), d.mm(mat2=w.t())):
+        torch.testing.assert_close(product.full_tensor(), x @ weight.t())
+    first, second = torch.tensor_split(input=d, sections=2, dim=1)
+    assert torch.equal(torch.cat([first, second], 1).full_tensor(), x)
+
+
 def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
     ranks(3, part_of_the_world)
 
@@ -503,6 +528,7 @@ def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
         reductions_of_partial,
         copies,
         writing,
+        by_name,
         no_rule,
         modules,
         pending,
