@@ -66,7 +66,7 @@ def _body(
 
 
 def _on_all(value: bool) -> bool:
-    """Rank 0's value: only there a file may be read."""
+    """Rank 0's value, on every rank: rank 0 alone reads the file."""
     import torch.distributed as dist
 
     values = [value]

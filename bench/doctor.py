@@ -138,7 +138,7 @@ def _machine() -> list[Finding]:
             "others are at work: times taken now are too long" if busy else "",
         )
     )  # fmt: skip
-    # Ours is in anonymous files, which no limit of this folder holds for.
+    # weft's shared memory is in anonymous files, which this folder's limit does not concern.
     shm = Path("/dev/shm")
     writable = shm.is_dir() and os.access(shm, os.W_OK)
     free = shutil.disk_usage(shm).free if writable else 0
@@ -160,7 +160,7 @@ def _gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "torch sees none" if built else "this torch is built for the CPU alone"
-        # The driver is there, so there should be a GPU.
+        # A driver without a GPU is unlikely: torch was built without support for it.
         cure = _TORCH_FOR_GPUS if shutil.which("nvidia-smi") and not built else ""
         return [Finding("--", "GPU", f"{why}: ranks run on the CPU", cure)]
     from weft.bench.environment import gpus

@@ -14,8 +14,8 @@ import torch
 
 from weft.launch import cores
 
-# The load of a machine on which others work: times made there say more about them.
-BUSY = 0.4  # of the cores, at the start
+# A load above this part of the cores, before a run, means that other work disturbs its times.
+BUSY = 0.4
 
 
 def environment(ranks: int, device: str, threads: int) -> dict[str, Any]:

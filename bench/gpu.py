@@ -11,13 +11,12 @@ there, overlap is not, as the ranks take turns. With more, a rank has a GPU of i
 to all.
 
 Outcomes of tests go to bench/results/<chip>.tests.jsonl, figures to bench/results/<chip>.json, and
-as tables to docs/gpu.md: test by test and case by case, so that whatever cuts a run short leaves
-what there is, and a line tells of each. Figures are taken though a test may fail, as each is of a
-result that was compared with the oracle's; the page says so, and so does the exit status.
+as tables to docs/gpu.md. Each test and case is written and printed as it ends, so that a run cut
+short keeps what it has. Figures are taken even if a test fails, as each is of a result that was
+compared with the oracle; the page and the exit status tell of failed tests.
 
-Where a machine is lent for so many minutes, `make gpu ARGS="--minutes 9"` ends by itself in time,
-tests having at most 5 of them, and `make gpu ARGS="--minutes 9 --resume"` goes on: what has passed
-and what was measured is kept.
+With limited time, `make gpu ARGS="--minutes 9"` ends by then, with at most 5 minutes for the tests,
+and `make gpu ARGS="--minutes 9 --resume"` goes on: what has passed and what was measured is kept.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def shapes_for(ranks: int, options: Options) -> tuple[tuple[int, int, int], ...]
     return tuple((M, N, K) for M in tokens for N, K in ((28672, 8192), (8192, 28672)))
 
 
-# Of the time that there is, at most this much is for the tests while figures are missing; and this
-# much is left at the end, in seconds.
+# The largest share of --minutes for the tests, where figures are to follow; and how many seconds
+# before the limit a run ends.
 _TESTS_SHARE = 0.55
 _MARGIN_S = 15.0
 

@@ -1,10 +1,10 @@
-"""The tests that need a GPU: outcomes are kept as they come, what has passed is not run again.
+"""Runs the tests that need a GPU. Outcomes are kept as they come, what has passed is not run again.
 
-A process of pytest for each number of ranks, all at the same time: most of their time goes by in
-Triton's compiler, and ranks that share a GPU take turns on it anyway. They append a line a test to
-one file (`tests/conftest.py`), which outlives whatever ends them:
+There is a process of pytest for each number of ranks, all at the same time: they spend most of the
+time in Triton's compiler, and ranks that share a GPU take turns on it anyway. For each test they
+append a line to one file (`tests/conftest.py`), which is complete whenever they are killed:
 
-    {"ranks": 2, "tests": ["tests/test_gpu.py::..", ..]}      as they begin: those that there are
+    {"ranks": 2, "tests": ["tests/test_gpu.py::..", ..]}      at the start: all tests
     {"ranks": 2, "test": "tests/test_gpu.py::..", "outcome": "failed", "seconds": 3.1, "why": ".."}
 """
 
@@ -92,7 +92,7 @@ def run(
     until: float | None = None,
     say: Callable[[str], None] = print,
 ) -> Outcomes:
-    """Run the tests that `record` does not tell to have passed, with each number of ranks.
+    """Run the tests that have not passed according to `record`, with each number of ranks.
 
     Args:
         until: of time.monotonic(); what has not run by then is left out. None: no limit.

@@ -241,10 +241,10 @@ class Result:
             "interrupted": self.interrupted,
             "environment": self.environment,
         }
-        # A line a case: short files, whose differences can be read.
+        # One case per line, for short files with readable diffs.
         cases = ",\n".join(json.dumps(_rounded(case.as_dict())) for case in self.cases)
         start = json.dumps(head, indent=1).removesuffix("\n}")
-        # Whole, or as it was: a run may be ended at any moment.
+        # The file is replaced as a whole, as a run may be killed at any moment.
         part = path.with_suffix(".part")
         part.write_text(f'{start},\n "cases": [\n{cases}\n]}}\n')
         part.replace(path)

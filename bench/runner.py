@@ -123,7 +123,7 @@ class _Run:
                     device=self.options.device,
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
-                    # One process waits for nobody; it may have long work.
+                    # A single process has no peers to wait for, and its work may take long.
                     stall_s=settings.timeout_s() + 60 if self.ranks > 1 else 900,
                 )
             except RankError as error:
@@ -158,8 +158,8 @@ class _Run:
                 self.current = self._begin(following)
 
 
-# glibc gives large blocks back to the system when they are freed, or does not, as its heuristics
-# have it; getting them again costs up to a fifth of a step in page faults. Ranks keep them.
+# By its heuristics glibc may return large freed blocks to the system. Getting them back costs up to
+# a fifth of a step in page faults, so ranks keep them.
 _KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -177,7 +177,7 @@ def _rank_main(
     todo: Sequence[tuple[str, Spec]],
     options: Options,
 ) -> None:
-    # What torch calls its collectives is none of the user's business.
+    # torch renames its own collectives: nothing that the user of a benchmark could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)

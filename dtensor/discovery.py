@@ -1,18 +1,18 @@
-"""Rule discovery: an op without rule is tried out on small random tensors.
+"""Rule discovery: an op without a rule is tried out on small random tensors.
 
-It runs once on whole tensors and once on each part of a cut, in the way a candidate strategy says.
-If the parts' results make up the whole result, along some dim or as a sum, for every try, the
-strategy holds; otherwise the op runs whole on every rank.
+For a candidate strategy it runs once on whole tensors and once on each part of them. If the parts'
+results make up the whole result in every try, along some dim or as a sum, the strategy is taken to
+be right; without any, the op runs on replicas.
 
     linalg.inv, x (8, 4, 4) -> (8, 4, 4)      cut along dim 0: parts of 5, 2, 1 give parts of the
                                               whole result: S(0) -> S(0)
                                               cut along dim 1: raises, as parts are not square
 
-What must not deceive it: parts of length 1, which are broadcast, and of length 0, where a rank may
-have one; NaN and infinities; a result that is constant, and tells nothing. Tensors are small, but
-keep their dims of size 1, equal sizes, and remainders. Only outputs that are shards, replicas or
-sums are believed, and only inputs that are shards or replicas. The probe draws from a generator of
-its own and runs on CPU alike on every rank: nothing is communicated, no state changes.
+The tries include what could deceive it: parts of length 1, which are broadcast, and of length 0
+where a rank may have one; NaN and infinities; a constant result proves nothing. Tensors are small,
+but keep dims of size 1, equal sizes, and remainders. Outputs are shards, replicas or sums, inputs
+shards or replicas. Every rank makes the same tries on its CPU, with a generator of its own: nothing
+is communicated, and no state changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LARGE = 16  # dims up to this size are probed as they are
 _MAX_CANDIDATES = 48
 _MAX_NUMEL = 1 << 16
 _TOLERANCE = 1e-9
-# Such ops are called by others, and trust the shapes that they are given.
+# Ops for internal use, which do not check the shapes that they are given.
 _TRUSTING = ("_", "native_")
 _WIDE = {
     torch.float16: torch.float64,
@@ -75,7 +75,7 @@ def discovered(call: Call, writes: Sequence[int]) -> tuple[list[Strategy], bool]
 
 
 def _in_numbers(call: Call) -> Call:
-    """The call, of which a graph may have left sizes open: a probe must settle on numbers."""
+    """The call with numbers in place of symbolic sizes, as a probe needs them."""
 
     def settled(a: Any) -> Any:
         if isinstance(a, Layout):
@@ -114,7 +114,7 @@ def _may_probe(call: Call) -> bool:
         return False
     if any(leaf is not None and not isinstance(leaf, Meta) for leaf in leaves(call.output_tree)):
         return False
-    # Kernels may trust the integers that they are given: not to be called with any.
+    # Integers may be indices, which not every kernel checks: random ones could crash it.
     return not any(
         not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
         for t in call.inputs
@@ -122,7 +122,7 @@ def _may_probe(call: Call) -> bool:
 
 
 def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
-    """For each shard that some tensor has: the others cut alike, where they are as long, or not."""
+    """For each shard of a tensor: the others cut along a dim of the same size, or replicated."""
     seen: set[tuple[int | None, ...]] = set()
     count = 0
     for at, layout in enumerate(call.inputs):
@@ -149,7 +149,7 @@ def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     """Whether a rank of the mesh may have nothing of a dim that is cut."""
     pieces = math.lcm(*map(pieces_of, call.placements))
     ranks = len(call.inputs[0].place.ranks) * pieces
-    # Of shards of shards, and of pieces, only an even division is sure.
+    # Shards of shards, and strided ones, are known to be filled only if the division is even.
     nested = call.mesh.ndim > 1 or pieces > 1
     sizes = {
         layout.shape[dim] for layout, dim in zip(call.inputs, dims, strict=True) if dim is not None
@@ -231,7 +231,7 @@ def _probe(
         )
         if not all(believed):
             return None, False
-        # A constant tells only by its shape that it is cut (the status of each matrix, say).
+        # A constant proves a shard only by its shape (as a status for each matrix does).
         shaped = [all(isinstance(kind, int) for kind in kinds) for kinds in believed]
         varies = [_varies(t) for t in whole]
         told = told or (any(varies) and all(map(max, varies, shaped)))
@@ -246,7 +246,7 @@ def _first(kinds: set[int | str]) -> int | str:
 
 
 def _shapes_fit(call: Call, dims: tuple[int | None, ...], believed: list[set[int | str]]) -> bool:
-    """Whether the real outputs are cut as the real inputs are: their dims are as long."""
+    """Whether the real outputs can be cut like the real inputs, by dims of the same size."""
     length = next(t.shape[d] for t, d in zip(call.inputs, dims, strict=True) if d is not None)
     for meta, kinds in zip(call.outputs, believed, strict=True):
         for kind in list(kinds):
@@ -289,7 +289,7 @@ def _compare(
 
 
 def _kinds(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[int]) -> set[int | str]:
-    """All that the parts may be of the whole."""
+    """All relations in which the parts may be to the whole: shards of a dim, replicas, terms."""
     kinds: set[int | str] = set()
     if any(p.dtype != whole.dtype or p.dim() != whole.dim() for p in parts):
         return kinds
@@ -319,7 +319,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _varies(result: torch.Tensor) -> bool:
-    """Whether a result tells something: a constant would look like anything."""
+    """Whether a result proves anything: a constant would fit every relation."""
     flat = result.reshape(-1)
     if flat.numel() < 2:
         return flat.numel() == 1 and bool((flat != 0).all())

@@ -75,7 +75,7 @@ class Llama(nn.Module):
             if name == "embedding.weight":
                 nn.init.normal_(weight)
             elif weight.ndim == 2:
-                # Each layer keeps the variance of its input, all that the stream sums add up to it.
+                # Each layer keeps its input's variance; those that the stream sums share it.
                 into_stream = name.endswith(("wo.weight", "w2.weight"))
                 terms = 2 * shape.layers if into_stream else 1
                 nn.init.normal_(weight, std=(weight.shape[1] * terms) ** -0.5)
