@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives.exchange import exchange
-from weft.collectives.group import Group, kept_by_group
+from weft.collectives.group import Group, kept_by_group, unwatched
 from weft.collectives.workspace import give_back
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
@@ -99,7 +99,8 @@ def machine(group: Group, device: torch.device) -> Machine:
 
 def calibrate(group: Group, device: torch.device) -> Machine:
     """Measure the rates for `group` on `device` now, and keep them. Collective."""
-    rates = _of_first(group, asdict(_measure(group, device)))
+    with unwatched(group):
+        rates = _of_first(group, asdict(_measure(group, device)))
     if group.rank == 0:
         _save(_name_for(group, device), rates)
     measured = _machines[group, device.type] = Machine(**rates)
@@ -203,13 +204,14 @@ def _compared_matmuls() -> dict[str, Any]:
     name = f"matmul-{_digest(_cpu_name(), torch.__version__, 'onednn_gain')}.json"
     kept = _load(name, _UNMEASURED)
     if kept is None:
-        x = torch.ones(384, 384, device="cpu")
-        halves, fp32_us = x.bfloat16(), _timed(lambda: x @ x, 9)
         onednn = torch.backends.mkldnn.is_available()
-        measured = {
-            "onednn_gain": fp32_us / _timed(lambda: _onednn_square(x), 9) if onednn else 0.0,
-            "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
-        }
+        with unwatched():
+            x = torch.ones(384, 384, device="cpu")
+            halves, fp32_us = x.bfloat16(), _timed(lambda: x @ x, 9)
+            measured = {
+                "onednn_gain": fp32_us / _timed(lambda: _onednn_square(x), 9) if onednn else 0.0,
+                "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
+            }
         # Of ranks that measure at the same time, one is believed by all.
         _save(name, measured, first=True)
         kept = _load(name, measured) or _UNMEASURED

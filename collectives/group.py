@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -131,7 +131,7 @@ class Group:
         if not self.why:
             _arrive(self)
         told: list[Any] = [None] * self.world_size
-        with _disable_current_modes():  # set-up is no communication of the program's
+        with unwatched(self):  # set-up is no communication of the program's
             dist.all_gather_object(told, (what, value), group=self.pg)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
@@ -150,6 +150,14 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
+    """For what is done once and kept: dispatch modes must not see it. Selective checkpoints count
+    ops, and expect as many when they compute a module again; the simulator sees virtual ranks'."""
+    virtual = group is not None and group.virtual is not None
+    watched: Any = _disable_current_modes
+    return nullcontext() if virtual else watched()
 
 
 _arrivals: Counter[str] = Counter()
@@ -447,7 +455,8 @@ def spanning_group(mesh: DeviceMesh) -> Group:
 
 @lru_cache(maxsize=64)
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
+    with unwatched():
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 forget_meshes.append(_ranks_of.cache_clear)

@@ -27,6 +27,7 @@ from weft.collectives.group import (
     here,
     kept_by_group,
     resolve,
+    unwatched,
 )
 from weft.collectives.symmetric import (
     SymmetricBuffer,
@@ -92,9 +93,10 @@ class Workspace:
         if view is None:
             if len(self._views) >= 512:
                 self._views.clear()
-            view = self._views[key] = self.buffer.get_buffer(
-                rank, shape, dtype, parity * self.half_bytes + offset
-            )
+            with unwatched(self.group):
+                view = self._views[key] = self.buffer.get_buffer(
+                    rank, shape, dtype, parity * self.half_bytes + offset
+                )
         return view
 
     def check(self, op: str) -> None:
@@ -209,7 +211,8 @@ def workspace(
     # The old memory lives on where a graph replays its calls; nobody else writes it any more.
     if found is not None and found.captured:
         _outgrown.append(found)
-    _workspaces[key] = Workspace(where, on, half, channel)
+    with unwatched(where):
+        _workspaces[key] = Workspace(where, on, half, channel)
     return _workspaces[key]
 
 

@@ -8,6 +8,7 @@ follows from the call alone, and is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from weft import settings
+from weft.collectives.group import unwatched
 from weft.dtensor.agreement import agreed
 from weft.dtensor.call import (
     Call,
@@ -367,9 +369,10 @@ def _learn_outputs(call: Call) -> None:
     kwargs = dict(call.kwargs)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
-    args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
     try:
-        result = call.op(*args, **kwargs)
+        with nullcontext() if _is_faked() else unwatched():
+            args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
+            result = call.op(*args, **kwargs)
     except (ZeroDivisionError, TypeError):  # Python code of meta kernels fails at some empty sizes
         call.output_tree = _DYNAMIC
         return
@@ -383,6 +386,12 @@ def _learn_outputs(call: Call) -> None:
         return
     call.output_tree = map_tree(result, _meta_of)
     call.outputs = [leaf for leaf in leaves(call.output_tree) if isinstance(leaf, Meta)]
+
+
+def _is_faked() -> bool:
+    """Whether a graph is traced, where sizes may be symbols."""
+    modes: Any = torch._C._TorchDispatchModeKey
+    return torch._C._get_dispatch_mode(modes.FAKE) is not None
 
 
 def _meta_argument(a: Any) -> Any:

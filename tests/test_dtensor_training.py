@@ -12,8 +12,9 @@ from dtensors import close, world
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import weft
 from weft import collectives
 from weft.dtensor import (
     DTensor,
@@ -23,6 +24,7 @@ from weft.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # The others are in test_optimizer_step.py, without clipping.
 OPTIMIZERS: dict[str, Any] = {
@@ -253,6 +255,38 @@ def recomputed(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activations_are_computed_again(ranks: Any, reentrant: bool) -> None:
     ranks(2, recomputed, reentrant)
+
+
+def recomputed_but_for_matmuls() -> None:
+    """Selective checkpoints count the ops of a forward, and expect them when they run it again:
+    what is done once, to make plans and workspaces, must not be among them."""
+    mesh = world()
+    collectives.close()
+    linears = nn.Linear(10, 14).double(), nn.Linear(14, 10).double()
+    plain = nn.Sequential(nn.LayerNorm(10).double(), linears[0], nn.GELU(), linears[1])
+    plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    up = weft.ColumnParallelLinear.from_linear(linears[0], sequence_dim=1)
+    down = weft.RowParallelLinear.from_linear(linears[1], sequence_dim=1)
+    models = [
+        parallelize_module(copy.deepcopy(plain), mesh, plan),
+        nn.Sequential(plain[0], up, nn.GELU(), down),
+    ]
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    whole = torch.randn(3, 6, 10, dtype=torch.float64, requires_grad=True)
+    expected = plain(whole)
+    expected.sin().sum().backward()
+    rank, W = mesh.get_local_rank(), mesh.size()
+    for model, parts in zip(models, (1, W), strict=True):
+        x = whole.detach().chunk(parts, 1)[rank % parts].clone().requires_grad_()
+        contexts = partial(create_selective_checkpoint_contexts, saved)
+        y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        torch.testing.assert_close(y, expected.chunk(parts, 1)[rank % parts])
+        y.sin().sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad.chunk(parts, 1)[rank % parts])
+
+
+def test_all_but_matmuls_is_computed_again(ranks: Any) -> None:
+    ranks(2, recomputed_but_for_matmuls)
 
 
 def gradient_functions() -> None:
