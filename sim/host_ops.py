@@ -29,7 +29,8 @@ class HostOps(TorchDispatchMode):
     """Notes each op that would be a kernel on the stream of the rank that calls it.
 
     Ops on integers and booleans alone are taken to be the host's own bookkeeping: they are free,
-    and always computed. Without `numerics` no other op computes anything, views excepted.
+    and always computed. Without `numerics`, the other ops compute nothing, except for views and
+    ops on single numbers, such as an optimizer's count of its steps.
     """
 
     def __init__(self, recorder: Recorder, numerics: bool) -> None:
@@ -53,8 +54,10 @@ class HostOps(TorchDispatchMode):
         reads, writes = _operands(func, args, kwargs)
         if _on_meta_only(reads + writes, kwargs):
             return func(*args, **kwargs)
-        computed = self._numerics or not any(t.is_floating_point() for t in (*reads, *writes))
-        computed = computed and (self._numerics or not _makes_floats(kwargs))
+        computed = self._numerics or not (
+            _makes_floats(kwargs)
+            or any(t.is_floating_point() and t.numel() > 1 for t in (*reads, *writes))
+        )
         run = _wide_mm if func in _WIDE_MM else func
         out = run(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
         results = writes or [t for t in tensors_in((out,)) if not any(t is r for r in reads)]
@@ -140,8 +143,9 @@ def _uncomputed(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: list[torch.Tensor]
 ) -> Any:
     """What `func` returns, with whatever numbers lie in the memory of new tensors."""
-    if writes:
-        return writes[0] if len(writes) == 1 else tuple(writes)
+    returns = func._schema.returns
+    if all(r.alias_info is not None and r.alias_info.is_write for r in returns):
+        return None if not returns else writes[0] if len(writes) == 1 else tuple(writes)
     if name == "_linear_pointwise":
         x, w = args[0], args[2] if isinstance(args[2], torch.Tensor) else args[1]
         w = w if w.ndim == 2 else args[1]

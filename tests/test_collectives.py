@@ -88,6 +88,11 @@ def reduce_body() -> None:
         lengths = [shape[0], *[0] * (world_size - 1)]
         out = collectives.reduce_scatter(terms[rank], reduce_op=op, sizes=lengths)  # type: ignore[arg-type]
         check(out, expected.split(lengths)[rank], world_size)
+    for holder in range(world_size):  # NaN stays, whichever rank has it
+        x = torch.full((2 * world_size,), torch.nan if rank == holder else float(rank))
+        for op in ("sum", "max", "min", "product"):
+            assert collectives.all_reduce(x, reduce_op=op).isnan().all()
+            assert collectives.reduce_scatter(x, reduce_op=op).isnan().all()
 
 
 def exchange_body() -> None:
