@@ -245,9 +245,10 @@ def _create(
         )
     stride = contiguous_stride(shape)
     place = layout_of(mesh, wanted, shape, stride, dtype or torch.get_default_dtype())
-    if random and place.index is not None:
+    if random:
         local = torch.empty(place.local_shape, dtype=place.dtype, device=device)
-        local = drawn(fill, fill.__name__, place, local)
+        if place.index is not None:
+            local = drawn(fill, fill.__name__, place, local)
     else:
         local = fill(place.local_shape, dtype=dtype, device=device)
     place = place.with_dtype(local.dtype)

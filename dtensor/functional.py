@@ -26,7 +26,7 @@ from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, layout_of, shard_dim
 from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
-from weft.dtensor.tensor import DTensor, as_global, local_part
+from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 
 
 class _Embedding(torch.autograd.Function):
@@ -83,6 +83,8 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
     for w in weights:
         if w is not None and (w._layout.mesh != layout.mesh or not w._layout.is_replicated):
             return NotImplemented
+    if layout.index is None:
+        return outside_result(layout, x, *weights)
     of_weight = tuple(Partial("sum") if is_shard(p) else p for p in layout.placements)
     own = [None if w is None else local_part(w, of_weight) for w in weights]
     y = function(local_part(x, layout.placements), shape, *own, eps)

@@ -14,8 +14,15 @@ from torch.nn import functional
 from weft.collectives import chunk_sizes
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.fused_linear import is_dtensor
-from weft.dtensor.layout import Layout, Placements, is_shard, layout_of, shard_dim
-from weft.dtensor.tensor import DTensor, as_global, local_part, redistributed
+from weft.dtensor.layout import (
+    Layout,
+    Placements,
+    contiguous_stride,
+    is_shard,
+    layout_of,
+    shard_dim,
+)
+from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed
 from weft.kernels import ring_attention
 
 
@@ -73,6 +80,8 @@ def attention(
         return _attention_around(around[0], query, key, value, is_causal, scale)
     pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
     rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    if q.index is None:
+        return outside_result(_layout_of_result(rows, q, v), query, key, value, attn_mask)
     # The rows of q on this rank give one term of the gradients of k, v and the mask.
     of_shared = _grad_placements(rows, shared)
     q_local = local_part(_placed(query, rows), rows)
@@ -110,6 +119,11 @@ def _grad_placements(rows: Placements, shared: Placements) -> Placements:
     return tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
 
 
+def _layout_of_result(rows: Placements, q: Layout, v: Layout) -> Layout:
+    shape = (*q.shape[:-1], v.shape[-1])
+    return layout_of(q.mesh, rows, shape, contiguous_stride(shape), q.dtype)
+
+
 def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
     shape = (*q.shape[:-1], v.shape[-1])
     return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
@@ -136,6 +150,8 @@ def _attention_around(
     rows = tuple(
         Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
     )
+    if q.index is None:
+        return outside_result(_layout_of_result(rows, q, v), query, key, value)
     parts = [local_part(_placed(t, rows), rows) for t in (query, key, value)]
     world_size = q.place.sizes[dim]
     whole = tuple(Replicate() if d == dim else p for d, p in enumerate(rows))

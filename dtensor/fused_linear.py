@@ -44,6 +44,7 @@ from weft.dtensor.tensor import (
     as_global,
     before_write,
     local_part,
+    outside_result,
     wrap_pending,
 )
 from weft.dtensor.transfers import same_shard
@@ -276,7 +277,7 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     """(gather or reduce, mesh dim, layout of the result), None where the generic way is taken."""
     result: _Fused = None
     found = _fused_dim(x, w, bias)
-    if found is not None and x.index is not None and 0 not in (*x.shape, *w.shape):
+    if found is not None and 0 not in (*x.shape, *w.shape):
         last = len(x.shape) - 1
         placements: list[Placement] = []
         for dim, (xp, wp) in enumerate(zip(x.placements, w.placements, strict=True)):
@@ -309,6 +310,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     ):
         return NotImplemented
     fused = _fused_kind(lx, lw, lb) if lx.dtype.is_floating_point else None
+    if fused is not None and lx.index is None:
+        return outside_result(fused[2], x, w, bias)
     if fused is not None and fused[0] == "gather":
         return _gather_matmul(x, w, bias, fused[2], fused[1])
     pending = None

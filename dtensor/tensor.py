@@ -528,6 +528,13 @@ def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
     return wrap(local, layout)
 
 
+def outside_result(target: Layout, *operands: DTensor | None) -> DTensor:
+    """The empty result of an op in a process outside of the mesh; differentiable, as inside."""
+    parts = [local_part(t, t._layout.gradient_placements) for t in operands if t is not None]
+    empty = torch.zeros(0, dtype=target.dtype, device=parts[0].device)
+    return as_global(empty + 0 * sum(part.sum() for part in parts), target)
+
+
 def redistributed(
     tensor: DTensor,
     target: Layout,

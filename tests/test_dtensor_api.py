@@ -485,6 +485,25 @@ def part_of_the_world() -> None:
         for ask in (lambda: x.equal(x), lambda: x.sum().item(), x.nonzero):
             with pytest.raises(RuntimeError, match="only the ranks"):
                 ask()
+    # Results are placed as inside, so that they can be redistributed to other ranks.
+    drawn = [dtensor.randn(4, 6, device_mesh=mesh, placements=[Shard(0)]) for _ in range(3)]
+    rows, columns, norm = drawn[0], drawn[1].requires_grad_(), functional.layer_norm(drawn[2], (6,))
+    heads = rows.view(2, 2, 2, 3)
+    sequence = distribute_tensor(torch.randn(2, 2, 4, 3), mesh, [Shard(2)])
+    gathered = functional.linear(rows, columns)
+    results: list[Any] = [
+        *(*drawn, norm, gathered, rows @ columns.t(), functional.linear(rows.t(), columns.t())),
+        functional.scaled_dot_product_attention(heads, heads, heads),
+        functional.scaled_dot_product_attention(sequence, sequence, sequence, is_causal=True),
+    ]
+    told: list[Any] = [None] * 3
+    dist.all_gather_object(told, [(t.shape, t.dtype, t.placements) for t in results])
+    assert told[0] == told[1] == told[2]
+    for result in results:
+        whole = result.redistribute(world(), [Replicate()]).to_local()
+        assert whole.shape == result.shape and (not inside or result.full_tensor().equal(whole))
+    gathered.sum().backward()
+    assert columns.grad is not None and columns.grad.shape == (4, 6)
 
 
 def by_name() -> None:
