@@ -534,4 +534,9 @@ def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.
     dist.all_reduce(out, _DIST_OPS["sum" if op == "avg" else op], group=group.pg)
     if op == "avg":
         out.div_(group.world_size)
+    if op in ("max", "min") and x.is_floating_point():
+        # Of a number and NaN process groups take either.
+        spoilt = x.isnan().to(torch.uint8)
+        dist.all_reduce(spoilt, dist.ReduceOp.MAX, group=group.pg)
+        out.masked_fill_(spoilt.bool(), torch.nan)
     return out.to(x.dtype)
