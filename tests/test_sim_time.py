@@ -267,6 +267,28 @@ def test_a_decoding_step_takes_its_time() -> None:
     assert results.timeline is not None and results.timeline.makespan_us > 0
 
 
+@pytest.mark.parametrize("step", ["adamw", "foreach", "batch_norm"])
+def test_ops_that_write_and_are_not_computed(step: str) -> None:
+    """The count of an optimizer's steps divides; the others return nothing, or new tensors too."""
+
+    def body(rank: int) -> torch.Size:
+        x, running = torch.ones(6, 8, requires_grad=True), [torch.zeros(8), torch.ones(8)]
+        if step == "batch_norm":
+            batch_norm = torch.ops.aten._native_batch_norm_legit.default
+            return batch_norm(x, None, None, *running, True, 0.1, 1e-5)[0].shape
+        if step == "foreach":
+            torch._foreach_mul_(running, 0.5)
+            return running[0].shape
+        optimizer = torch.optim.AdamW([x])
+        x.sum().backward()
+        optimizer.step()
+        return x.shape
+
+    full, quick = (sim.run(1, body, hardware="h100", numerics=n) for n in (True, False))
+    assert quick[0] == full[0] and full.timeline and quick.timeline
+    assert quick.timeline.summary() == pytest.approx(full.timeline.summary(), rel=1e-9)
+
+
 @pytest.mark.parametrize("numerics", [True, False])
 def test_an_op_on_a_dtensor_is_one_on_its_parts(numerics: bool) -> None:
     def body(rank: int) -> tuple[int, ...]:
