@@ -60,24 +60,24 @@ def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
 
 
 def _partials(call: Call) -> Iterator[Strategy]:
-    name, count = _name(call), len(call.inputs)
-    replicate = Replicate()
+    """Strategies that leave sums and averages Partial, where the op is linear in them."""
+    name, count, replicate = _name(call), len(call.inputs), Replicate()
+    numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
+    in_all = name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers)
+    rounds = call.kwargs.get("rounding_mode") or (
+        call.outputs and not call.outputs[0].dtype.is_floating_point
+    )
+    in_one = name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward")
     for partial in linear_sums(call.placements):
-        numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
-        if name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers):
+        if in_all:
             yield call.with_all(partial)
-        elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST and call.kwargs.get("rounding_mode"):
-            continue
-        elif name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward"):
-            if call.outputs and not call.outputs[0].dtype.is_floating_point:
-                continue
-            first = isinstance(call.args[0], Layout)
-            if first:
+        elif name == "where" and count == 3:
+            yield Strategy((replicate, partial, partial), (partial,))
+        elif in_one and not rounds:
+            if isinstance(call.args[0], Layout):
                 yield call.with_first(partial)
             if name in _LINEAR_IN_EITHER and count == 2:
                 yield Strategy((replicate, partial), (partial,))
-        elif name == "where" and count == 3:
-            yield Strategy((replicate, partial, partial), (partial,))
 
 
 @rule("pointwise", "floor_divide")

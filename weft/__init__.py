@@ -37,6 +37,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
 _FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
+# Public names, and the module that each is imported from.
 _HOME = {
     "all_gather_matmul": "weft.kernels",
     "matmul_reduce_scatter": "weft.kernels",
