@@ -138,6 +138,8 @@ def _planned(
     if call.inputs[0].index is None:
         return _outside(call, writes, results)
     local = decision.localize(call, targets, results) if decision.localize else _local_op(call)
+    if not known and any(t.dtype.is_complex for t in call.inputs):
+        local = _with_conjugates(local)
     if call.mesh.device_type == "cpu" and (fault := _fault(call, targets)):
         local = agreed(local, call.inputs[0], str(call), *fault)
     if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
@@ -266,6 +268,27 @@ _PARSED: dict[str, Op] = {
         "detach", "t", "transpose", "permute", "unsqueeze", "select", "split", "split_with_sizes",
     )
 }  # fmt: skip
+
+
+def _with_conjugates(op: Op) -> Op:
+    """`op`, inside of which torch looks at such marks: kernels that are made of other ops set them.
+
+    The results have none.
+    """
+    lib: Any = torch._C
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        excluded = lib._dispatch_tls_local_exclude_set()
+        for key in (lib.DispatchKey.Conjugate, lib.DispatchKey.Negative):
+            excluded = excluded.remove(key)
+        with lib._ForceDispatchKeyGuard(lib._dispatch_tls_local_include_set(), excluded):
+            return map_tree(op(*args, **kwargs), _resolved)
+
+    return run
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
 def quickest(op: Op) -> Op:

@@ -49,6 +49,7 @@ def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
         "linear of complex numbers": (functional.linear, [z, u]),
         "matmul of complex numbers": (lambda a, b: a @ b.mT, [z[0], u]),
         "norm of complex numbers": (lambda a: torch.linalg.vector_norm(a, dim=(0, 2)), [z]),
+        "pinv of complex numbers": (torch.linalg.pinv, [z]),
         "mean of pieces": (lambda a: a.mean(-1), [x]),
         "weight_norm": (lambda v, g: torch._weight_norm(v, g, 0), [x[0], x[0, :, :1].abs()]),
         "weight_norm, last": (lambda v, g: torch._weight_norm(v, g, 1), [x[0], x[0, :1].abs()]),
