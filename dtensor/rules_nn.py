@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -50,6 +50,8 @@ def softmax(call: Call) -> Choices | Decomposed:
     dtype = call.outputs[0].dtype
 
     def run(x: DTensor, *_: Any) -> torch.Tensor:
+        if not layout.is_contiguous:  # the result is
+            x = cast(DTensor, x.contiguous())
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         shifted = wide - _replicate_sums(wide.amax(dim, True))
         exponentials = shifted.exp()

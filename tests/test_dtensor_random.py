@@ -119,16 +119,22 @@ def calls() -> None:
         random._PIECE_BYTES = whole_at_once
 
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[2] = False  # a row that sees nothing
+    seen = distribute_tensor(mask, mesh, [Replicate()])
+    cases: list[tuple[dict[str, Any], ...]] = [
+        ({"is_causal": True}, {"is_causal": True}),
+        ({"attn_mask": mask, "scale": -0.5}, {"attn_mask": seen, "scale": -0.5}),
+    ]
+    attend = functional.scaled_dot_product_attention
     for placements in ([Shard(0)], [Shard(1)]):
-        torch.manual_seed(4)
-        expected = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
-        torch.manual_seed(4)
-        y = functional.scaled_dot_product_attention(
-            *(distribute_tensor(t, mesh, placements) for t in (q, k, v)),
-            dropout_p=0.3,
-            is_causal=True,
-        )
-        torch.testing.assert_close(y.full_tensor(), expected)
+        ours = [distribute_tensor(t, mesh, placements) for t in (q, k, v)]
+        for options, our_options in cases:
+            torch.manual_seed(4)
+            expected = attend(q, k, v, dropout_p=0.3, **options)
+            torch.manual_seed(4)
+            y = attend(*ours, dropout_p=0.3, **our_options)
+            torch.testing.assert_close(y.full_tensor(), expected)
 
     torch.manual_seed(3)
     expected = torch.multinomial(torch.ones(4, 9), 3)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from dtensors import world
+from dtensors import close, world
+from torch.nn import functional
 
 from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -177,3 +178,22 @@ def test_views_in_inference_mode_of_what_was_made_outside(ranks: Any) -> None:
 
 def test_gradients_of_writes_through_views(ranks: Any) -> None:
     ranks(2, gradients)
+
+
+def strides_of_results() -> None:
+    """Of transposed rows torch gives contiguous results, which may be viewed as one dim."""
+    mesh, whole = world(), torch.randn(4, 6, dtype=torch.float64)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(whole, mesh, [placement]).t()
+        for function in (
+            lambda t: functional.layer_norm(t, (4,)),
+            lambda t: functional.softmax(t, 0),
+            lambda t: functional.softmax(t, 1),
+        ):
+            expected, result = function(whole.t()), function(x)
+            assert result.stride() == expected.stride()
+            assert close(result.view(-1), expected.view(-1))
+
+
+def test_results_lie_in_memory_as_those_of_torch(ranks: Any) -> None:
+    ranks(2, strides_of_results)
