@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft import ColumnParallelLinear, RowParallelLinear
 from weft.bench.problem import INPUTS, Options, Prepared, arrived
+from weft.collectives import resolve
 from weft.kernels.dense import WeightGrad, mm
 
 MAIN, PEER = "weft", "torch DTensor"
@@ -118,7 +119,8 @@ class _LocalMatmul(torch.autograd.Function):
 
 
 def _parallelized(model: nn.Module, device: str, package: Any, placements: Any) -> nn.Module:
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    # The ranks' own group, which may share a GPU: init_device_mesh makes one of NCCL by itself.
+    mesh = DeviceMesh.from_group(resolve().pg, device)
     shard = placements.Shard(0)
     plan = {
         "up": package.ColwiseParallel(input_layouts=shard),
