@@ -322,6 +322,9 @@ class Waiter:
 
     SPIN_S = 20e-6  # then a peer that has no core yet may have this one
     YIELD_S = 2e-3
+    # Who yields a core to another program has it back after milliseconds, who sleeps when it wakes.
+    # Once a yield has taken this long, waits sleep for a while.
+    LOST_S, SLEEPY_S = 200e-6, 0.1
 
     def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:
         self.rank, self.group = buffer.rank, buffer.group
@@ -331,6 +334,7 @@ class Waiter:
         # With more ranks than cores a spinning rank takes the time of the one it waits for.
         crowded = buffer.world_size > (os.cpu_count() or 1)
         self.spin_s = 0.0 if crowded else self.SPIN_S
+        self._sleepy_until = 0.0
 
     def post(self, peer: int, value: int, word: int = 0) -> None:
         """Tell `peer` that this rank has reached `value`."""
@@ -359,8 +363,10 @@ class Waiter:
             waited = now - start
             if waited < self.spin_s:
                 continue
-            if waited < self.YIELD_S:
+            if waited < self.YIELD_S and now > self._sleepy_until:
                 os.sched_yield()
+                if (back := clock()) - now > self.LOST_S:
+                    self._sleepy_until = back + self.SLEEPY_S
                 continue
             time.sleep(50e-6)
             if now < next_look:

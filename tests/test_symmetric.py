@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives import pad, stream_signals
+from weft.collectives import pad, stream_signals, symmetric
 from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
@@ -219,6 +219,49 @@ def test_workspaces_grow_and_close(ranks: Any, world_size: int) -> None:
 
 def test_weft_check_names_the_rank_that_differs(ranks: Any) -> None:
     ranks(3, check_body)
+
+
+class OwnPad:
+    """As much of a symmetric buffer as a wait looks at."""
+
+    rank, world_size, group = 0, 2, None
+
+    def __init__(self) -> None:
+        self.own = [0] * pad.KERNEL_SLOTS
+
+    def words(self, rank: int) -> list[int]:
+        return self.own
+
+
+@pytest.mark.parametrize("yield_us, slept", [(1, False), (4000, True)])
+def test_who_has_lost_a_core_by_yielding_sleeps(
+    monkeypatch: pytest.MonkeyPatch, yield_us: int, slept: bool
+) -> None:
+    """A peer's signal comes after 1 ms, twice; another program takes 4 ms of each yielded core."""
+    now, done = 0, []
+    buffer = OwnPad()
+    waiter = symmetric.Waiter(buffer, timeout=1)  # type: ignore[arg-type]
+
+    def passes(us: int, what: str) -> None:
+        nonlocal now
+        now += us
+        done.append(what)
+        if now >= sent_at + 1000:
+            buffer.own[pad.HOST_SLOTS + pad.LINE] = value
+
+    def clock() -> float:
+        nonlocal now
+        now += 1
+        return now * 1e-6
+
+    monkeypatch.setattr(symmetric.os, "sched_yield", lambda: passes(yield_us, "yields"))
+    monkeypatch.setattr(symmetric.time, "sleep", lambda s: passes(round(s * 1e6), "sleeps"))
+    monkeypatch.setattr(symmetric.time, "perf_counter", clock)
+    for value in (1, 2):
+        sent_at = now
+        done.clear()
+        waiter.wait(1, value, "test")
+    assert set(done) == {"sleeps" if slept else "yields"}
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
