@@ -320,7 +320,8 @@ def serving_body(engine: weft.settings.Engine, shard: str | None) -> None:
     block table changed between the steps."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     B, H, H_kv, D, P, V = 3, 4 * world_size, 2 * world_size, 16, 4, 50
-    by_head, whole = shard is None, {"sequence_dim": None, "device": "cuda"}
+    by_head = shard is None
+    whole: dict[str, Any] = {"sequence_dim": None, "device": "cuda"}
     torch.manual_seed(0)
     embedding = weft.VocabParallelEmbedding(V, H * D, **whole)
     layers = [H * D, H_kv * D, H_kv * D]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from weft import dtensor
+from weft.collectives import resolve
 from weft.dtensor import DeviceMesh, Partial, Replicate, Shard, checkpoint, parallel
 
 pytestmark = [
@@ -27,7 +28,7 @@ pytestmark = [
 def gpus() -> DeviceMesh:
     """A mesh of all ranks, on their own group: of init_device_mesh it has one of NCCL by some
     versions of torch, which refuses ranks that share a GPU."""
-    return DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    return DeviceMesh.from_group(resolve().pg, "cuda")
 
 
 def whole(*shape: int, seed: int = 0) -> torch.Tensor:
