@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from weft.launch import launch
 
 _MIB = 2**20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-_SMALL, _LARGE = 64 << 10, 32 << 20
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,16 @@ class Row:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """What this process needs at its peak while `call` runs, above what it had before."""
-    with _freed_at_once():
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        before = _memory()
-        value = call()
-        after = _memory()
-        del value
+    """What this process needs at its peak while `call` runs, above what it had before.
+
+    Only after `free_at_once`: kept memory would hide what is needed, or be taken for it.
+    """
+    _libc.malloc_trim(0)  # what lies free between small blocks in use
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = _memory()
+    value = call()
+    after = _memory()
+    del value
     elsewhere = after["RssFile"] + after["RssShmem"]
     return after["VmHWM"] - elsewhere - before["RssAnon"] + after["Pss_Shmem"] - before["Pss_Shmem"]
 
@@ -73,16 +75,9 @@ def _memory() -> dict[str, int]:
     return found
 
 
-@contextmanager
-def _freed_at_once() -> Iterator[None]:
-    """Tensors that are freed go back to the system: kept memory would hide what is needed."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _SMALL)
-    libc.malloc_trim(0)  # what lies free between blocks in use is taken first
-    try:
-        yield
-    finally:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+def free_at_once() -> None:
+    """From now on, large blocks that this process frees go back to the system."""
+    _libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
 def attention_peak(
@@ -110,6 +105,7 @@ def _rank_main(
     gathered_up_to: int,
 ) -> list[dict[str, float]]:  # fmt: skip
     peaks = []
+    free_at_once()
     attention_peak(lengths[0], heads, head_dim, backward=True)  # what only the first call needs
     for tokens in lengths:
         found: dict[str, float] = {}

@@ -70,8 +70,8 @@ IN_EXCHANGES = [
     fault(
         "an exchange that ends early",
         exchange,
-        "        if kind is None:\n            self.wait_all()\n\n    def local",
-        "        pass\n\n    def local",
+        "        if kind is None:\n            self.wait_all()\n        elif",
+        "        if kind is None:\n            pass\n        elif",
         MOVED,
     ),
     fault(

@@ -4,52 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from weft.bench import memory
+from weft.launch import launch
 
 HEADS, HEAD_DIM = 1, 64
 
 
-def growth_body(engine: str) -> None:
-    """Twice the tokens: the growth in MiB, against that of one tensor of the rank's own."""
-    tokens, W = 6144, dist.get_world_size()
-    memory.attention_peak(2 * tokens, HEADS, HEAD_DIM, engine=engine)  # workspaces of this size
-    short, long = (
-        memory.attention_peak(n, HEADS, HEAD_DIM, engine=engine) for n in (tokens, 2 * tokens)
-    )
-    tensors = (long - short) / (4 * HEADS * HEAD_DIM * tokens / W)
-    if engine == "host":
-        # q, k, v, out, and torch's own before it is merged; k and v in symmetric memory.
-        assert 4 < tensors < 9, tensors
-    else:  # also all keys and values, and masks
-        assert tensors > 50, tensors
+def measured(rank: int, progress: Any) -> tuple[int, int, dict[str, float]]:
+    """In a process of its own, as it changes how memory is kept: the peaks of two calls, and what
+    twice the tokens need more, in tensors of a rank's own, by engine."""
+    memory.free_at_once()
 
-
-@pytest.mark.parametrize("engine", ["host", "generic"])
-def test_a_rank_needs_memory_for_its_own_part_alone(ranks: Any, engine: str) -> None:
-    ranks(2, growth_body, engine)
-
-
-def test_what_is_freed_on_the_way_is_not_in_the_peak() -> None:
-    memory.peak_bytes(lambda: None)  # from here on large blocks lie in one heap
-
-    def call() -> None:
+    def large_blocks() -> None:
         first, kept = torch.empty(1 << 20).zero_(), torch.empty(1 << 20).zero_()
         del first
         torch.cat([kept, kept])
 
-    assert 11 << 20 <= memory.peak_bytes(call) < 14 << 20  # pages of other things come and go
+    def small_blocks() -> list[torch.Tensor]:
+        return [torch.empty(1 << 13).zero_() for _ in range(512)]
+
+    tokens, W, tensors = 6144, dist.get_world_size(), {}
+    torch.empty(1 << 22)  # malloc would keep blocks up to this size from now on
+    large = memory.peak_bytes(large_blocks)
+    blocks = small_blocks() + small_blocks()
+    del blocks[1:-1]
+    small = memory.peak_bytes(small_blocks)
+    for engine in ("host", "generic"):
+        memory.attention_peak(2 * tokens, HEADS, HEAD_DIM, engine=engine)  # workspaces of this size
+        short, long = (
+            memory.attention_peak(n, HEADS, HEAD_DIM, engine=engine) for n in (tokens, 2 * tokens)
+        )
+        tensors[engine] = (long - short) / (4 * HEADS * HEAD_DIM * tokens / W)
+    return large, small, tensors
 
 
-def test_free_memory_between_blocks_does_not_hide_a_peak() -> None:
-    memory.peak_bytes(lambda: None)  # from here on large blocks lie in one heap
-    blocks = [torch.empty(1 << 20).zero_() for _ in range(9)]
-    del blocks[2:8]
-    held = memory.peak_bytes(lambda: torch.empty(1 << 22).zero_().sum())
-    assert 15 << 20 <= held < 20 << 20  # pages of other things come and go
+def test_a_peak_is_of_what_is_needed_and_grows_with_the_own_part_alone() -> None:
+    for large, small, tensors in launch(2, measured):
+        # Pages of other things come and go.
+        assert 11 << 20 <= large < 14 << 20  # what was freed on the way is not in it
+        assert 15 << 20 <= small < 20 << 20  # though as much lay free between blocks before
+        # q, k, v, out, and torch's own before it is merged; k and v in symmetric memory.
+        assert 4 < tensors["host"] < 9
+        assert tensors["generic"] > 50  # also all keys and values, and masks
 
 
 def test_rows_and_their_file(tmp_path: Any, capsys: Any) -> None:
