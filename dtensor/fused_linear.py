@@ -294,7 +294,11 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """`F.linear` of DTensors: fused with its communication where there is any."""
     x, w = input, weight
-    if not (is_dtensor(x) and is_dtensor(w) and (bias is None or is_dtensor(bias))):
+    if not (
+        isinstance(x, DTensor)
+        and isinstance(w, DTensor)
+        and (bias is None or isinstance(bias, DTensor))
+    ):
         return NotImplemented
     lx, lw, lb = x._layout, w._layout, None if bias is None else bias._layout
     if (
@@ -330,7 +334,7 @@ def is_dtensor(a: Any) -> bool:
 
 def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
     """`torch.matmul` with a matrix on the right."""
-    if out is not None or not (is_dtensor(input) and is_dtensor(other)):
+    if out is not None or not (isinstance(input, DTensor) and isinstance(other, DTensor)):
         return NotImplemented
     if not _as_linear(input._layout, other._layout):
         return NotImplemented
