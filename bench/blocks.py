@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft import ColumnParallelLinear, RowParallelLinear
 from weft.bench.problem import INPUTS, Options, Prepared, arrived
-from weft.collectives import resolve
+from weft.collectives.group import process_group
 from weft.kernels.dense import WeightGrad, mm
 
 MAIN, PEER = "weft", "torch DTensor"
@@ -118,9 +118,14 @@ class _LocalMatmul(torch.autograd.Function):
         return mm(dy, w.t()), grad.result()
 
 
+def mesh_of_ranks(device: str) -> DeviceMesh:
+    """On the group that there is: init_device_mesh may make one of NCCL, which takes no shared
+    GPUs."""
+    return DeviceMesh.from_group(process_group(None), device)
+
+
 def _parallelized(model: nn.Module, device: str, package: Any, placements: Any) -> nn.Module:
-    # The ranks' own group, which may share a GPU: init_device_mesh makes one of NCCL by itself.
-    mesh = DeviceMesh.from_group(resolve().pg, device)
+    mesh = mesh_of_ranks(device)
     shard = placements.Shard(0)
     plan = {
         "up": package.ColwiseParallel(input_layouts=shard),

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from weft.bench.blocks import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
-from weft.collectives import resolve
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, Shape, parallelize
 
@@ -53,8 +52,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     import weft.dtensor.parallel as weft_parallel
 
     shape, batch = Shape(**spec.params["shape"]), spec.params["batch"]
-    # The ranks' own group, which may share a GPU: init_device_mesh makes one of NCCL by itself.
-    mesh = DeviceMesh.from_group(resolve().pg, options.device)
+    mesh = mesh_of_ranks(options.device)
     tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
     tokens, targets = tokens.to(options.device), targets.to(options.device)
 
