@@ -29,7 +29,7 @@ lint: .venv/.installed  ## ruff, ruff format, mypy --strict, of tests too that o
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p weft
-	$(BIN)/mypy --follow-imports silent tests/test_gpu.py tests/test_gpu_dtensor.py
+	$(BIN)/mypy --follow-imports silent tests/test_gpu.py tests/test_gpu_dtensor.py tests/test_sim_gpu.py
 
 format: .venv/.installed  ## rewrite the sources as ruff formats them
 	$(BIN)/ruff check --fix .

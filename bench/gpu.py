@@ -7,8 +7,9 @@
        ring, and with the exchanges not overlapped
 
 With one GPU the ranks, 2 and then 4, share it through torch's symmetric memory: protocols are real
-there, overlap is not, as the ranks take turns. With more, a rank has a GPU of its own, from 2 ranks
-to all.
+there, overlap is not, as the ranks take turns. Some tests also run them as threads of one process
+(`sim.run_on_gpu`), whose kernels do run at the same time. With more, a rank has a GPU of its own,
+from 2 ranks to all.
 
 Outcomes of tests go to bench/results/<chip>.tests.jsonl, figures to bench/results/<chip>.json, and
 as tables to docs/gpu.md. Each test and case is written and printed as it ends, so that a run cut

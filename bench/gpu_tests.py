@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_FILES = ("tests/test_gpu.py", "tests/test_gpu_dtensor.py")
+_FILES = ("tests/test_gpu.py", "tests/test_gpu_dtensor.py", "tests/test_sim_gpu.py")
 _WHY_CHARACTERS = 1500  # of a failure, its end, that are shown
 
 

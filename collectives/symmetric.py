@@ -129,7 +129,9 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     """Where a buffer of `group` is allocated; if the caller does not say, where the process group
     communicates. "cuda" is the current GPU: one device must not have two names."""
     device = asked if isinstance(asked, torch.device) else torch.device(asked or "cpu")
-    if not asked and group.backend == "cuda" and moves_gpu_tensors(group.pg):
+    if not asked and group.virtual is not None:
+        device = group.virtual.device
+    elif not asked and group.backend == "cuda" and moves_gpu_tensors(group.pg):
         device = torch.device("cuda")
     if device.type == "cuda" and device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -177,8 +179,8 @@ class SymmetricBuffer:
             error = f"at most {pad.MAX_RANKS} ranks share memory, got {group.world_size}"
         elif device.type not in ("cpu", "cuda"):
             error = f"symmetric memory is on cpu or cuda, got {device=}"
-        elif group.virtual is not None and device.type != "cpu":
-            error = f"memory of virtual ranks is on cpu, got {device=}"
+        elif group.virtual is not None and device.type not in ("cpu", group.virtual.device.type):
+            error = f"memory of these virtual ranks is on cpu, got {device=}"
         elif device.type == "cuda" and device.index != torch.cuda.current_device():
             error = (
                 f"kernels run on the current GPU, number {torch.cuda.current_device()}, and the "
@@ -201,7 +203,7 @@ class SymmetricBuffer:
         nbytes = -(-(self._offset + self._nbytes) // 4096) * 4096
         memory: Memory
         if group.virtual is not None:
-            memory = group.virtual.memory(self.rank, self._offset, self._nbytes)
+            memory = group.virtual.memory(self.rank, self._offset, self._nbytes, device)
         elif group.world_size == 1:
             memory = LocalMemory(nbytes, device)
         elif device.type == "cpu":

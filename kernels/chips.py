@@ -50,14 +50,21 @@ KNOWN = (
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The chip behind `device`, or the one that virtual ranks stand for.
+    """The chip behind `device`, or the one that virtual ranks stand for; a rank's share of it where
+    they run on one at the same time.
 
     Compute capabilities of one major number count as one family.
     """
-    world = here.world
-    if world is not None and world.virtual is not None and world.virtual.chip:
-        return next(chip for chip in KNOWN if chip.name == world.virtual.chip)
-    return _chip_behind(device)
+    ranks = here.world and here.world.virtual
+    if ranks and ranks.chip:
+        return next(chip for chip in KNOWN if chip.name == ranks.chip)
+    return _share(_chip_behind(device), ranks.sharing if ranks else 1)
+
+
+@lru_cache(maxsize=64)
+def _share(chip: Chip, ranks: int) -> Chip:
+    # The interpreter stays itself.
+    return chip if ranks == 1 or chip is INTERPRETER else replace(chip, cores=chip.cores // ranks)
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from weft.collectives import Exchange, Group
+from weft.collectives.group import here
 from weft.collectives.movement import offsets
 from weft.kernels.dense import allocates, finished, mm, on_cpu, partial_mm, partials_cost, sum_dtype
 from weft.kernels.scaled import Scaling, scaled_partial
@@ -74,9 +75,13 @@ def _fetch(
     return fetched
 
 
-@lru_cache(maxsize=16)
 def copy_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
-    """Stream `number` of those in which copy engines bring shards."""
+    """Stream `number` of those in which copy engines bring this rank's shards."""
+    return _copy_stream(device, number, here.world.rank if here.world else 0)
+
+
+@lru_cache(maxsize=64)
+def _copy_stream(device: torch.device, number: int, rank: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -7,6 +7,7 @@ if not __name__.startswith("weft."):
     )
 
 from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
+from weft.sim.gpu import run_on_gpu
 from weft.sim.hardware import B200, GB200_NVL72, H100, H200, MI300X, Hardware
 from weft.sim.runner import Results, run
 from weft.sim.timeline import Timeline
@@ -28,5 +29,6 @@ __all__ = [
     "SimError",
     "Timeline",
     "run",
+    "run_on_gpu",
     "untimed",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 from weft.collectives import pad
 from weft.sim import compiling
 from weft.sim.errors import SimError
+from weft.sim.gpu import run_on_gpu
 from weft.sim.hardware import PRESETS
 from weft.sim.runner import run
 from weft.sim.schedules import parse
@@ -27,6 +28,7 @@ examples:
   weft sim mine.py:fn --ranks 8 --schedules 5000 --replay
   weft sim train.py --ranks 4 -- --steps 2                a script for torchrun
   weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --compile --plot out.png
+  weft sim mine.py:fn --ranks 4 --gpu                     the compiled kernels, on one GPU
 docs/sim.md teaches it by one bug, from start to end.
 """
 _MOST_TIMED = 20  # schedules, with and without races
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--symmetric leaves out what other ranks compute: add --no-numerics")
     if args.compile and ":" not in args.script:
         parser.error(f"--compile is for kernels of a function: give {args.script}:FUNCTION")
+    if args.gpu and (others := _options_beside_gpu(parser, args)):
+        parser.error(f"--gpu runs the compiled kernels once, unchecked: leave out {others}")
     if args.hardware and args.schedules is None and args.schedule is None:
         args.schedules = "1"
     args.schedules = args.schedules or "100"
@@ -66,8 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not Path(args.script.partition(":")[0]).is_file():
         parser.error(f"no script {args.script.partition(':')[0]!r}: give FILE or FILE:FUNCTION")
     function = _function(args.script, given[end + 1 :])
-    programs: Programs = "concurrent" if args.concurrent else "sequential"
     start = time.perf_counter()
+    if args.gpu:
+        run_on_gpu(args.ranks, function, timeout=args.timeout)
+        print(f"{args.ranks} ranks on one GPU: done in {time.perf_counter() - start:.1f} s")
+        return 0
+    programs: Programs = "concurrent" if args.concurrent else "sequential"
     try:
         results = run(
             args.ranks,
@@ -124,6 +132,16 @@ def _again(given: list[str], end: int, error: SimError) -> str:
     return shlex.join(["weft", "sim", *kept, *one, *given[end:]])
 
 
+def _options_beside_gpu(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """What was asked for, by its options, that is none of a run on a GPU."""
+    taken = ("script", "ranks", "timeout", "gpu")
+    return ", ".join(
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(args).items()
+        if name not in taken and value != parser.get_default(name)
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft sim",
@@ -165,7 +183,12 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout",
         metavar="S",
         type=float,
-        help="seconds a schedule may take (default 60; without numerics 3600)",
+        help="seconds a schedule may take (default 60; without numerics 3600; with --gpu no limit)",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="run the compiled kernels instead, all ranks at once on the current GPU: not checked",
     )
     timing = parser.add_argument_group("virtual time", "what one schedule would take on GPUs")
     timing.add_argument("--hardware", choices=PRESETS, help="whose time to keep")

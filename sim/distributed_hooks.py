@@ -33,6 +33,7 @@ from weft.collectives.group import Group, virtual_rank
 from weft.sim.process_group import VirtualProcessGroup
 
 if TYPE_CHECKING:
+    from weft.sim.gpu import ThreadWorld
     from weft.sim.world import World
 
 _BACKEND = "virtual"
@@ -53,7 +54,7 @@ class _RankWorld(distributed_c10d._World):
     pg_to_tag: Any = None
     group_count: int = 0
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World | ThreadWorld, rank: int) -> None:
         super().__init__()
         self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
@@ -234,7 +235,7 @@ def installed() -> Iterator[None]:
 
 
 @contextmanager
-def rank_of(world: World, rank: int) -> Iterator[Group]:
+def rank_of(world: World | ThreadWorld, rank: int) -> Iterator[Group]:
     """This thread is `rank` of `world` inside the block."""
     own = _local.world = _RankWorld(world, rank)
     try:

@@ -1,4 +1,4 @@
-"""The process group of virtual ranks: what torch.distributed calls, on `Team`'s meetings.
+"""The process group of virtual ranks: what torch.distributed calls, on meetings of `Members`.
 
     rank 0: all_reduce(x)  --- copy of x --->  meeting  --- all copies --->  x.copy_(their sum)
     rank 1: all_reduce(x)  ----------------->           ------------------>  x.copy_(their sum)
@@ -11,15 +11,19 @@ tensors' own type.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from weft.collectives.group import Group
-from weft.sim.team import Meeting, Team
+from weft.collectives.group import Group, alone
+from weft.sim.team import Meeting
 from weft.sim.untimed import untimed
+
+if TYPE_CHECKING:
+    from weft.sim.gpu import ThreadTeam
+    from weft.sim.team import Team
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,16 +62,18 @@ _Base: Any = dist.ProcessGroup
 
 
 class VirtualProcessGroup(_Base):  # type: ignore[misc]
-    """A virtual rank's handle on a `Team`. Methods are torch's (`torch.distributed.ProcessGroup`).
+    """A virtual rank's handle on its group. Methods are torch's (`torch.distributed.ProcessGroup`).
 
     Attributes:
         weft_group: the same as weft's own calls take it.
     """
 
-    def __init__(self, team: Team, rank: int) -> None:
+    def __init__(self, team: Team | ThreadTeam, rank: int) -> None:
         self._me, self._team = team.ranks.index(rank), team
-        super().__init__(self._me, len(team.ranks))
-        self.weft_group = Group(self, self._me, len(team.ranks), team.ranks, (), virtual=team)
+        size = len(team.ranks)
+        super().__init__(self._me, size)
+        here = alone().processes
+        self.weft_group = Group(self, self._me, size, team.ranks, here * size, virtual=team)
 
     @property
     def group_name(self) -> Any:

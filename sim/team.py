@@ -7,10 +7,10 @@ all members, symmetric memory, host-side signals; and the messages of a process 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -55,16 +55,88 @@ class Meeting:
         return len(self.values) == self._size
 
 
-class Team:
-    """The ranks `ranks` of a virtual world, in this order; members are numbered in it."""
+class Members:
+    """Ranks that make calls together. They are numbered in the order of `ranks`.
+
+    Attributes:
+        met: how many calls each member has made.
+        mail: by source, target and tag: what was sent and not yet received.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.met = [0] * len(ranks)
+        self.mail: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._name = name
+        self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
+
+    def enter(self, member: int, value: Any, call: str) -> Meeting:
+        """Bring `value` to the next call, which must be the same `call` for all.
+
+        Raises:
+            MismatchError: another member makes another call.
+        """
+        number = self.met[member]
+        self.met[member] += 1
+        meeting = self._open.get(number)
+        if meeting is None:
+            meeting = self._open[number] = Meeting((self._name, number), len(self.ranks))
+        for other, (_, theirs) in meeting.values.items():
+            if theirs != call:
+                raise MismatchError(
+                    f"rank {self.ranks[member]} is to {call} where rank {self.ranks[other]} is to "
+                    f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
+                )
+        meeting.values[member] = value, call
+        if meeting.complete:
+            del self._open[number]
+        return meeting
+
+    def arrive(self, member: int, value: Any, call: str) -> Meeting:
+        """`enter`, as the others see it."""
+        raise NotImplementedError
+
+    def attend(self, meeting: Meeting, call: str) -> list[Any]:
+        """What every member brought to `meeting`, once all have come."""
+        raise NotImplementedError
+
+    def gather(self, member: int, value: Any) -> list[Any]:
+        """Every member's `value`: nobody goes on before all have come."""
+        return self.attend(self.arrive(member, value, _MEMORY), _MEMORY)
+
+
+MembersT = TypeVar("MembersT", bound=Members)
+
+
+class Teams(Generic[MembersT]):
+    """All groups of a virtual world, by name."""
+
+    def __init__(self) -> None:
+        self._teams: dict[str, MembersT] = {}
+
+    def new_team(self, name: str, ranks: tuple[int, ...]) -> MembersT:
+        raise NotImplementedError
+
+    def team(self, name: str, ranks: tuple[int, ...]) -> MembersT:
+        """The group that its members call `name`."""
+        team = self._teams.get(name)
+        if team is None:
+            team = self._teams[name] = self.new_team(name, ranks)
+        if team.ranks != ranks:
+            raise MismatchError(
+                f"the ranks make different groups in one call: {team.ranks} and {ranks}"
+            )
+        return team
+
+
+class Team(Members):
+    """The ranks `ranks` of a virtual world that `sim.run` runs, in this order."""
+
+    device, sharing = torch.device("cpu"), 1
 
     def __init__(self, world: World, name: str, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self._name = name
+        super().__init__(name, ranks)
         self._world = world
-        self._met = [0] * len(ranks)
-        self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
-        self._mail: dict[tuple[int, int, int], deque[tuple[torch.Tensor, Any]]] = {}
 
     @property
     def chip(self) -> str:
@@ -81,7 +153,7 @@ class Team:
     @property
     def calls(self) -> int:
         """How many calls the first member has made."""
-        return self._met[0]
+        return self.met[0]
 
     def arrive(self, member: int, value: Any, call: str) -> Meeting:
         """Bring `value` to the next call of the team, which must be the same `call` for all.
@@ -89,28 +161,14 @@ class Team:
         Raises:
             MismatchError: another member makes another call.
         """
-        number = self._met[member]
-        self._met[member] += 1
         if self._world.scheduler.tracing:
-            self._world.scheduler.saw(strand_here(), self.ranks, number, False)
-        meeting = self._open.get(number)
-        if meeting is None:
-            key = self._name, number
-            meeting = self._open[number] = Meeting(key, len(self.ranks))
+            self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
+        meeting = self.enter(member, value, call)
         if self._world.tape:
             self._world.tape.sync(strand_here(), "arrive", meeting.key)
-        for other, (_, theirs) in meeting.values.items():
-            if theirs != call:
-                raise MismatchError(
-                    f"rank {self.ranks[member]} is to {call} where rank {self.ranks[other]} is to "
-                    f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
-                )
-        meeting.values[member] = value, call
         self._world.bring(value)
         if self._world.detector:
             meeting.clock = _joined(meeting.clock, self._clock())
-        if meeting.complete:
-            del self._open[number]
         return meeting
 
     def attend(self, meeting: Meeting, call: str) -> list[Any]:
@@ -142,11 +200,9 @@ class Team:
         with recorder.collective(strand_here(), name, share):
             yield
 
-    def gather(self, member: int, value: Any) -> list[Any]:
-        """Every member's `value`: nobody goes on before all have come."""
-        return self.attend(self.arrive(member, value, _MEMORY), _MEMORY)
-
-    def memory(self, member: int, pad_bytes: int, data_bytes: int) -> VirtualMemory:
+    def memory(
+        self, member: int, pad_bytes: int, data_bytes: int, device: torch.device
+    ) -> VirtualMemory:
         """Zeroed pads and data that holds nothing yet."""
         made = None
         if member == 0:
@@ -187,7 +243,7 @@ class Team:
             self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
         self._world.bring(value)
         clock = self._clock().copy() if self._world.detector else None
-        self._mail.setdefault((source, target, tag), deque()).append((value, clock))
+        self.mail[source, target, tag].append((value, clock))
         if self._world.tape:
             self._world.tape.sync(strand_here(), "send", (self._name, source, target, tag))
 
@@ -196,7 +252,7 @@ class Team:
         sources = range(len(self.ranks)) if source is None else [source]
 
         def came() -> list[int]:
-            return [s for s in sources if self._mail.get((s, target, tag))]
+            return [s for s in sources if self.mail[s, target, tag]]
 
         def waits_for() -> str:
             who = "anybody" if source is None else f"rank {self.ranks[source]}"
@@ -208,7 +264,7 @@ class Team:
                 tape.unfit = "a message from anybody"
         self._world.scheduler.sleep_until(strand_here(), lambda: bool(came()), waits_for)
         sender = came()[0]
-        value, clock = self._mail[sender, target, tag].popleft()
+        value, clock = self.mail[sender, target, tag].popleft()
         if clock is not None:
             self._join(clock)
         return sender, value

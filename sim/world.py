@@ -17,7 +17,6 @@ import torch
 
 from weft.collectives import pad
 from weft.collectives.workspace import forget
-from weft.errors import MismatchError
 from weft.sim import distributed_hooks
 from weft.sim.compiling import Launched, launched
 from weft.sim.errors import SimError
@@ -30,7 +29,7 @@ from weft.sim.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, z
 from weft.sim.recording import HOST, Tape
 from weft.sim.rotation import Pads
 from weft.sim.scheduler import Scheduler, Strand, local, strand_here
-from weft.sim.team import Team, word_told
+from weft.sim.team import Team, Teams, word_told
 from weft.sim.trace import HostOp, Recorder, Signal, Wait
 
 Programs = Literal["sequential", "concurrent"]
@@ -39,7 +38,7 @@ _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
 
 
-class World:
+class World(Teams[Team]):
     """One schedule of `world_size` virtual ranks."""
 
     def __init__(
@@ -54,6 +53,7 @@ class World:
         numerics: bool,
         symmetric: bool,
     ) -> None:
+        super().__init__()
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
         self.detector = Detector(scheduler.sites) if races and numerics else None
         self.everybody = tuple(range(world_size))
@@ -64,7 +64,6 @@ class World:
             self.detector.tape = tape
         self.recorder = Recorder(world_size) if hardware else None
         scheduler.explain = self._awaited
-        self._teams: dict[str, Team] = {}
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
         self._names: dict[int, Hashable] = {}  # of segments, by their starts
         self._starts: list[int] = []  # of segments, in order
@@ -111,16 +110,8 @@ class World:
         except SimError as error:
             raise self.scheduler.stop(error) from None
 
-    def team(self, name: str, ranks: tuple[int, ...]) -> Team:
-        """The group that its members call `name`."""
-        team = self._teams.get(name)
-        if team is None:
-            team = self._teams[name] = Team(self, name, ranks)
-        if team.ranks != ranks:
-            raise MismatchError(
-                f"the ranks make different groups in one call: {team.ranks} and {ranks}"
-            )
-        return team
+    def new_team(self, name: str, ranks: tuple[int, ...]) -> Team:
+        return Team(self, name, ranks)
 
     def allocate(self, team: Team, pad_bytes: int, data_bytes: int) -> list[torch.Tensor]:
         """A segment for each member of `team`: zeroed pads, and data that holds nothing yet."""

@@ -188,12 +188,15 @@ class GpuRanks:
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         if self._pool is None:
-            self._pool = RankPool(self.world_size, device="cuda")
+            self._pool = self._new_pool()
         try:
             return self._pool.run(body, *args, timeout_s=timeout_s)
         except RankError:
             self.close()
             raise
+
+    def _new_pool(self) -> RankPool:
+        return RankPool(self.world_size, device="cuda")
 
     def close(self) -> None:
         if self._pool is not None:

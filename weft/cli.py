@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parsed = parser.parse_args(given)
     module, _ = _COMMANDS[parsed.command]
-    if parsed.command == "sim":  # virtual ranks compute on the CPU, where there are GPUs, too
+    # Virtual ranks compute on the CPU, also where there are GPUs, if not told otherwise.
+    if parsed.command == "sim" and "--gpu" not in parsed.args:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     try:
         command: Callable[[list[str]], int | None] = importlib.import_module(module).main
