@@ -172,8 +172,6 @@ def test_flash_decode(gpu_ranks: GpuRanks, engine: str) -> None:
 def test_collective_kernels(
     gpu_ranks: GpuRanks, body: Callable[..., Any], dtype: torch.dtype
 ) -> None:
-    if gpu_ranks.world_size > 3:
-        pytest.skip("the cases are for up to 3 ranks")
     gpu_ranks.run(with_gpu, body, dtype, timeout_s=300)
 
 

@@ -52,7 +52,7 @@ def explained(call: Any) -> torch.Tensor:
 def gather_body(dtype: torch.dtype) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     with weft.engine("triton"):
-        for seed, sizes in enumerate(([5, 0, 70][:W], [32] * W, [0, 33, 7][:W])):
+        for seed, sizes in enumerate(([5, 0, 70, 1][:W], [32] * W, [0, 33, 7, 40][:W])):
             every = [values(r, n, dtype, seed) for r, n in enumerate(sizes)]
             whole = torch.cat(every)
             mine = every[rank]
@@ -124,9 +124,9 @@ def to_all_body(dtype: torch.dtype) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     with weft.engine("triton"):
         tables = (
-            [[2, 0, 5], [3, 40, 1], [0, 0, 0]],
-            [[16] * 3] * 3,
-            [[1, 2, 3], [4, 5, 6], [70, 8, 9]],
+            [[2, 0, 5, 1], [3, 40, 1, 0], [0, 0, 0, 0], [33, 0, 2, 4]],
+            [[16] * 4] * 4,
+            [[1, 2, 3, 4], [4, 5, 6, 7], [70, 8, 9, 1], [0, 1, 0, 50]],
         )
         for seed, table in enumerate(tables):
             sends = [row[:W] for row in table[:W]]
