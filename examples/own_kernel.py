@@ -29,6 +29,7 @@ from weft.bench import bounds
 from weft.bench.problem import INPUTS, Options, Prepared, Spec
 from weft.bench.shapes import sized
 from weft.collectives import signals
+from weft.kernels.chips import chip_of
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -102,7 +103,8 @@ def scatter_norm(
     """RMSNorm of residual (M / W, D), to which this rank's rows of the sum of x (M, D) are added.
 
     Args:
-        programs: grid, the same on all ranks, 256 at most; by default one a core, interpreted 2.
+        programs: grid, the same on all ranks, 256 at most; by default as many as the GPU, or this
+            rank's share of it, runs at once.
 
     Raises:
         PeerTimeout: a peer did not make the same call in time.
@@ -112,10 +114,8 @@ def scatter_norm(
     nbytes = world_size * rows * D * 4
     ws = collectives.workspace(nbytes=nbytes, channel="scatter norm", device=x.device)
     ws.check("scatter_norm")
-    if programs is None and x.is_cuda:
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     y = torch.empty_like(residual)
-    _scatter_norm_kernel[(programs or 2,)](
+    _scatter_norm_kernel[(programs or chip_of(x.device).programs,)](
         y, residual, x, weight, ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls,
         ws.rank, rows, EPS, D=D, WORLD_SIZE=world_size, BLOCK_M=block_m,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def scatter_norm(
 
 def inputs(call: int, M: int, D: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """The x of every rank, the whole residual, and weight; the same on all ranks."""
-    generator = torch.Generator().manual_seed(call)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(call)
     parts = collectives.resolve(None).world_size
     xs = [torch.randn(M, D, generator=generator) for _ in range(parts)]
     return xs, torch.randn(M, D, generator=generator), torch.randn(D, generator=generator)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
+
 from weft.collectives import pad
 from weft.sim import compiling
 from weft.sim.errors import SimError
@@ -72,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     function = _function(args.script, given[end + 1 :])
     start = time.perf_counter()
     if args.gpu:
+        if not torch.cuda.is_available():
+            parser.error("--gpu: torch sees no GPU here; without --gpu, ranks need none")
         run_on_gpu(args.ranks, function, timeout=args.timeout)
         print(f"{args.ranks} ranks on one GPU: done in {time.perf_counter() - start:.1f} s")
         return 0

@@ -27,6 +27,11 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--gpu" in command:  # with one: tests/test_sim_gpu.py
+        with pytest.raises(SystemExit):
+            main(command.split())
+        assert "no GPU" in capsys.readouterr().err
+        return
     status = main(command.split())
     said = capsys.readouterr()
     if "--hardware" in command:
@@ -52,7 +57,7 @@ def test_what_looking_costs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
 
 
 def test_a_script_finds_its_arguments_and_its_rank(

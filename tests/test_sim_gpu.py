@@ -4,8 +4,11 @@ kernels; on a GPU, by `pytest -m gpu`, the compiled kernels."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +32,7 @@ from weft.sim.cli import main as sim_command
 from weft.sim.team import Members
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
@@ -243,3 +247,12 @@ def attention_body(W: int) -> None:
 def test_kernels_of_threads(gpu_threads: GpuThreads, body: Callable[..., Any]) -> None:
     args = () if body is collectives_body else (gpu_threads.world_size,)
     gpu_threads.run(body, *args, timeout_s=180)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m gpu")
+def test_command() -> None:
+    command = [sys.executable, "-m", "weft", "sim", "examples/own_kernel.py:check", "--gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on one GPU" in done.stdout
