@@ -112,13 +112,16 @@ def prepare(problem: Problem, options: Options) -> Prepared:
     absent: dict[str, str] = {}
     if device.type == "cuda":
         variants["triton"] = by_kernel(variants[MAIN])
-    if S % (2 * W) == 0:
-        variants["torch ring"] = on_parts(_torch_ring(causal, in_turn=False), even)
-        variants["ring, in turn"] = on_parts(_torch_ring(causal, in_turn=True), even)
-        variants[PEER] = on_parts(_gathered(plain, causal, device), plain)
+    rings = ("torch ring", "ring, in turn")
+    if S % (2 * W):
+        absent = dict.fromkeys((*rings, PEER), "the process group takes equal shards only")
     else:
-        why = "the process group takes equal shards only"
-        absent = dict.fromkeys(("torch ring", "ring, in turn", PEER), why)
+        variants[PEER] = on_parts(_gathered(plain, causal, device), plain)
+        if options.gpus_shared:
+            absent = dict.fromkeys(rings, "ranks share a GPU: no ring overlaps with anything")
+        else:
+            for name in rings:
+                variants[name] = on_parts(_torch_ring(causal, in_turn=name != rings[0]), even)
 
     def expected() -> list[torch.Tensor]:
         # On a GPU torch has attention without a matrix of all scores up to fp32 only.

@@ -124,11 +124,16 @@ def run(
 
 def _begin(count: int, record: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *_FILES]
+    # No plugins but ours: they need not be there, and others may be.
+    command += ["-o", "addopts=", "-p", "no:cacheprovider"]
     command.append("--maxfail=12")  # what fails here mostly fails everywhere, by its time limit
     # Kernels must be compiled, whatever the caller's shell says.
     variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    variables.setdefault("WEFT_TIMEOUT_S", "30")
+    # Peers compile what a rank waits for, each by itself: some seconds apart. Of ranks that share a
+    # GPU a wait lasts several times as long, as they poll in turns.
+    variables.setdefault("WEFT_TIMEOUT_S", "20")
     variables |= {"GPU_RANKS": str(count), "GPU_RECORD": str(record.resolve())}
+    variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with open(log, "wb") as said:
         return subprocess.Popen(
             command,
@@ -136,7 +141,8 @@ def _begin(count: int, record: Path, log: Path) -> subprocess.Popen[bytes]:
             env=variables,
             stdout=said,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            # A group, to be ended with its ranks; no session, as who ends ours ends all in it.
+            preexec_fn=os.setpgrp,
         )
 
 

@@ -135,7 +135,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     variants = {name: on(name) for name in offered}
     symm_mem, plain = problem.symm_mem, problem.plain
     if not options.engines or "peers" in options.engines:
-        if device.type == "cuda" and group.world_size > torch.cuda.device_count():
+        if options.gpus_shared:
             # Its waits know no time-out: a hang would cost the whole run.
             absent[PEERS[0]] = "ranks share a GPU, which torch's ops are not made for"
         else:

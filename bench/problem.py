@@ -51,6 +51,11 @@ class Options:
         """That torch may use in each rank."""
         return max(1, cores() // self.ranks)
 
+    @property
+    def gpus_shared(self) -> bool:
+        """Whether there are more ranks than GPUs: they take turns, and nothing overlaps."""
+        return self.device == "cuda" and self.ranks > torch.cuda.device_count()
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -120,7 +120,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     done = [item for item in items if last.get(item.nodeid) in ("passed", "skipped")]
     _record(tests=[item.nodeid for item in items])
     config.hook.pytest_deselected(items=done)
-    items[:] = [item for item in items if item not in done]
+    items[:] = sorted((item for item in items if item not in done), key=_order)
+
+
+def _order(item: Any) -> int:
+    """What only a GPU runs comes first, if time is short: kernels, graphs, then other engines."""
+    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    return {"host": 1, "generic": 2}.get(engine, 0)
 
 
 @pytest.hookimpl(trylast=True)

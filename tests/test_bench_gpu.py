@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from weft.bench import gpu, gpu_tests
-from weft.bench.problem import Spec
+from weft.bench.problem import Options, Spec
 from weft.bench.rows import Case, Result, Timing
 
 
@@ -64,6 +65,31 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(gpu, "environment", lambda *args: dict(WHERE))
+
+
+def test_ranks_that_share_gpus_run_less(monkeypatch: pytest.MonkeyPatch, a_gpu: None) -> None:
+    options = Options(device="cuda")
+    shared = gpu.asked_of(gpu.ops_suite, 2, options)
+    assert shared.gpus_shared and shared.rounds and {M for M, _, _ in shared.shapes} == {16, 2048}
+    alone = gpu.asked_of(gpu.matmul_suite, 2, options)
+    assert alone.rounds is None and not alone.shapes
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    own = gpu.asked_of(gpu.ops_suite, 2, options)
+    assert not own.gpus_shared and own.rounds is None and len(own.shapes) == 8
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_gloo_does_not_look_for_the_hosts_name_in_vain(monkeypatch, known: bool) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+    def found(*name: object) -> None:
+        if not known:
+            raise OSError
+
+    monkeypatch.setattr(gpu.socket, "getaddrinfo", found)
+    gpu._stay_on_this_host()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == (None if known else "lo")
 
 
 def told(outcome: str) -> gpu_tests.Outcomes:
@@ -158,9 +184,19 @@ SOME_TESTS = """
 import os, pathlib, time, pytest
 pytestmark = pytest.mark.gpu
 
-def test_right():
+def note(text):
     with open("ran", "a") as file:
-        file.write("right ")
+        file.write(text + " ")
+
+@pytest.mark.parametrize("engine", ["generic", "host", "triton"])
+def test_engine(engine):
+    note(engine)
+
+def test_right(pytestconfig):
+    note("right")
+    assert not pytestconfig.pluginmanager.has_plugin("xdist")
+    # Ended with the session, and as a group.
+    assert os.getsid(0) == os.getsid(os.getppid()) and os.getpgid(0) != os.getpgid(os.getppid())
 
 @pytest.mark.skip(reason="why not")
 def test_skipped():
@@ -188,7 +224,7 @@ def test_tests_are_kept_one_by_one_and_not_run_again(tmp_path, monkeypatch) -> N
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: sum("as it was" in s for s in said))
     monkeypatch.setattr(gpu_tests, "time", clock)
     first = gpu_tests.run((3,), record, until=0.5, say=said.append)
-    assert str(first) == "1 passed, 1 skipped, 1 failed, 1 not run" and first.wrong
+    assert str(first) == "2 passed, 1 skipped, 1 failed, 3 not run" and first.wrong
     assert not first.finished and not first.broken
     assert gpu_tests.read(record, (3,)).found == first.found
     assert any(text.startswith("3 ranks: test_right: passed") for text in said)
@@ -197,8 +233,8 @@ def test_tests_are_kept_one_by_one_and_not_run_again(tmp_path, monkeypatch) -> N
     with open(record, "a") as file:
         file.write(json.dumps(gone) + "\n")
     again = gpu_tests.run((3,), record)
-    assert str(again) == "3 passed, 1 skipped" and again.finished and not again.wrong
-    assert (tmp_path / "ran").read_text() == "right "
+    assert str(again) == "6 passed, 1 skipped" and again.finished and not again.wrong
+    assert (tmp_path / "ran").read_text() == "triton right host generic "
     (tmp_path / "test_some.py").write_text("nothing that Python knows")
     broken = gpu_tests.run((3,), record)
     assert broken.wrong and "SyntaxError" in broken.broken[0]

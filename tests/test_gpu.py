@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -454,10 +455,10 @@ def absent_body() -> None:
                 torch.cuda.synchronize()
                 dist.barrier()
                 if rank == 0:
-                    os.environ["WEFT_TIMEOUT_S"] = "1"
+                    os.environ["WEFT_TIMEOUT_S"] = "0.2"
                     calls[name]()
                     torch.cuda.synchronize()
-                    with pytest.raises(weft.PeerTimeout, match="rank 0 waited 1 s for rank"):
+                    with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0\.2 s for rank"):
                         calls[name]()
                     os.environ["WEFT_TIMEOUT_S"] = patience
                 dist.barrier()
@@ -502,6 +503,12 @@ def on_kernels(body: Callable[..., Any], *args: Any) -> Any:
         return body(*args)
 
 
+def patiently(body: Callable[..., Any], *args: Any) -> Any:
+    """Ranks that call torch's compiler are apart by more than others."""
+    with patch.dict(os.environ, WEFT_TIMEOUT_S="120"):
+        return body(*args)
+
+
 def compiled_body(mode: str | None) -> None:
     """torch.compile of a forward and backward against eager, with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -539,7 +546,7 @@ def test_the_example_of_serving(gpu_ranks: GpuRanks, by_head: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled(gpu_ranks: GpuRanks, mode: str | None) -> None:
-    gpu_ranks.run(on_kernels, compiled_body, mode, timeout_s=300)
+    gpu_ranks.run(on_kernels, patiently, compiled_body, mode, timeout_s=300)
 
 
 def compiled_attention_body() -> None:
@@ -574,7 +581,7 @@ def compiled_attention_body() -> None:
 
 
 def test_compiled_attention(gpu_ranks: GpuRanks) -> None:
-    gpu_ranks.run(compiled_attention_body, timeout_s=300)
+    gpu_ranks.run(patiently, compiled_attention_body, timeout_s=300)
 
 
 def switch_body() -> bool:
