@@ -82,16 +82,18 @@ class CudaMemory:
     """
 
     def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
         from torch._C._distributed_c10d import _SymmetricMemory
 
+        from weft.collectives import rendezvous
+
         _allow_shared_gpus(group, device)
+        counts = group.gather_objects(rendezvous.had(), "symmetric memory of GPUs")
         own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
 
         def met() -> Any:
             with torch.cuda.device(device):
-                return symm_mem.rendezvous(own, group.pg)
+                return rendezvous.meet(own, group, counts)
 
         with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `lasting`
             self._handle = beside.submit(met).result()

@@ -6,15 +6,18 @@ import gc
 import os
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 import weft
 from weft import collectives
-from weft.collectives import pad, stream_signals, symmetric
+from weft.collectives import pad, rendezvous, stream_signals, symmetric
 from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
@@ -63,6 +66,40 @@ def misuse_body() -> None:
     with pytest.raises(ValueError, match="cpu or cuda"):
         collectives.empty((1,), device="meta")
     assert collectives.empty((0,)).local.numel() == 0
+
+
+class TorchsRendezvous:
+    """What ranks tell each other in torch's: each message by a number of the process."""
+
+    number = 0
+
+    def __call__(self, own: torch.Tensor, group: Any) -> list[int]:
+        c10d: Any = torch._C._distributed_c10d
+        pg = c10d._resolve_process_group(group) if isinstance(group, str) else group
+        store = dist.PrefixStore("", pg.get_group_store())  # C++, as torch's
+        for _ in range(2):
+            keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(pg.size())]
+            self.number += 1
+            store.set(keys[pg.rank()], str(own.item()))
+            store.wait(keys, timedelta(seconds=5))
+            told = [int(store.get(key)) for key in keys]
+        return told
+
+
+def rendezvous_body() -> None:
+    rank, some = dist.get_rank(), dist.new_group([0, 1])
+    with patch.object(symm_mem, "rendezvous", TorchsRendezvous()):
+        for turn in range(3):
+            for pg in (some, dist.group.WORLD)[0 if rank < 2 else 1 :]:
+                group = collectives.resolve(pg)
+                own = torch.tensor(10 * turn + rank)
+                counts = group.gather_objects(rendezvous.had(), "test")
+                told = rendezvous.meet(own, group, counts)
+                assert told == [10 * turn + r for r in range(group.world_size)]
+
+
+def test_rendezvous_after_some_ranks_have_had_one_without_the_others(ranks) -> None:
+    ranks(3, rendezvous_body)
 
 
 def run_ahead_body(slow: int) -> None:
