@@ -112,16 +112,16 @@ def prepare(problem: Problem, options: Options) -> Prepared:
     absent: dict[str, str] = {}
     if device.type == "cuda":
         variants["triton"] = by_kernel(variants[MAIN])
-    rings = ("torch ring", "ring, in turn")
+    peers = ("torch ring", "ring, in turn", PEER)
     if S % (2 * W):
-        absent = dict.fromkeys((*rings, PEER), "the process group takes equal shards only")
+        absent = dict.fromkeys(peers, "the process group takes equal shards only")
+    elif options.gpus_shared:
+        # Nor does Gloo survive it: functional collectives hand it addresses that only GPUs have.
+        absent = dict.fromkeys(peers, "ranks share a GPU, where nothing overlaps")
     else:
+        for name, in_turn in zip(peers, (False, True), strict=False):
+            variants[name] = on_parts(_torch_ring(causal, in_turn), even)
         variants[PEER] = on_parts(_gathered(plain, causal, device), plain)
-        if options.gpus_shared:
-            absent = dict.fromkeys(rings, "ranks share a GPU: no ring overlaps with anything")
-        else:
-            for name in rings:
-                variants[name] = on_parts(_torch_ring(causal, in_turn=name != rings[0]), even)
 
     def expected() -> list[torch.Tensor]:
         # On a GPU torch has attention without a matrix of all scores up to fp32 only.
