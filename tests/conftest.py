@@ -124,9 +124,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _order(item: Any) -> int:
-    """What only a GPU runs comes first, if time is short: kernels, graphs, then other engines."""
+    """What only a GPU runs comes first, if time is short: kernels and graphs; then the ranks that
+    are threads, then other engines."""
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    return {"host": 1, "generic": 2}.get(engine, 0)
+    threads = item.path.name == "test_sim_gpu.py"
+    return 1 if threads else {"host": 2, "generic": 3}.get(engine, 0)
 
 
 @pytest.hookimpl(trylast=True)
