@@ -78,12 +78,17 @@ def known_sizes(
         if group.why:
             return group.gather_objects(x.shape[dim], call())
         return agree(group, call(), x.shape[dim])
-    if len(sizes) != group.world_size or sizes[group.rank] != x.shape[dim]:
-        raise ValueError(
-            f"sizes holds the length of every rank's shard along dim {dim}: got {list(sizes)} for "
-            f"{group.world_size} ranks, with {x.shape[dim]} here (rank {group.rank})"
-        )
+    check_sizes("sizes", sizes, group, dim, x.shape[dim])
     return list(sizes)
+
+
+def check_sizes(name: str, sizes: Sequence[int], group: Group, dim: int, length: int) -> None:
+    """Raise ValueError unless `sizes` has one length a rank, and this rank's is `length`."""
+    if len(sizes) != group.world_size or sizes[group.rank] != length:
+        raise ValueError(
+            f"{name} holds the length of every rank's shard along dim {dim}: got {list(sizes)} for "
+            f"{group.world_size} ranks, with {length} here (rank {group.rank})"
+        )
 
 
 def even_sizes(

@@ -1,7 +1,7 @@
-"""Matmuls and attention fused with communication, and the layers that are made of them.
+"""Matmuls and attention fused with communication, and the layers made of them.
 
-    function                  file: checks, engines      kernels of its triton engine,
-                              but triton, gradient       forward and backward
+    function                  file: checks, host and     kernels of its triton engine,
+                              generic engine, gradient   forward and backward
     all_gather_matmul         gathered_matmul            all_gather_gemm, all_gather_contract
     matmul_reduce_scatter     scattered_matmul           gemm_reduce_scatter, gemm_one_shot
     matmul_all_reduce         reduced_matmul             gemm_all_reduce, gemm_one_shot
@@ -10,10 +10,10 @@
     flash_decode              cached_attention           flash_decoding
     append_to_cache           cached_attention           flash_decoding
 
-The kernels of matmuls are made of `tiles`, `gathers` or `copy_engines`, `partial_sums`, `splits`
-and `turns`; those of attention, of `attention_tiles`, `ring_keys`, `ring_dkv` and `head_units`.
-`engines` chooses an engine, `library` makes the functions ops of torch.library, `aot` compiles all
-kernels where there is no GPU.
+The matmul kernels are built from `tiles`, `gathers` or `copy_engines`, `partial_sums`, `splits` and
+`turns`; the attention kernels from `attention_tiles`, `ring_keys`, `ring_dkv` and `head_units`.
+`engines` chooses an engine, `library` registers the functions as custom ops, `aot` compiles all
+kernels without a GPU.
 """
 
 if not __name__.startswith("weft."):

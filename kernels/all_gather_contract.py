@@ -1,20 +1,20 @@
-"""The contraction gathered: y = sum over ranks of x_r @ (its rows of w), for columns and gradients.
+"""Matmul over a gathered contraction: y = sum over ranks of x_r @ (its rows of w).
 
-Legend: W ranks; rank r holds x_r and the whole of w (K, N). `offsets[r]` is where x_r begins in K
-(W + 1 numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and
-out, fp32 accumulation.
+Legend: W ranks; rank r holds x_r and all of w (K, N). `offsets[r]` is where x_r begins in K (W + 1
+numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and out,
+fp32 accumulation.
 
     columns gathered       y (M, N) = sum over r of x_r (M, k_r) @ w[offsets[r]:offsets[r+1]]
-    a weight's gradient    y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
+    gradient of a weight   y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
 
-For W = 3, on rank 1 (own part of K from x in place, the others as they have been gathered):
+For W = 3, on rank 1 (its own part of K is read from x in place, the others from `gathered`):
 
     y tile = x_0 @ w[0:k_0]  +  x_1 @ w[k_0:k_0+k_1]  +  x_2 @ w[k_0+k_1:]        in this order
              `gathered`         x                        `gathered`
 
-Shards come in as `weft.kernels.gathers` says, by the first COPY_PROGRAMS programs. The others make
-tiles of y; each waits, before its first tile, for all chunks of all peers, one shard after another
-as it comes to them. That is where the protocol's argument ends: nothing is signalled back.
+The first COPY_PROGRAMS programs fetch the shards as described in `weft.kernels.gathers`. The others
+make tiles of y; before its first tile each waits for all chunks of all peers, one shard at a time
+as the tile reaches it. They signal nothing back, so the argument made there covers this kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.collectives import signals
 from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import described_weights, in_order, matrix
+from weft.kernels.operands import contiguous, described_weights, matrix
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
     tiling = tiling_for(chip, M, N, dtype)
     if chip is INTERPRETER:
         return Config(tiling, chip.programs, 1, 32, 32)
-    # As many copies as `all_gather_gemm` has, for the same reason.
+    # As many copy programs as in `all_gather_gemm`, for the same reason.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     descriptors = chip.descriptors and dtype != torch.float32
@@ -169,8 +169,9 @@ def launch_all_gather_contract(
         w: (sum of sizes, N), any strides, dtype of x.
         ws: room for `gathers.workspace_bytes` of the largest x.
         sizes: k_r of every rank, the same list on all ranks.
-        out: (M, N), any strides, to be written; default new and contiguous.
-        with_own: also put this rank's x into the gathered matrix; else that is undefined there.
+        bias: (N,), or None.
+        out: (M, N), any strides, for the result; default new and contiguous.
+        with_own: also copy this rank's x into the gathered matrix; else it is undefined there.
         config: default `config_for`.
 
     Returns:
@@ -193,7 +194,7 @@ def launch_all_gather_contract(
         matrix(x),
         matrix(w),
         w_desc,
-        in_order(bias),
+        contiguous(bias),
         link_of(ws),
         (0, *accumulate(sizes)),
         M,

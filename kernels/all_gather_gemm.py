@@ -1,30 +1,31 @@
 """all_gather_matmul: activation(cat(x over ranks) @ w + bias), the gather behind the arithmetic.
 
-Legend: W ranks; rank r holds x_r (m_r, K), and its own w_i (K, N_i), one or several. `offsets[r]`
-is where x_r begins in the gathered matrix (W + 1 numbers, the last one M); shards may differ in
-size and be empty. bf16, fp16, fp32, or scaled fp8, in; fp32 accumulation; one rounding.
+Legend: W ranks; rank r holds x_r (m_r, K) and its own weights w_i (K, N_i), one or several.
+`offsets[r]` is the row at which x_r begins in the gathered matrix (W + 1 numbers, the last one M);
+shards may differ in size and be empty. Inputs are bf16, fp16, fp32 or scaled fp8; sums are fp32 and
+rounded once.
 
     y_i (M, N_i) = activation([x_0; x_1; ...] @ w_i + bias_i)          or, for two weights,
     y (M, N)     = silu([x_0; x_1; ...] @ w_0 + bias_0) * ([x_0; x_1; ...] @ w_1 + bias_1)
 
-Tiles count rows from the first own one, cyclically, so that a rank begins with what it has, and
-goes on with rank+1's. A tile may straddle two or more shards. For W = 3, on rank 1:
+Tiles count rows cyclically from the rank's own first row, so that a rank starts with the rows that
+it already has and goes on with those of rank+1. A tile may straddle shards. For W = 3, on rank 1:
 
     tile         0       1       2       3       4      ...
     rows    | x_1         | x_2           | x_0              |
     from      x in place    `gathered` (or the peers)
 
-Three ways for shards to come in, all by the protocol of `weft.kernels.gathers`:
-  - fetched: the first COPY_PROGRAMS programs copy them to `gathered`; before a tile, outside the
-    loop over K, wait for the chunks that it reads. By PARTS of K: all rows that programs want at
-    the same time come with their first columns first, and a tile has a loop for each part, so that
-    it begins before its rows have come whole.
-  - by copy engines: the same with no copy programs; see `weft.kernels.copy_engines`.
-  - DIRECT, for small M: no copy. Every program waits for all peers' publish kernels and then reads
-    the rows where their owners show them, a pointer a row. A tile covers many small shards at once,
-    where fetching would cost a further hop. Each column tile reads all rows again over the link.
+Shards arrive in one of three ways, all by the protocol of `weft.kernels.gathers`:
+  - fetched: the first COPY_PROGRAMS programs copy them to `gathered`. The others wait, before each
+    tile and outside the loop over K, for the chunks that the tile reads. With PARTS > 1, K is cut:
+    of all rows that the programs want at one time the first columns arrive first, and a tile loops
+    over one part after another, so that it can start before its rows are complete.
+  - by copy engines: the same without copy programs; see `weft.kernels.copy_engines`.
+  - DIRECT, for small M: no copy. Every program waits for the publish kernels of all peers and then
+    reads the rows in place at their owners, through one pointer a row. A tile covers many small
+    shards, for which fetching would cost a further hop. Each column tile reads all rows again.
 
-Small M and N make few tiles: then SPLIT programs in a row share one (`weft.kernels.splits`).
+Small M and N give few tiles; SPLIT neighbouring programs then share one (`weft.kernels.splits`).
 
 Why it neither races nor deadlocks: as in `gathers`; where nothing is fetched, every program waits
 for every peer before it does anything else.
@@ -55,14 +56,14 @@ from weft.kernels.chips import (
     tiling_for,
 )
 from weft.kernels.epilogues import Activation
-from weft.kernels.operands import described_weights, in_order, matrix, scales_of
+from weft.kernels.operands import contiguous, described_weights, matrix, scales_of
 from weft.kernels.scaled import Scaling
 
-# What all programs together may read over the link instead of a copy made once: at 450 GB/s about
-# the 3 us that a copy costs in signals.
+# The most that all programs together read directly over the link rather than from a copy made once:
+# at 450 GB/s that takes about the 3 us that the copy costs in signals.
 _DIRECT_BYTES = 1 << 20
 
-# What a copy engine copies at least, where a shard has it.
+# The least that a copy engine copies at a time, unless the shard is smaller.
 _CHUNK_BYTES = 4 << 20
 
 
@@ -73,16 +74,16 @@ class Config:
     Attributes:
         tiling: tiles of the matmul.
         programs: grid of the consumer kernel, copy programs included.
-        copy_programs: how many of them fetch shards; 0 if nothing is fetched by this kernel.
+        copy_programs: how many of them fetch shards; 0 if this kernel fetches nothing.
         chunk_rows: rows of a shard that are announced together.
         copy_m, copy_n: block that a copy moves at a time.
         descriptors: whether weights that allow it are read by tensor descriptor. Gathered rows
             never are: copies by descriptor are not ordered by the acquire of a signal.
-        direct: whether rows are read where their owners show them.
-        split: programs that share a tile, each a part of K. Only without copy programs.
-        copy_engines: whether shards are fetched by the chip's copy engines, and all programs but
-            one make tiles.
-        parts: in which K is fetched and announced. Only with copy programs.
+        direct: whether rows are read in place at their owners.
+        split: programs that share a tile, each taking a part of K. Only without copy programs.
+        copy_engines: whether the chip's copy engines fetch the shards, so that all programs make
+            tiles.
+        parts: into how many parts K is cut for fetching. Only with copy programs.
     """
 
     tiling: Tiling
@@ -113,9 +114,9 @@ def config_for(
     """The launch for an (M, K) @ (K, N), of which each rank brings 1/W of the rows.
 
     Args:
-        activation: for "swiglu" N counts the columns of both weights.
-        keep: the gathered matrix is wanted too.
-        keep_sums: what an activation is applied to is wanted too.
+        activation: for "swiglu", N counts the columns of both weights.
+        keep: whether the gathered matrix is wanted too.
+        keep_sums: whether the activation's argument is wanted too.
     """
     choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
     return _config(choice, M, N, K, dtype, world_size, chip, activation, keep, keep_sums)
@@ -134,45 +135,37 @@ def _config(
     keep: bool,
     keep_sums: bool,
 ) -> Config:
-    tiling = choice.tiling or tiling_for(chip, M, N, dtype)
-    pair = activation == "swiglu"
-    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
-        # Two sums at a time.
-        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
-    elif activation == "gelu" or keep_sums:  # at 256 columns they spill on sm_90, 8 and 24 bytes
-        tiling = replace(tiling, block_n=min(tiling.block_n, 128))
-    if keep_sums and (pair or N % 16) and tiling.block_m * tiling.block_n > 64 * 32:
-        # There, 24 to 790 bytes: addresses of two more outputs, or of columns that are not aligned.
-        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
-    count = -(-M // tiling.block_m) * -(-(N // 2 if pair else N) // tiling.block_n)
+    tiling = _tiling(choice, M, N, dtype, chip, activation, keep_sums)
+    columns = N // 2 if activation == "swiglu" else N  # of the output
+    column_tiles = -(-columns // tiling.block_n)
+    count = -(-M // tiling.block_m) * column_tiles
     # A group of tiles that run together should not wait for two peers.
     tiles_a_shard = max(1, M // world_size // tiling.block_m)
     tiling = replace(tiling, group_m=min(tiling.group_m, tiles_a_shard))
     interpreted = chip is INTERPRETER
-    column_tiles = count // max(1, -(-M // tiling.block_m))
     remote_bytes = column_tiles * M * K * dtype.itemsize * (world_size - 1) // world_size
     direct = not keep and remote_bytes <= (4 << 10 if interpreted else _DIRECT_BYTES)
     descriptors = chip.descriptors and dtype != torch.float32
-    # A link of 450 GB/s and 2 us latency is full with 0.9 MB under way: 64 KiB (8 warps)
-    # a program in one load, from an eighth of the cores. With one rank nothing is fetched.
+    # A link of 450 GB/s and 2 us latency is full with 0.9 MB in flight: a load of 64 KiB (8 warps)
+    # on each of an eighth of the cores. With one rank nothing is fetched.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
     copy_programs = choice.copy_programs or copy_programs
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
-    # Parts of at least a block, of chunks of at least two: more of them, or smaller, cost more in
-    # signals than tiles gain by beginning early (docs/scaling.md). Each program has two chunks.
+    # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost
+    # more in signals than tiles gain by starting early (docs/scaling.md). Two chunks a program.
     least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
     parts = 2 if min(M - least_m, K - least_k) >= 0 else 1
     chunk_rows = 16 if interpreted else parts * min(32, max(8, M // (2 * copy_programs)))
     config = Config(
         tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors, parts=parts
     )
-    # The other ways tell peers the same; this one must be that of all ranks, so that neither N nor
-    # a tuned choice has a say.
+    # Ranks may differ in the other ways, which signal alike, but must agree on this one: it depends
+    # neither on N nor on a tuned choice.
     if gathers_by_copy_engines(M, K, dtype, world_size) and not interpreted:
         if dtype.itemsize != 2 and N % 16:
-            # Columns that are not aligned spill beside what that leaves for others: 216 bytes in
-            # fp32, 328 in fp8 on sm_90.
+            # With the registers that `beside_others` leaves, unaligned columns spill on sm_90: 216
+            # bytes in fp32, 328 in fp8.
             config = replace(config, tiling=replace(tiling, block_n=min(tiling.block_n, 64)))
         return by_copy_engines(config, M, K, dtype, world_size, chip)
     if not direct:
@@ -180,6 +173,29 @@ def _config(
     split = splits.programs_a_tile(count, K, tiling, chip)
     programs = max(1, min(chip.programs, count * split))
     return replace(config, programs=programs, copy_programs=0, direct=True, split=split)
+
+
+def _tiling(
+    choice: tuning.Choice,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    chip: Chip,
+    activation: Activation | None,
+    keep_sums: bool,
+) -> Tiling:
+    """The tuned or default tiles, narrowed where the epilogue would make the kernel spill."""
+    tiling = choice.tiling or tiling_for(chip, M, N, dtype)
+    pair = activation == "swiglu"
+    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
+        # Two accumulators at a time.
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    elif activation == "gelu" or keep_sums:  # 256 columns spill on sm_90, 8 and 24 bytes
+        tiling = replace(tiling, block_n=min(tiling.block_n, 128))
+    if keep_sums and (pair or N % 16) and tiling.block_m * tiling.block_n > 64 * 32:
+        # Addresses of two more outputs, or of unaligned columns, spill 24 to 790 bytes there.
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    return tiling
 
 
 def by_copy_engines(
@@ -190,8 +206,8 @@ def by_copy_engines(
     chunk_bytes = 1 << 10 if chip is INTERPRETER else _CHUNK_BYTES
     return replace(
         config,
-        # For the small kernels between the copies, where others have taken the core left free:
-        # a collective of the process group, which waits for ranks that wait for these.
+        # The small kernels between the copies must find room even where another kernel has taken
+        # the free core, such as a collective that waits for ranks which wait for those kernels.
         tiling=replace(config.tiling, beside_others=chip.name.startswith("sm_")),
         copy_engines=True,
         direct=False,
@@ -199,7 +215,7 @@ def by_copy_engines(
         copy_programs=0,
         # One core stays free for the small kernels between the copies.
         programs=max(1, min(chip.programs, chip.cores - 1)),
-        # Several copies a shard: the first tiles of a peer's rows need not wait for the last ones.
+        # Several copies a shard, so that a peer's first tiles need not wait for its last rows.
         chunk_rows=max(1, -(-rows // 4), chunk_bytes // (K * dtype.itemsize)),
     )
 
@@ -209,7 +225,7 @@ def _wait_for_rows(
     link, offsets, first, last, part, chunk_rows, rank, generation, WORLD_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Wait until `part` of rows first..last, counted from the own first one, has been gathered."""
+    """Wait until `part` of rows first..last, counted from the rank's own first row, is gathered."""
     arrived = True
     begin = 0
     for step in range(WORLD_SIZE):
@@ -231,9 +247,9 @@ def _peers_rows(
     own_rows, own_scales, rows, link, offsets, pitch, scales_at, rank, generation, dtype,
     SCALED: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the given rows of the gathered matrix, and to their factors, at their owners.
+    """Pointers to the given rows of the gathered matrix, and to their scales, at their owners.
 
-    Without factors, the rows are returned twice: Triton 3.6 cannot return None.
+    Without scales, the rows are returned twice: Triton 3.6 cannot return None.
     """
     a_rows, a_scales = own_rows, own_scales if SCALED else own_rows
     for source in tl.static_range(WORLD_SIZE):
@@ -242,15 +258,15 @@ def _peers_rows(
         half = signals.half_ptr(link.buffer_ptrs, source, generation, link.half_bytes, dtype)
         a_rows = tl.where(theirs, half + inside * pitch, a_rows)
         if SCALED:
-            factors = gathers.scales_ptr(link, source, generation, scales_at)
-            a_scales = tl.where(theirs, factors + inside, a_scales)
+            scales = gathers.scales_ptr(link, source, generation, scales_at)
+            a_scales = tl.where(theirs, scales + inside, a_scales)
     return a_rows, a_scales
 
 
 @triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank"])
 def _ag_gemm_kernel(
-    outs,  # one (M, N_i) a weight, contiguous; one in all for swiglu
-    sums,  # the same before the activation, one a weight, or None
+    outs,  # (M, N_i) for each weight, contiguous; a single one for swiglu
+    sums,  # likewise before the activation, one for each weight, or None
     gathered_ptr,  # (M, K), or None if DIRECT
     gathered_scales_ptr,  # (M,) fp32, or None
     x,  # Matrix (m_local, K)
@@ -332,8 +348,8 @@ def _ag_gemm_kernel(
             first = tile_m * BLOCK_M
             last = tl.minimum(first + BLOCK_M, M) - 1
             arrived = peers_came
-            # Rows counted from the own first one, then as they are in the gathered matrix. Past the
-            # end the last row again, not the first ones: those may not be there yet.
+            # Rows counted from the rank's own first one, then as numbered in the gathered matrix.
+            # Past the end the last row is repeated: the first ones may not have arrived yet.
             inside_m = first + tl.arange(0, BLOCK_M) < M
             cyclic = tl.minimum(first + tl.arange(0, BLOCK_M), M - 1)
             own = cyclic < own_rows
@@ -356,7 +372,7 @@ def _ag_gemm_kernel(
                 a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
                 if SCALED:
                     a_scales = tl.where(own, a_scales, gathered_scales_ptr + wide)
-            # One of these branches runs: the one of the output whose columns the tile is among.
+            # Exactly one of these branches runs: that of the output in whose columns the tile lies.
             for i in tl.static_range(OUTPUTS):
                 tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
                 if (tile_n >= 0) & (tile_n < tiles_i):
@@ -392,7 +408,7 @@ def _ag_gemm_kernel(
                         second = None
                     if arrived & whole:
                         if BLOCK_N > 128:
-                            # By parts: with erf or exp a whole tile does not fit in registers.
+                            # In quarters: with erf or exp a whole tile does not fit in registers.
                             left, right = tiles.halves(acc)
                             for quarter in tl.static_range(4):
                                 even, odd = tiles.halves(left if quarter < 2 else right)
@@ -414,7 +430,7 @@ def _finish(
     acc, second, out_ptr, sums, a_scales, column_scales, biases, rows, inside_m, start_n, N,
     WEIGHT: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Store activation(acc * factors + bias), and before it what the activation is applied to."""
+    """Store activation(acc * scales + bias) and, where wanted, its argument first."""
     acc = tiles.times_rows(acc, a_scales, inside_m)
     acc = tiles.times_columns(acc, column_scales[WEIGHT], start_n, N)
     acc = tiles.with_bias(acc, biases[WEIGHT], start_n, N)
@@ -432,12 +448,12 @@ def _finish(
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a launch gives.
+    """What a launch returns.
 
     Attributes:
-        matrix: the gathered rows (M, K), contiguous; None if they never came together.
+        matrix: the gathered rows (M, K), contiguous; None if they were read in place.
         ys: the outputs, (M, N_i) each.
-        sums: what the activation was applied to, one a weight; empty if not asked for.
+        sums: the activation's arguments, one for each weight; empty unless asked for.
     """
 
     matrix: torch.Tensor | None
@@ -463,13 +479,14 @@ def launch_all_gather_matmul(
     Args:
         x: (m_r, K), this rank's rows, any strides.
         weights: (K, N_i), any strides, dtype of x.
-        ws: room for `gathers.workspace_bytes(max(sizes), K, x.dtype)`; of a channel of its own if
+        ws: room for `gathers.workspace_bytes(max(sizes), K, x.dtype)`; on a channel of its own if
             `config.copy_engines`.
         sizes: m_r of every rank, the same list on all ranks.
-        biases: (N_i,) or None, one a weight.
+        biases: (N_i,) or None for each weight.
         activation: see `weft.kernels.epilogues`; "swiglu" makes one y of two weights.
-        keep_sums: also give what the activation was applied to.
-        with_own: also put this rank's rows into the gathered matrix; without it they are undefined.
+        keep_sums: also return the activation's arguments.
+        with_own: also copy this rank's rows into the gathered matrix, where they else are
+            undefined.
         scaling: of fp8 operands.
         config: default `config_for`; `copy_engines` must be the same on all ranks.
     """
@@ -482,7 +499,7 @@ def launch_all_gather_matmul(
     tiling, pitch = config.tiling, gathers.pitch_of(K)
     Ns = tuple(w.shape[1] for w in weights)
     out_dtype = scaling.out_dtype if scaling else x.dtype
-    row_factors = scaling.rows if scaling else None
+    row_scales = scaling.rows if scaling else None
     outs = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
     sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
     gathered = scales = None
@@ -497,7 +514,7 @@ def launch_all_gather_matmul(
     )
     count = -(-M // tiling.block_m) * sum(-(-out.shape[1] // tiling.block_n) for out in outs)
     parts = config.parts if config.copy_programs else 1
-    # Every part of a chunk of a shard has a word of the pad.
+    # Every part of every chunk of a shard needs its own word of the pad.
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
     with ExitStack() as stack:
@@ -505,16 +522,16 @@ def launch_all_gather_matmul(
             assert gathered is not None
             stack.enter_context(
                 copy_engines.fetching(
-                    x, row_factors, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+                    x, row_scales, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
                 )
             )
         else:
-            # Of one rank nobody reads what it shows, if it does not itself.
+            # A single rank need not publish rows that it does not read back itself.
             unread = W == 1 and gathers.in_place(x) and not with_own
             shown = x[:0] if unread else x
             gathers.publish(
                 shown, ws, pitch, config.programs, config.copy_m, config.copy_n,
-                scales_of(row_factors), scales_at,
+                scales_of(row_scales), scales_at,
             )  # fmt: skip
         _ag_gemm_kernel[(config.programs,)](
             tuple(outs),
@@ -522,11 +539,11 @@ def launch_all_gather_matmul(
             gathered,
             scales,
             matrix(x),
-            scales_of(row_factors),
+            scales_of(row_scales),
             tuple(matrix(w) for w in weights),
             w_desc,
             w2_desc,
-            tuple(map(in_order, biases or [None] * len(weights))),
+            tuple(map(contiguous, biases or [None] * len(weights))),
             tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
             splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
             link_of(ws),

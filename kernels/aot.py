@@ -1,9 +1,9 @@
-"""Compile every kernel for named chips with no GPU, and tell what each needs.
+"""Compile every kernel for named chips without a GPU, and report what each needs.
 
     weft aot --arch sm_90,gfx942 --json
 
-What `weft.kernels.aot_cases` catches is given to Triton's compiler. Kernels must be plain
-`JITFunction`s, hence a process of its own with TRITON_INTERPRET=0.
+The launches caught by `weft.kernels.aot_cases` are given to Triton's compiler. Kernels must be
+plain `JITFunction`s, so this runs in a process of its own with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Of the matrix units: tcgen05, wgmma, mma, mfma. Without them, of plain multiply-adds.
+# Instructions of matrix units (tcgen05, wgmma, mma, mfma), and plain multiply-adds.
 _MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
 _PLAIN = ("FFMA", "v_fma", "v_pk_fma", "v_fmac", "v_dot")
 _LOAD = r"\b((?:LDGSTS|LDG)[.\w]*|(?:global|buffer)_load_(?:dword|u|s)\w*)"
@@ -63,9 +63,10 @@ class _Core:
     """What programs share on a core (SM, CU).
 
     Attributes:
-        registers: of 4 bytes, of all lanes. granule: a lane's are given in multiples of it.
-        warps, programs: the most that are resident. reserved_bytes: shared memory a program.
-        tensor_columns: of tensor memory.
+        registers, granule: 4-byte registers of all lanes; a lane gets a multiple of `granule`.
+        warps, programs: the most that are resident.
+        reserved_bytes: shared memory that each program takes besides its own.
+        tensor_columns: columns of tensor memory.
     """
 
     registers: int
@@ -89,7 +90,7 @@ _CORES = {
 def occupancy(
     arch: str, registers: int, shared_bytes: int, num_warps: int, tensor_columns: int = 0
 ) -> tuple[int, float]:
-    """Programs that one core holds, and the part of its warps that they are.
+    """Programs that fit on a core, and the fraction of its warps that they use.
 
     Example:
         sm_90, 128 registers, 100 KiB, 8 warps: registers allow 2 programs (65536 / 128 / 256) and
@@ -107,7 +108,7 @@ def occupancy(
 
 
 def widest_load(text: str) -> str:
-    """The global load that moves most a lane, as the disassembly names it; UTMALDG is TMA.
+    """The widest global load for each lane, as the disassembly names it; UTMALDG is TMA.
 
     Example:
         Of "LDG.E R1", "LDGSTS.E.BYPASS.128 [R2]" and "LDG.E.64 R4": LDGSTS.E.BYPASS.128.
@@ -118,7 +119,7 @@ def widest_load(text: str) -> str:
 
 
 def _width(load: str) -> int:
-    """Bits that a load moves a lane."""
+    """Bits that a load moves for each lane."""
     if found := re.search(r"dwordx(\d)", load):
         return 32 * int(found[1])
     if found := re.search(r"\.[US]?(8|16|64|128|256)\b", load):
@@ -136,8 +137,7 @@ class Report:
         config: its constants, warps and stages.
         spills: bytes of local memory, and spilled registers on AMD.
         programs_a_core, occupancy: see `occupancy`.
-        matrix_instruction: all kinds that occur, joined by +: of the matrix units, else plain
-            multiply-adds.
+        matrix_instruction: all kinds that occur, joined by +; if there are none, a multiply-add.
         widest_load: see `widest_load`.
     """
 
@@ -156,7 +156,7 @@ class Report:
 
 
 def source(launch: Launch) -> ASTSource:
-    """What Triton's own launcher would compile, its specialisation of arguments included."""
+    """What Triton's own launcher would compile, including its specialisation of arguments."""
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -238,7 +238,7 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
 
 
 def _config(launch: Launch) -> dict[str, Any]:
-    """The constants of a launch that JSON can say; a tiling by its fields."""
+    """The constants of a launch that JSON can express; the fields of a tiling one by one."""
     config: dict[str, Any] = {"programs": launch.grid[0]}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
@@ -252,7 +252,7 @@ def _config(launch: Launch) -> dict[str, Any]:
 
 
 def _blocks(config: Mapping[str, Any]) -> str:
-    """The blocks of a configuration, its warps and stages, in a few characters."""
+    """A configuration's blocks, warps and stages in a few characters."""
     names = ("block_m", "block_n", "block_k", "BLOCK_M", "BLOCK_N", "dkv_m", "dkv_n")
     sizes = [str(config[name]) for name in names if name in config]
     return (
@@ -262,7 +262,7 @@ def _blocks(config: Mapping[str, Any]) -> str:
 
 @cache
 def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Launch]]:
-    """Those that differ: a launch that two sizes share belongs to the first."""
+    """The distinct launches: one that two sizes share belongs to the first."""
     chip = next(chip for chip in KNOWN if chip.name == arch)
     found: dict[tuple[str, str], tuple[str, Launch]] = {}
     if dtype != torch.float8_e4m3fn or chip.fp8:
@@ -285,8 +285,11 @@ def compile_all(
     wide: bool = False,
     jobs: int = 1,
 ) -> Iterator[Report]:
-    """Compile the kernels for `archs`, one by one or by `jobs` processes: all, or the cases in
-    `only`; `wide`: of many more sizes. A launch that two sizes share is compiled once.
+    """Compile the kernels for `archs`, in `jobs` processes.
+
+    Args:
+        only: the cases to compile; empty for all.
+        wide: many more sizes. A launch that two sizes share is compiled once.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -306,7 +309,7 @@ def compile_all(
     if jobs == 1 or len(work) < 2:
         yield from (_compile_number(*each) for each in work)
         return
-    # Forked, they have the launches; nothing here has used a GPU or started a thread.
+    # Forked processes have the launches; nothing here has used a GPU or started a thread.
     with ProcessPoolExecutor(min(jobs, len(work)), get_context("fork")) as pool:
         yield from pool.map(_compile_number, *zip(*work, strict=True))
 
@@ -327,10 +330,10 @@ def line(r: Report) -> str:
 
 
 _EXAMPLES = """
-A row a kernel and configuration that the heuristics choose at the sizes of a 70B Llama on 8 ranks:
-registers a thread, bytes spilled to local memory, shared memory, programs that a core holds (and
-the part of its warps), the matrix instruction of the main loop, the widest load. Two to twenty
-seconds a row and core. The exit status is 1 if a kernel spills.
+One row for each kernel and configuration that the heuristics choose at the sizes of a 70B Llama on
+8 ranks: registers per thread, bytes spilled to local memory, shared memory, programs that fit on a
+core (and their fraction of its warps), the matrix instruction of the main loop, the widest load.
+Takes two to twenty seconds per row and core. The exit status is 1 if a kernel spills.
 
 examples:
   weft aot --arch sm_90                        all kernels on a Hopper GPU, in bf16

@@ -1,8 +1,7 @@
-"""What every kernel is launched with, caught instead of made: the cases of `weft aot`.
+"""What every kernel is launched with, caught instead of launched: the cases of `weft aot`.
 
-The launchers themselves run, on tensors without memory that take themselves for a chip's, so that
-the arguments, their alignment and the configuration are the real ones. The sizes are those of a 70B
-Llama on 8 ranks.
+The launchers themselves run, on tensors without memory whose device is taken for the chip, so that
+arguments, alignment and configuration are the real ones. Sizes are those of a 70B Llama on 8 ranks.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ _W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
 
 
 class _Gather(NamedTuple):
-    """`gradient`: of a reduce-scatter: w lies the other way, and all of x is wanted for dw."""
+    """`gradient`: of a reduce-scatter, whose w is transposed and whose dw needs all of x."""
 
     case: str
     tokens: int
@@ -150,7 +149,7 @@ def _all_gather_launches(
     if not scaled:  # which has no gradients
         cases.append(_Gather("d(down)", 1536, gradient=True))
     if wide:
-        # Of other sizes no tile differs, or in `group_m` alone.
+        # Tiles of other sizes do not differ, except in `group_m`.
         sizes = [(16, 500), (16, _FFN), (32, 500), (64, 500), (64, _FFN), (256, _FFN), (512, _FFN)]
         sizes += [(2048, 500), (2048, _FFN), (4096, 500)]
         cases += [
@@ -185,12 +184,12 @@ def _all_gather_launches(
                 with_own=gradient,
                 scaling=_scaling(dtype, share, widths),
             )
-        # One publish kernel serves all.
+        # All use one publish kernel.
         yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
     if scaled:
         return
     x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
-    # Of a gathered x, whose dw lies as w does and whose rows another dw wants; of a scattered y.
+    # Of a gathered x, with dw laid out like w and rows kept for another dw; of a scattered y.
     sums: list[tuple[str, torch.Tensor, bool, torch.Tensor | None]] = [
         ("columns", empty(8192, _HIDDEN // _W), False, None),
         ("weight gradient", x, True, empty(_FFN, _HIDDEN).T),
@@ -227,8 +226,8 @@ def _reduce_launches(
     ]
     sums = [("two shots", 8192, _HIDDEN), ("one shot", 16, _HIDDEN), ("one shot, narrow", 16, 1024)]
     if wide:
-        # 496 is no whole number of steps. Rows of depths that are no multiple of 16 bytes are not
-        # aligned, and large tiles of them spill: up to 490 bytes in bf16, 1,360 in fp8.
+        # 496 is not a whole number of steps. Depths that are not multiples of 16 bytes leave rows
+        # unaligned, and large tiles of them spill: up to 490 bytes in bf16, 1,360 in fp8.
         for tokens in (32, 64, 256, 512, 2048):
             scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (496, _FFN)]
             scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
@@ -311,9 +310,9 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads, kv_heads = 8, 1
-    # Rows of a rank, width of a head, how far back a query sees, and whether documents are packed,
-    # on shards of odd lengths, with a gradient of the log-sum-exp. Tiles of gradients do not depend
-    # on the rows: few rows are for the forward alone.
+    # Rows of a rank, width of a head, how far back a query sees, and whether documents are packed
+    # (on shards of odd lengths, with a gradient of the log-sum-exp). Tiles of gradients do not
+    # depend on the rows, so small ones are for the forward alone.
     shards = [
         ("attention", 1024, 128, UNBOUNDED, False),
         ("attention, window", 1024, 64, 4096, False),
@@ -410,7 +409,7 @@ def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tupl
     """(case, launch) of every kernel, in the configurations that the heuristics choose.
 
     Args:
-        wide: of many more sizes, through the heuristics' whole range.
+        wide: many more sizes, through the heuristics' whole range.
     """
 
     def empty(rows: int, columns: int) -> torch.Tensor:

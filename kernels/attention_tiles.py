@@ -1,11 +1,11 @@
 """Tiles of attention: rows of a head, which of them see which, and the online softmax.
 
-Legend: a query sees keys by *position* in the whole sequence; D is the width of a head. Scores are
-kept times log2(e), so that exp2 serves: it is what the hardware has.
+Legend: what a query sees is given by *positions* in the whole sequence; D is the width of a head.
+Scores are multiplied by log2(e), so that exp2 serves, which the hardware has.
 
-Softmax over blocks of keys, for M queries: `top` (M,) is the largest score so far, `total` (M,) the
-sum of exp2(score - top) and `acc` (M, D) that of exp2(score - top) * v. A query that has seen
-nothing has (-inf, 0, 0).
+Softmax over blocks of keys, for M queries: `top` (M,) is the largest score so far (m of the
+FlashAttention papers), `total` (M,) the sum of exp2(score - top) (their l), and `acc` (M, D) the
+sum of exp2(score - top) * v. A query that has seen nothing has (-inf, 0, 0).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ LOG2_E = Constant(1.4426950408889634)
 
 
 class Heads(NamedTuple):
-    """(B, H, rows, D) in memory, D contiguous: pointer to its first element, elements from one
-    batch, head and row to the next."""
+    """A (B, H, rows, D) tensor, D contiguous: pointer and strides of batch, head and row."""
 
     ptr: Any
     stride_b: Any
@@ -34,9 +33,10 @@ class Heads(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What a position sees: `before` positions before and `after` after it, and itself, of its own
-    document (`documents`: (limit, 2), first and one after the last token of each one's; or None)
-    and of `limit` tokens in all."""
+    """What a position sees: itself, `before` positions to its left and `after` to its right.
+
+    It sees only its own document (`documents`: (limit, 2), the first token of each token's document
+    and the one after its last; or None) and only the first `limit` tokens."""
 
     documents: Any
     before: Any
@@ -50,19 +50,19 @@ def heads_of(x: torch.Tensor) -> Heads:
     return Heads(x, *x.stride()[:3])
 
 
-def in_rows(*tensors: torch.Tensor) -> Any:
-    """The tensors as kernels read them: rows contiguous, strides alike; copies where they are not.
+def contiguous_rows(*tensors: torch.Tensor) -> Any:
+    """The tensors as kernels read them: rows contiguous and strides alike, copied if need be.
 
-    Elements from row to row must fit 32 bits.
+    Elements from one row to the next must fit 32 bits.
     """
     tensors = tuple(x.resolve_neg() for x in tensors)
     strides = tensors[0].stride()
     if all(x.stride() == strides for x in tensors) and strides[3] == 1 and strides[2] < 1 << 31:
         return tensors if len(tensors) > 1 else tensors[0]
-    return in_rows(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
+    return contiguous_rows(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
 
 
-# tl.max and tl.sum are kernels themselves: see `tiles`. What they are made of is not.
+# tl.max and tl.sum are jit functions of Triton's own (see `tiles.zeros`); tl.reduce is not.
 @triton.jit
 def row_max(x):
     """The largest of each row."""
@@ -77,7 +77,7 @@ def row_sum(x):
 
 @triton.jit
 def head_ptr(heads, batch, head):
-    """Where row 0 of a head lies; both are int64."""
+    """Address of row 0 of a head; batch and head are int64."""
     return heads.ptr + batch * heads.stride_b + head * heads.stride_h
 
 
@@ -85,11 +85,10 @@ def head_ptr(heads, batch, head):
 def load_rows(
     ptr, start, stop, stride, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """BLOCK rows of a matrix D wide, from row `start` on: 0 beyond it, and from row `stop` on.
+    """BLOCK rows of a matrix D wide, from row `start` on; 0 beyond column D and from row `stop` on.
 
-    Each row's address is made from its number, in every turn of a loop: offsets inside the block,
-    the same in every turn, would be kept in registers through all of it.
-    """
+    Each row's address is computed from its number in every iteration: offsets inside the block,
+    which do not change, would stay in registers through the whole loop."""
     rows, columns = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < stop) & (columns[None, :] < D)
@@ -98,16 +97,16 @@ def load_rows(
 
 @triton.jit
 def visible(position, sees):
-    """First token that one at `position` sees, and the one after the last.
+    """The first token that one at `position` sees, and the one after the last.
 
-    For blocks of positions and for scalars.
+    Works on blocks of positions and on scalars.
 
     Example: before=2, after=0, limit=5: position 3 sees 1 .. 3, position 6 sees 4 .. 4.
     """
     first = tl.maximum(position - sees.before, 0)
     last = tl.minimum(position + sees.after + 1, sees.limit)
     if sees.documents is not None:
-        # Side by side: one address serves for both.
+        # The two lie side by side, so one address serves both.
         document = sees.documents + 2 * tl.minimum(position, sees.limit - 1)
         first = tl.maximum(first, tl.load(document))
         last = tl.minimum(last, tl.load(document + 1))
@@ -118,7 +117,7 @@ def visible(position, sees):
 def seen_pairs(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr):
     """(BLOCK, SEEN): whether tokens from `start` on see those from `seen_start` to `seen_stop` - 1.
 
-    Computed where it is used: its rows' bounds would else be live through the whole loop.
+    Recomputed where it is used: otherwise its rows' bounds would be live through the whole loop.
     """
     rows, columns = start + tl.arange(0, BLOCK), seen_start + tl.arange(0, SEEN)
     first, last = visible(rows, sees)
@@ -127,7 +126,9 @@ def seen_pairs(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl
 
 
 @triton.jit
-def pairs_seen(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr):
+def seen_pairs_transposed(
+    start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr
+):
     """`seen_pairs`, transposed: (SEEN, BLOCK)."""
     rows, columns = start + tl.arange(0, BLOCK), seen_start + tl.arange(0, SEEN)
     first, last = visible(rows, sees)
@@ -137,9 +138,10 @@ def pairs_seen(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl
 
 @triton.jit
 def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
-    """Cuts the tokens start .. stop - 1 for a tile of rows, of which the first and the last see
-    `lowest` and `highest`: (begin, a, b, end) where begin .. end - 1 is all that any row sees, and
-    a .. b - 1, in whole blocks from begin on, what every row sees.
+    """Split tokens start .. stop - 1 for a tile whose end rows see `lowest` and `highest`.
+
+    Returns (begin, a, b, end): no row sees anything but begin .. end - 1, and every row sees all of
+    a .. b - 1, which lies in whole blocks from begin on.
 
     Example: rows 8 .. 15 that see what is before them and themselves, so (0, 9) and (0, 16), tokens
     4 .. 31, BLOCK=2: (4, 4, 8, 16).
@@ -152,7 +154,7 @@ def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def empty_softmax(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """(top, total, acc) of queries that have seen no key yet."""
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.full((ROWS,), 0.0, dtype=tl.float32)
@@ -160,18 +162,18 @@ def nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def weighed(top, total, scores):
-    """A block of keys more: the new (top, total), its weights, and the factor for `acc`."""
+def softmax_step(top, total, scores):
+    """Take in a block of keys: the new (top, total), its weights, and the rescaling of `acc`."""
     new_top = tl.maximum(top, row_max(scores))
-    # A row that has seen nothing keeps -inf: -inf - -inf would be nan.
+    # A row that has seen nothing keeps -inf; -inf - -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
-    fade = tl.exp2(top - base)
-    return new_top, total * fade + row_sum(weights), weights, fade
+    rescale = tl.exp2(top - base)
+    return new_top, total * rescale + row_sum(weights), weights, rescale
 
 
 @triton.jit
-def averaged(top, total, acc):
-    """What the queries get, and their log-sum-exp in base 2: 0 and -inf where nothing was seen."""
+def normalized(top, total, acc):
+    """The attention output and its log-sum-exp in base 2; 0 and -inf where nothing was seen."""
     total = tl.where(total == 0, 1.0, total)
     return acc / total[:, None], top + tl.log2(total)

@@ -1,4 +1,4 @@
-"""torch.autocast for the fused ops: they take their operands as torch.matmul does there.
+"""torch.autocast for the fused ops, which cast their operands there as torch.matmul does.
 
 with torch.autocast("cuda", torch.bfloat16):
     y = weft.all_gather_matmul(x, w)        x and w in fp32: y in bf16
@@ -20,8 +20,9 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`op` of operands in autocast's dtype, where that is on, and without it inside: the engines
-    choose what they add up in. Gradients come back in the operands' own dtypes."""
+    """Where autocast is on, call `op` with operands in its dtype and with autocast off, since the
+    engines choose what they add up in. Gradients have the operands' original dtypes.
+    """
 
     @wraps(op)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -37,7 +38,7 @@ def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
         def cast(x: torch.Tensor) -> torch.Tensor:
             return x.to(dtype) if x.dtype in _CAST else x
 
-        # The factors of fp8 operands stay as they are.
+        # The scales of fp8 operands stay as they are.
         operands: Any = (args, kwargs)
         if first is not None and first.dtype in _CAST:
             operands = tree_map_only(torch.Tensor, cast, operands)
@@ -48,8 +49,9 @@ def autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def outside_autocast(backward: Callable[..., _R]) -> Callable[..., _R]:
-    """`backward(ctx, *grads)` of an autograd function, that computes in the dtypes of forward also
-    where somebody calls it under autocast."""
+    """Have `backward(ctx, *grads)` of an autograd function compute in the dtypes of the forward,
+    even if it is called under autocast.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> _R:

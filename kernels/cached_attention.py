@@ -1,23 +1,22 @@
 """flash_decode: attention of a few new tokens to a key/value cache that is sharded across ranks.
 
-W ranks; B sequences, of which the last T tokens ask, H query heads on H_kv key heads. Sharded by
-sequence, a cache holds every sequence in blocks of P tokens, in turn on the ranks:
+W ranks; B sequences, of which the last T tokens query, H query heads and H_kv key heads. Sharded by
+sequence, a cache holds every sequence in blocks of P tokens, dealt to the ranks in turn:
 
     positions   0 .. P-1 | P .. 2P-1 | 2P .. 3P-1 | ...        W = 2
     on rank         0    |     1     |     0      | ...
 
-so that old and new tokens, and the work, spread over all ranks. Rank r attends to what it holds and
-shows (out_r, lse_r) in fp32 to all; every rank merges them in rank order:
+so that old and new tokens, and the work, are spread over all ranks. Rank r attends to the keys that
+it holds and sends (out_r, lse_r) in fp32 to all; every rank merges them in rank order:
 
     out = sum over r of exp(lse_r - lse) * out_r,      lse = log(sum over r of exp(lse_r))
 
-so that all ranks have the same bits. What moves is B * H * T * (D + 1) numbers a rank, however long
-the sequences are. Sharded by head, a rank holds all tokens of its key heads, and the results of
-other heads come from their ranks. With shard=None nobody needs another: tensor-parallel layers have
-queries of their own heads alone, and go on with what these give.
+so that all ranks have the same bits. Each rank sends B * H * T * (D + 1) numbers, however long the
+sequences are. Sharded by head, a rank holds all tokens of its key heads, and gets the results of
+other heads from their ranks. With shard=None nothing is exchanged: tensor-parallel layers query
+with their own heads alone, and go on with the results of those.
 
-`append_to_cache` stores new tokens where they belong. The kernels are in `flash_decoding`, that of
-flash_decode with the merge in it.
+`append_to_cache` stores new tokens where they belong. The kernels are in `flash_decoding`.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from weft.kernels.chips import chip_of
 from weft.kernels.engines import Problem, choose, too_wide
 from weft.kernels.scaled import FP8
 
-# Among fewer keys torch's kernel for CPUs loses nan.
-_FEWEST = 16
+# With fewer keys torch's CPU kernel does not propagate NaN.
+_FEWEST_KEYS = 16
 
 Shard: TypeAlias = Literal["sequence", "head"] | None
 
-# Of a query of one head: of longer ones not even the smallest tile, 16 of them, fits a core.
+# Of a query of one head: of wider ones not even the smallest tile, 16 queries, fits in a core.
 WIDEST_BYTES = 2048
 
 
@@ -55,7 +54,7 @@ class Cache:
         k, v: (B, H_kv, S, D); with a table (pages, H_kv, P, D).
         table: (B, blocks) int32: page of each local block of each sequence; None: not paged.
         block: P.
-        rank, world_size: which blocks these are: global block g lies on rank g % world_size.
+        rank, world_size: tell which blocks these are: global block g lies on rank g % world_size.
     """
 
     k: torch.Tensor
@@ -71,7 +70,7 @@ class Cache:
         return self.k.shape[2] if self.table is None else self.table.shape[1] * self.block
 
     def seen(self, limit: int) -> int:
-        """How many of this rank's tokens lie before a position: always a prefix.
+        """How many of this rank's tokens lie before position `limit`; they are always a prefix.
 
         Example: blocks of 4 on 2 ranks, limit 11: rank 0 has 0..3 and 8..10, 7 tokens.
         """
@@ -109,20 +108,20 @@ def flash_decode(
         q: (B, H, T, D), the same on every rank unless shard is None; T is small, say 1 to 8. Query
             t of sequence b is at position lengths[b] - T + t, and sees the positions up to its own.
         k_cache, v_cache: (B, H_kv, S, D), this rank's part, new tokens included; with a
-            `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H. Of q's
-            dtype, or float8_e4m3fn: of k / k_scale and v / v_scale with factors of your own, pass
+            `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H. Dtype
+            of q, or float8_e4m3fn: if you store k / k_scale and v / v_scale, pass
             `scale * k_scale`, and multiply out by v_scale.
         lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scale: of the scores; None: 1 / sqrt(D).
         shard: "sequence": block g of P tokens of every sequence lies on rank g % W, as local block
-            g // W. "head": the caches hold all tokens of the rank's share of the key heads, as many
-            on each rank; q still has all heads. None: the caches hold all that q asks for, and no
-            rank has a part in it.
-        block_size: P, where the cache is not paged; None: S, one block a rank.
-        block_table: (B, blocks) int32, where pages are: the page that holds local block j of b.
-        window: the query at position i sees no keys before i - window, as in `ring_attention`; what
-            lies before all queries' windows is not read, and its pages may be others'. None: all.
+            g // W. "head": the caches hold all tokens of this rank's share of the key heads, equal
+            on all ranks; q still has all heads. None: the caches hold all that q needs, and the
+            ranks do not communicate.
+        block_size: P, if the cache is not paged; None: S, one block on each rank.
+        block_table: (B, blocks) int32, for a paged cache: the page with local block j of b.
+        window: the query at position i sees no keys before i - window, as in `ring_attention`. Keys
+            before all queries' windows are not read, and their pages may be reused. None: all.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -131,7 +130,7 @@ def flash_decode(
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or sequences longer than the cache (checked
-            on the CPU only: on a GPU it would stop the host).
+            on a CPU only: on a GPU the host would have to wait).
         NotImplementedError: a gradient is wanted, or an engine was forced that cannot run the call.
         PeerTimeout: a rank did not come.
 
@@ -221,13 +220,13 @@ def append_to_cache(
 
     Args:
         k, v: (B, H_kv, T, D), of the caches' dtype. Token t of sequence b is at position
-            lengths[b] - T + t; those before position 0 are not stored. With shard="sequence" and
+            lengths[b] - T + t; those before position 0 are not stored. With shard="sequence" or
             "head" they are the same on every rank and hold all key heads, with None this rank's.
         k_cache, v_cache, lengths, group, shard, block_size, block_table: as in `flash_decode`;
             `lengths` counts the new tokens.
 
-    Nothing is exchanged: each rank stores what is its own. On a GPU one launch, of which the host
-    reads nothing.
+    Nothing is exchanged: each rank stores what belongs to it. On a GPU this is one launch, and the
+    host reads no tensor.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or sequences longer than the cache (checked
@@ -249,7 +248,7 @@ def append_to_cache(
     where = alone() if shard is None else resolve(group)
     if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
         raise ValueError(
-            f"k and v must be alike, got {tuple(k.shape)} {k.dtype} on {k.device} and "
+            f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
             f"{tuple(v.shape)} {v.dtype} on {v.device}"
         )
     cache = _checked("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, where)
@@ -271,7 +270,7 @@ def append_to_cache(
 
 
 def name_of(group: GroupLike, shard: Shard) -> str:
-    """A group as the ops of torch.library take it; "" is this process by itself."""
+    """The name of a group as custom ops take it; "" is this process by itself."""
     return "" if shard is None else group_name(group)
 
 
@@ -301,8 +300,10 @@ def _checked(
     table: torch.Tensor | None,
     group: Group,
 ) -> Cache:
-    """This rank's part of the cache that x (B, .., T, D) asks, or adds to; raises for what does not
-    fit. `name` is what x is called."""
+    """This rank's part of the cache that x (B, .., T, D) queries or extends, after all checks.
+
+    `name` is what x is called in errors.
+    """
     shapes = f"got {name} {tuple(x.shape)}, caches {tuple(k.shape)} and {tuple(v.shape)}"
     if shard not in ("sequence", "head", None):
         raise ValueError(f'shard must be "sequence", "head" or None, got {shard!r}')
@@ -315,7 +316,7 @@ def _checked(
     narrow = (FP8,) if name == "q" and k.dtype == v.dtype else ()
     for of, other in (("k_cache", k), ("v_cache", v)):
         if other.dtype not in (x.dtype, *narrow) or other.device != x.device:
-            either = f", or {FP8} both caches" if name == "q" else ""
+            either = f" (or {FP8} in both caches)" if name == "q" else ""
             raise ValueError(
                 f"{of} must have {name}'s dtype and device, {x.dtype} on {x.device}{either}, got "
                 f"{other.dtype} on {other.device}"
@@ -362,7 +363,7 @@ def _check_room(
     """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only.
 
     Args:
-        oldest: how many tokens from the end of each sequence on are looked at; None: all.
+        oldest: how many tokens at the end of each sequence are read; None: all.
     """
     if lengths.is_cuda or not lengths.numel():
         return
@@ -390,7 +391,7 @@ def _no_room(cache: Cache, lengths: torch.Tensor, oldest: int | None) -> str:
     if cache.table is not None and needed:
         pages = cache.k.shape[0]
         low, high = (int(end) for end in cache.table.aminmax())
-        if low < 0 or high >= pages:  # which may be so where no token of a sequence is looked at
+        if low < 0 or high >= pages:  # entries of blocks that are not read may be anything
             read = []
             for row, length in zip(cache.table.tolist(), tokens, strict=True):
                 first = 0 if oldest is None else cache.seen(length - oldest)
@@ -419,7 +420,7 @@ def _attend(
         [(cache.seen(at - reach), cache.seen(at + 1)) for at in range(length - T, length)]
         for length in tokens
     ]
-    # Sequences side by side that are as long as each other share their calls.
+    # Neighbouring sequences of equal length share a call.
     parts = []
     for visible, run in itertools.groupby(range(B), spans.__getitem__):
         same = list(run)
@@ -444,8 +445,10 @@ def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _attend_run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: list[tuple[int, int]], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (n, H, T, D) to k, v (n, H_kv, S, D), the tokens from the first that query 0
-    sees to the last that query T - 1 does. Query t sees visible[t]: (first, end)."""
+    """Attention of q (n, H, T, D) to k, v (n, H_kv, S, D); query t sees visible[t]: (first, end).
+
+    The keys begin with the first that query 0 sees and end with the last that query T - 1 sees.
+    """
     n, H, T, D = q.shape
     mask = None
     whole = visible[0][0], visible[-1][1]
@@ -455,7 +458,7 @@ def _attend_run(
         hidden = (at < firsts) | (at >= ends)
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
         mask = mask.masked_fill_(hidden, -torch.inf).repeat(H // k.shape[1], 1)
-    # Query heads of one key head are more rows of its matmul: keys are read once.
+    # Query heads that share a key head become rows of one matmul, so that keys are read once.
     rows = q.reshape(n, k.shape[1], -1, D)
     out, lse = _softmax(rows, k, v, mask, scale)
     out, lse = out.reshape(q.shape), lse.reshape(n, H, T).float()
@@ -468,8 +471,8 @@ def _attend_run(
 def _softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q @ k^T + mask) @ v and the log-sum-exp, in q's dtype or a wider one."""
-    if q.device.type == "cpu" and k.shape[2] >= _FEWEST:
+    """softmax(scale * q @ k^T + mask) @ v and the log-sum-exp, in q's dtype or wider."""
+    if q.device.type == "cpu" and k.shape[2] >= _FEWEST_KEYS:
         if q.stride(3) != 1:
             q = q.contiguous()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -486,8 +489,10 @@ def _softmax(
 def _attend_captured(
     q: torch.Tensor, cache: Cache, lengths: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` of lengths and a table that a CUDA graph will find other values in: the host reads
-    neither, all that there is room for is looked at."""
+    """`_attend` inside a CUDA graph, whose replays find other values in lengths and table.
+
+    The host therefore reads neither, and all that there is room for is read.
+    """
     T, room = q.shape[2], cache.room
     limits = lengths.long().unsqueeze(1) + torch.arange(1 - T, 1, device=q.device)
     cycle = cache.block * cache.world_size
@@ -505,7 +510,7 @@ def _attend_captured(
     held = replace(cache, table=table)
     parts = []
     for row in range(len(q)):
-        # What nobody sees may be anything, and 0 * nan is nan.
+        # Keys that nobody sees may be anything, and 0 * NaN is NaN.
         unseen = hidden[row].all(0).unsqueeze(-1)
         k, v = (
             x.to(q.dtype).masked_fill(unseen, 0) for x in held.keys(slice(row, row + 1), 0, room)
@@ -519,7 +524,7 @@ def _attend_captured(
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse): 0 for a query that sees nothing, whose lse is -inf."""
+    """exp(scores - lse), and 0 for a query that sees nothing, whose lse is -inf."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
 
 

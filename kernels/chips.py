@@ -1,7 +1,7 @@
-"""What a chip can do, as far as kernels must know, and the tiles of a matmul that suit it.
+"""What kernels need to know of a chip, and the tiles of a matmul that suit it.
 
-Everything here is a function of shapes, dtype and chip alone, as ranks that run one call must come
-to the same tiles. Tables of tiles that were timed go before it: `weft.kernels.tuning`.
+Everything here depends on shapes, dtype and chip alone, because all ranks of a call must arrive at
+the same tiles. Tables of measured tiles take precedence: `weft.kernels.tuning`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Chip:
 
     Attributes:
         name: "sm_90", "gfx942", ..., or "interpreter".
-        cores: programs that run at once at one a core (SMs, CUs).
+        cores: programs that run at once, one on each SM or CU.
         shared_bytes: shared memory (LDS) that one program may use.
         descriptors: whether tensor descriptors are copied by hardware (TMA).
         fp8: whether its matrix units multiply float8_e4m3fn.
@@ -34,12 +34,17 @@ class Chip:
     fp8: bool = False
 
     @property
+    def is_amd(self) -> bool:
+        """Whether it is one of AMD's CDNA chips."""
+        return self.name.startswith("gfx")
+
+    @property
     def programs(self) -> int:
         """The largest grid whose programs are all resident and have a signal slot."""
         return min(self.cores, MAX_PROGRAMS)
 
 
-# The interpreter runs programs one after another: few of them, but enough to be several.
+# The interpreter runs programs one after another, so there are few, but several.
 INTERPRETER = Chip("interpreter", 3, 1 << 30, fp8=True)
 KNOWN = (
     Chip("sm_80", 108, 163 << 10),
@@ -53,7 +58,7 @@ def chip_of(device: torch.device) -> Chip:
     """The chip behind `device`, or the one that virtual ranks stand for; a rank's share of it where
     they run on one at the same time.
 
-    Compute capabilities of one major number count as one family.
+    Compute capabilities with the same major number count as one family.
     """
     ranks = here.world and here.world.virtual
     if ranks and ranks.chip:
@@ -90,9 +95,9 @@ class LaunchOptions:
     """How Triton compiles a kernel.
 
     Attributes:
-        all_registers: on NVIDIA's chips, of at most 8 warps: a lane may have all registers there
-            are. Else the assembler spills some bytes where that lets a core hold a program more.
-        beside_others: on NVIDIA's chips: a core has room for one more warp.
+        all_registers: for NVIDIA chips and at most 8 warps: let a lane use all registers there are.
+            Otherwise the assembler spills a few bytes if a core can then hold another program.
+        beside_others: for NVIDIA chips: leave room on a core for one more warp.
     """
 
     num_warps: int = 8
@@ -119,13 +124,13 @@ class Tiling(LaunchOptions):
     group_m: int = 8
 
 
-# Shards from this size on are fetched by copy engines: to enqueue a copy and to announce it takes
-# 4 us, in which a link of 450 GB/s brings 1.5 MB.
+# Shards of at least this size are fetched by copy engines: enqueueing and announcing a copy takes 4
+# us, in which a link of 450 GB/s moves 1.5 MB.
 _ENGINE_BYTES = 4 << 20
 
 
 def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int) -> bool:
-    """Whether (M, K), gathered from the shards of all ranks, is fetched by GPUs' copy engines."""
+    """Whether GPUs' copy engines gather an (M, K) from the shards of all ranks."""
     return world_size > 1 and M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
 
 
@@ -133,14 +138,14 @@ def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int)
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
     """Tiles for `pieces` outputs of (M, N) each, made by one launch; no tile spans two of them.
 
-    K plays no part: it may differ from rank to rank, and the tiles must not.
+    K plays no part: ranks may differ in it, but not in the tiles.
     """
     if chip is INTERPRETER:
         return Tiling(16 if M <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
     if dtype == torch.float32:
-        # Multiply-adds without tensor cores on NVIDIA. Of the shapes tried these are the largest
-        # that spill in no kernel.
-        if chip.name.startswith("gfx"):
+        # Multiply-adds without tensor cores on NVIDIA. These are the largest shapes tried that do
+        # not spill in any kernel.
+        if chip.is_amd:
             return Tiling(64, 64, 32, num_warps=4, num_stages=2)
         if M <= 32:
             return Tiling(32, 32, 32, num_warps=4, num_stages=3, all_registers=True)
@@ -150,18 +155,18 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
     if M <= 64 or pieces * M * N <= 128 * 128 * chip.cores // 2:
         # Small: more and smaller tiles, so that every core has one.
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64
-        if chip.name.startswith("gfx"):
+        if chip.is_amd:
             return Tiling(block_m, 64, 64, num_warps=4, num_stages=2)
         return Tiling(block_m, 64, 64, num_warps=4, num_stages=4, all_registers=True)
-    if chip.name.startswith("gfx"):
+    if chip.is_amd:
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
     if dtype.itemsize == 1 and chip.name == "sm_90":
         return Tiling(128, 128, 128, num_warps=8, num_stages=4)  # two sums: see `tiles.dot`
     wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
     stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
     if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
-        # Fewer tiles than cores: halves, so that the others have work too. With a stage more they
-        # spill on sm_100, 8 bytes.
+        # Half as wide if there would be fewer tiles than cores. With one more stage these spill 8
+        # bytes on sm_100.
         if pieces * -(-M // wide.block_m) * -(-N // wide.block_n) < chip.cores:
             return replace(wide, block_n=128, num_stages=3)
         return wide

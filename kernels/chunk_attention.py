@@ -1,13 +1,14 @@
-"""Attention by pieces on a CPU, at the speed of torch's own kernel: partial results and their sum.
+"""Attention piece by piece on a CPU, at the speed of torch's own kernel.
 
-Softmax over keys that come piece by piece: each piece gives its own output and the log-sum-exp of
-its scores, and two of them merge exactly, as
+Softmax over keys that arrive in pieces: each piece gives an output and the log-sum-exp of its
+scores, and two of them merge exactly:
 
     out = out_a * sigmoid(lse_a - lse_b) + out_b * sigmoid(lse_b - lse_a)
     lse = log(exp(lse_a) + exp(lse_b))
 
-Backward, torch's kernel is given the output and log-sum-exp of *all* keys: its probabilities are
-then the final ones, and the gradients of the pieces simply add up. No matrix of scores is kept.
+In backward, torch's kernel is given the output and log-sum-exp over *all* keys, so that its
+probabilities are the final ones and the gradients of the pieces simply add up. No matrix of scores
+is kept.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Total:
-    """A sum (B, H, S, D), in `memory`, of parts that come one after another, each of some rows.
+    """A sum (B, H, S, D), in `memory`, of parts that each cover some rows.
 
-    Nothing is filled with zeros where the first part has all rows.
+    The memory is not zeroed if the first part covers all rows.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -48,20 +49,20 @@ class Total:
 
 
 class PartialAttention:
-    """Attention of queries (B, H, S, D) to the keys seen so far: fp32 or better."""
+    """Attention of queries (B, H, S, D) to the keys so far, in fp32 or wider."""
 
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
-        self._q, self._sees, self._scale = _in_rows(q), sees, scale
+        self._q, self._sees, self._scale = _contiguous_rows(q), sees, scale
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.empty(q.shape, dtype=wide, device=q.device)
         self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         self._begun = False
 
     def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        """Attend to more keys, k and v (B, H_kv, S_k, D), in the `pieces` that are seen."""
+        """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `pieces`."""
         if not _any_work(self._q, k):
             return
-        k, v = _in_rows(k), _in_rows(v)
+        k, v = _contiguous_rows(k), _contiguous_rows(v)
         for piece in pieces:
             rows, keys = slice(*piece.queries), slice(*piece.keys)
             mask = _mask(piece, self._sees, self._q)
@@ -73,7 +74,7 @@ class PartialAttention:
                 attn_mask=mask,
                 scale=self._scale,
             )
-            if mask is not None:  # torch's kernel says 0 for queries that see nothing
+            if mask is not None:  # torch's kernel returns 0 for queries that see nothing
                 lse = lse.masked_fill((mask < 0).all(-1), -torch.inf)
             self._merge(rows, out, lse)
 
@@ -84,15 +85,13 @@ class PartialAttention:
             self._lse.copy_(lse)
             return
         total, seen = (x[:, :, rows] for x in self.result())
-        # Of two that saw nothing, -inf - -inf.
+        # If neither saw anything, -inf - -inf is NaN.
         weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
         total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
         torch.logaddexp(seen, lse, out=seen)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (B, H, S, D), and (B, H, S), the log-sum-exp: 0 and -inf where nothing was
-        seen.
-        """
+        """The output (B, H, S, D) and log-sum-exp (B, H, S): 0 and -inf where nothing was seen."""
         if not self._begun:
             self._begun = True
             self._out.zero_()
@@ -104,23 +103,23 @@ class AttentionGrad:
     """Gradients of a finished attention, collected piece by piece.
 
     Attributes:
-        dq: that of the pieces so far, fp32 or better.
+        dq: the sum over the pieces so far, in fp32 or wider.
     """
 
     def __init__(self, saved: Saved, sees: Visibility, scale: float) -> None:
         q, _, _, out, lse, grad_out, grad_lse = saved
         self._sees, self._scale, self._width = sees, scale, q.shape[3]
-        self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is no nan
+        self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is 0
         self.dq = Total(torch.empty(q.shape, dtype=lse.dtype, device=q.device))
         self._columns = 0
         if grad_lse is not None:
-            # d(score) = p * (dp - sum(grad_out * out) + grad_lse): one more column does it, in
-            # which q, k and v are 0, so that it adds to the sum only.
+            # d(score) = p * (dp - sum(grad_out * out) + grad_lse). An extra column, in which q, k
+            # and v are 0, brings the last term into the sum.
             self._columns = 1
             out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
             grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
         self._q = self._widened(q)
-        self._out, self._grad_out = out, _in_rows(grad_out)
+        self._out, self._grad_out = out, _contiguous_rows(grad_out)
 
     def add(
         self,
@@ -130,7 +129,7 @@ class AttentionGrad:
         dk: Total,
         dv: Total,
     ) -> None:
-        """Add to `dq`, and to dk and dv (B, H_kv, S_k, D), what the `pieces` give."""
+        """Add the gradients of the `pieces` to `dq`, and to dk and dv (B, H_kv, S_k, D)."""
         if not _any_work(self._q, k):
             return
         k, v = self._widened(k), self._widened(v)
@@ -153,16 +152,16 @@ class AttentionGrad:
                 total.add(part, grad[..., : self._width])
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.pad(x, (0, self._columns)) if self._columns else _in_rows(x)
+        return functional.pad(x, (0, self._columns)) if self._columns else _contiguous_rows(x)
 
 
-def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as torch's kernel takes for granted: a row's elements one after another."""
+def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with contiguous rows, which torch's kernel takes for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """torch's kernel divides by its sizes."""
+    """Whether no size is 0: torch's kernel divides by them."""
     return q.numel() > 0 and k.numel() > 0
 
 

@@ -1,22 +1,22 @@
 """Shards fetched by the chip's copy engines, in streams beside the kernel that multiplies them.
 
-    consumer's stream   show x | consumer kernel: tiles, each waiting for its chunks ......... | end
+    consumer's stream   publish x | consumer: tiles, each waiting for its chunks ............. | end
     side stream 0       | wait for its peer | copy chunk 0 | announce it | copy chunk 3 | ...
     side stream 1       | wait for its peer | copy half of 1 | the other half | announce | ...
     side stream 2       | ...
 
-Chunks of all shards, the next rank's first, go to the side streams in turn, so that they come in
-the order in which tiles want them, and some streams copy while another announces. What the streams
-copy first is cut in more and more parts: else all would announce at the same time, and the link
-would rest.
+The chunks of all shards, the next rank's first, are dealt to the side streams in turn: they arrive
+in the order in which tiles want them, and some streams copy while another announces. The first copy
+of each stream is cut into more and more parts, as otherwise all streams would announce at the same
+time and leave the link idle.
 
-The kernels keep all cores for tiles: no program copies. The words are those of
-`weft.kernels.gathers`, (1, peer, chunk), written by kernels of one program between the copies,
-which then wait for the peer of the stream's next copy. These need a core of their own while the
-consumer runs, so its grid leaves one free.
+The kernel's cores all make tiles: no program copies. The words are those of `weft.kernels.gathers`,
+(1, peer, chunk), written by one-program kernels between the copies, which then wait for the peer of
+the stream's next copy. They need a core of their own while the consumer runs, so its grid leaves
+one free.
 
 Calls are exchanges (`weft.collectives.exchange`): on a GPU they end with a barrier, so that the
-half of memory that the host hands to the copy engines is the same in every replay of a graph.
+half of memory that the host passes to the copy engines is the same in every replay of a graph.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DATA_WORD = signals.Constant(stream_signals.DATA_WORD)
 
 @triton.jit(do_not_specialize=["rank", "peer", "chunk", "next_peer"])
 def _announce_kernel(link, rank, peer, chunk, next_peer, WORLD_SIZE: tl.constexpr) -> None:
-    """Tell the consumer that `chunk` of `peer`'s shard has come; then hold the stream until
-    `next_peer` shows its own. Either may be `rank`, for nothing to do. Grid: 1.
+    """Tell the consumer that `chunk` of `peer`'s shard is here, then hold the stream until
+    `next_peer` has published its own. Pass `rank` to skip either step. Grid: 1.
     """
     generation = signals.last_generation(link.signal_ptrs, rank)
     if peer != rank:
@@ -73,10 +73,10 @@ def fetching(
     scales_at: int,
     with_own: bool,
 ) -> Iterator[None]:
-    """Show x (and its factors) and have the peers' fetched; enqueue the consumer in the block.
+    """Publish x (and its scales) and fetch the peers'; the consumer is enqueued inside the block.
 
     Args:
-        gathered, gathered_scales: (M, K) and (M,) to be filled, own rows only if `with_own`.
+        gathered, gathered_scales: (M, K) and (M,), filled; this rank's rows only if `with_own`.
         chunk_rows: rows that are copied and announced together.
         scales_at: see `weft.kernels.gathers`.
     """

@@ -1,8 +1,8 @@
-"""Local matmuls that the ops share: the quickest library on a CPU, weight gradients, checks.
+"""Local matmuls that the ops share: the fastest library on a CPU, weight gradients, checks.
 
-torch.mm runs fp32 on a CPU in MKL, which uses no AVX-512 on other makers' processors: oneDNN, which
-torch brings along, is 2.2 times as quick there (AMD Zen 5, one core: 250 against 110 GFLOP/s). The
-gain is measured once and kept: with AVX2 it is 1.1, which is not worth oneDNN's larger errors.
+torch.mm runs fp32 on a CPU in MKL, which does not use AVX-512 on processors of other makers. The
+oneDNN that torch ships is 2.2 times as fast there (AMD Zen 5, one core: 250 against 110 GFLOP/s).
+The gain is measured once and kept: with AVX2 it is 1.1, not worth oneDNN's larger errors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weft.kernels.chips import INTERPRETER, chip_of
 
 SumOp = Literal["sum", "avg"]
 
-# Below this many flops the call costs more than the library gains: 10 us against 2 us for torch.mm.
+# Below this many flops oneDNN's call, 10 us against 2 us of torch.mm, costs more than it gains.
 _ONEDNN_FLOPS = 4e6
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype of sums of values of x, and of the parts that make them up, before they are rounded."""
+    """Dtype in which values of x, or partial products that make them up, are added up."""
     narrow = x.dtype.is_floating_point and x.dtype.itemsize < 4
     return torch.float32 if narrow else x.dtype
 
 
 def is_half(x: torch.Tensor) -> bool:
-    """Whether sums of values of x are wider than x."""
+    """Whether x is of a 16-bit dtype, so that its sums are wider."""
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -52,7 +52,7 @@ def _is_slow(x: torch.Tensor) -> bool:
 
 
 def allocates(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether `mm(x, w)` makes a new tensor, so that `out` costs a copy."""
+    """Whether `mm(x, w)` allocates its result, so that `out` costs a copy."""
     return _is_slow(x) or _in_onednn(x, w)
 
 
@@ -75,9 +75,9 @@ def mm(
     *,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (M, K) @ w (K, N), + bias (N,), or + plus (M, N): into `out` if given, which may be `plus`.
+    """x (M, K) @ w (K, N), plus bias (N,) or `plus` (M, N), into `out`, which may be `plus`.
 
-    Half precision on a CPU without instructions for it is computed in fp32.
+    On a CPU without half-precision instructions, half precision is computed in fp32.
     """
     added = bias if plus is None else plus
     if _is_slow(x):
@@ -103,8 +103,10 @@ def partial_mm(
     plus: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (M, K) @ w (K, N) (+ plus) in `sum_dtype`: half precision is not rounded, so that a sum of
-    such products is rounded once. `out` may be `plus`."""
+    """x (M, K) @ w (K, N) (+ plus) in `sum_dtype`. `out` may be `plus`.
+
+    Half precision is not rounded, so that a sum of such products is rounded once.
+    """
     if not is_half(x):
         return mm(x, w, plus=plus, out=out)
     if plus is not None:
@@ -112,18 +114,17 @@ def partial_mm(
     if not on_cpu(x) and torch.version.hip is None:
         product = torch.mm(x, w, out_dtype=torch.float32, out=out)
     elif on_cpu(x) and x.dtype == torch.bfloat16 and bfloat16_gain() > _TWO_HALVES:
-        # A CPU's bf16 matmul adds in fp32 but rounds what it gives: a second one gives the rest.
+        # A CPU's bf16 matmul adds in fp32 but rounds its result: a second one gives the remainder.
         rounded = torch.mm(x, w)
         rest = torch.addmm(rounded, x, w, beta=-1)
-        # Beyond an overflow there is no rest, but infinity less infinity.
+        # After an overflow the remainder is infinity - infinity.
         product = torch.add(rounded.float(), rest.nan_to_num_(0.0), out=out)
     else:
         product = mm(x.float(), w.float(), out=out)
     return product
 
 
-# Two matmuls in bf16 and what joins them take as long as one in fp32 that is this many times
-# slower.
+# Two bf16 matmuls and their sum take as long as one fp32 matmul that is this many times slower.
 _TWO_HALVES = 3.0
 
 
@@ -145,13 +146,13 @@ class _PartialMatmul(torch.autograd.Function):
         return dx, dw
 
 
-def factors(*saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the gradients of a product multiply with: its factors, or their conjugates."""
+def conjugated(*saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The saved factors of a product as its gradients need them: conjugated if they are complex."""
     return tuple(x.conj() for x in saved)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (*batch, K) as (M, K), where sizes may be 0, and symbolic."""
+    """x (*batch, K) as (M, K); sizes may be 0 or symbolic."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -189,9 +190,8 @@ def finished(
 class WeightGrad:
     """dw = sum over row chunks of x_chunk^T @ dy_chunk, in the memory layout of `w`.
 
-    An nn.Linear hands its weight over as a transposed view; a gradient of another layout would be
-    copied once more when it is accumulated. Several chunks are added in `sum_dtype`.
-    """
+    nn.Linear passes its weight as a transposed view, and a gradient in another layout would be
+    copied when it is accumulated. Several chunks are added up in `sum_dtype`."""
 
     def __init__(self, w: torch.Tensor, chunks: int = 1) -> None:
         self._like, self._mm = w, partial_mm if chunks > 1 else mm
@@ -201,7 +201,7 @@ class WeightGrad:
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
         """Add the rows x (m, K), dy (m, N)."""
         a, b = (dy.t(), x) if self._transposed else (x.t(), dy)
-        # oneDNN makes a tensor of its own.
+        # oneDNN allocates its result.
         into = None if self._sum is None or _in_onednn(a, b) else self._sum
         self._sum = self._mm(a, b, plus=self._sum, out=into)
 
@@ -226,7 +226,7 @@ def check_operands(
     if not weights:
         raise ValueError("w must be a weight or a list of at least one")
     if len(biases) != len(weights):
-        raise ValueError(f"bias must hold one entry a weight, got {len(biases)} for {len(weights)}")
+        raise ValueError(f"bias must have one entry per weight: {len(biases)} for {len(weights)}")
     for weight, bias in zip(weights, biases, strict=True):
         if weight.ndim != 2 or weight.shape[0] != K:
             raise ValueError(
@@ -236,7 +236,7 @@ def check_operands(
         for name, other, dtype in (("w", weight, x.dtype), ("bias", bias, out_dtype)):
             if other is not None and (other.dtype, other.device) != (dtype, x.device):
                 raise ValueError(
-                    f"{name} must be {dtype} on {x.device}, as x is, got {other.dtype} on "
+                    f"{name} must be {dtype} on {x.device}, like x, got {other.dtype} on "
                     f"{other.device}"
                 )
         if bias is not None and bias.shape != weight.shape[1:]:
@@ -253,12 +253,12 @@ def check_residual(
         (tuple(residual.shape), residual.dtype, residual.device) != (tuple(shape), dtype, device)
     ):
         raise ValueError(
-            f"residual must be as the result, {tuple(shape)} {dtype} on {device}, got "
+            f"residual must be like the result, {tuple(shape)} {dtype} on {device}, got "
             f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
         )
 
 
 def check_sum(reduce_op: str) -> None:
-    """Raise ValueError unless `reduce_op` is one that a matmul can be fused with."""
+    """Raise ValueError unless a matmul can be fused with `reduce_op`."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f'reduce_op must be "sum" or "avg", got {reduce_op!r}')

@@ -2,10 +2,10 @@
 
     triton    the fused kernel: compiled on a GPU, interpreted on a CPU (slow; for tests)
     host      torch.mm on peers' shards, in place through symmetric memory
-    generic   collective, then torch: always there
+    generic   a collective, then torch: always available
 
-Every rank must choose the same engine, or they wait for each other for ever: the choice depends
-only on what all ranks know alike.
+All ranks must choose the same engine, or they would wait for each other forever: the choice depends
+only on what every rank knows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RunnableEngine = Literal["triton", "host", "generic"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One call, by what all ranks know alike.
+    """One call, described by what every rank knows.
 
     Attributes:
         M, N, K: the local matmul (M, K) @ (K, N), all weights of one call together.
@@ -47,8 +47,8 @@ class Problem:
 
 
 def too_wide(D: int, widest: int) -> str:
-    """Why attention's kernel cannot hold a tile of heads D wide; empty if it can."""
-    return f"its tiles hold heads of up to {widest}, here are {D}" if widest < D else ""
+    """Why the attention kernel cannot hold a tile of heads of width D; empty if it can."""
+    return f"its tiles hold heads up to {widest} wide, got {D}" if widest < D else ""
 
 
 def is_supported(
@@ -67,7 +67,7 @@ def is_supported(
         if problem.kernel_refusal:
             return False, problem.kernel_refusal
         if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-            return False, f"the kernels know no {problem.dtype}"
+            return False, f"the kernels do not support {problem.dtype}"
         if problem.dtype == torch.float8_e4m3fn and not (chip := chip_of(device)).fp8:
             return False, f"{chip.name} has no float8_e4m3fn"
         if device.type == "cpu":
@@ -78,7 +78,7 @@ def is_supported(
 
 
 def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngine:
-    """The engine for `problem`: the one asked for, else the quickest by the cost model.
+    """The engine for `problem`: the one asked for, else the fastest by the cost model.
 
     Raises:
         NotImplementedError: the engine asked for cannot run it.
@@ -102,31 +102,31 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
 
 
 def record_backward(op: str, engine: str, *collectives: str) -> None:
-    """Tell who listens that the gradient of `op` runs, and the collectives that it does."""
+    """Tell listeners that the gradient of `op` runs, with the collectives that it makes."""
     if settings.tracing():
         for collective in collectives:
             settings.record(f"{op} backward", engine, "as forward", collective, collective)
 
 
 def refuse_second_order(op: str) -> None:
-    """Raise NotImplementedError in a backward that is to be differentiated itself: torch would
-    follow it step by step, and lose what moves between ranks.
+    """Raise NotImplementedError in a backward that is itself to be differentiated: torch would
+    record it op by op and miss what moves between ranks.
     """
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"the gradient of {op} has no gradient: leave out create_graph=True, or write {op} "
-            f"out by weft.collectives and torch's own ops, whose gradients have"
+            f"the gradient of {op} is not differentiable: leave out create_graph=True, or compose "
+            f"{op} of weft.collectives and torch's own ops, whose gradients are"
         )
 
 
-# Reasoning takes longer than a small call: 25 us. Each shape is reasoned about once.
+# Predicting takes 25 us, longer than a small call, so it is done once for each shape.
 _choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] = {}
 kept_by_group.append(_choices)
 _MAX_CHOICES = 4096
 
 
 def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
-    if group.virtual is not None:  # its rates may be others in the next run
+    if group.virtual is not None:  # its rates may differ in the next run
         return _cheapest(problem, group, device)
     key = problem, group, device
     choice = _choices.get(key)
@@ -145,7 +145,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     if group.world_size == 1:
         return fused if problem.host_refusal else "host", "one rank"
     prices = predict(problem, group, device)
-    # On GPUs the host engine is for what the kernel cannot do: in virtual time it is behind.
+    # On GPUs the host engine is for what the kernel cannot do: in virtual time it is slower.
     offered = [engine for engine in prices if engine in (fused, "generic")]
     best = min(offered, key=lambda engine: prices[engine].beyond_us)
     others = ", ".join(f"{price.us:.0f} us for {e}" for e, price in prices.items() if e != best)
@@ -154,12 +154,12 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
 
 @dataclass(frozen=True)
 class Price:
-    """Predicted time of one engine, and the reasoning, as `weft bench explain` prints it.
+    """Predicted time of one engine and how it is made up, as `weft bench explain` prints it.
 
     Attributes:
-        beyond_us: what the choice is made by: time beyond the matmul, from what all ranks know
-            alike. The sizes of their own parts of a weight, of which some may have more, are not.
-        parts: name, us, and where that comes from.
+        beyond_us: what engines are compared by: the time beyond the matmul, from what every rank
+            knows. Uneven parts of a weight, which ranks do not know of each other, do not count.
+        parts: name, us, and where that number comes from.
         rule: how the parts make up `us`.
     """
 
@@ -170,7 +170,7 @@ class Price:
 
 
 def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
-    """Predicted time of each engine. CPU interpretation is not offered: it is for tests."""
+    """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
     if not group.on_gpus(device):
         return _on_cpu(problem, rates)
@@ -180,16 +180,16 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
 def _on_gpus(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
-    """Transfers overlap with the matmul; what does not is from virtual time: docs/scaling.md.
+    """Transfers overlap with the matmul; what does not was found in virtual time (docs/scaling.md).
 
-    The fused gather waits for its first shards and ends with whole tiles, which costs about what 2
-    exchanges of nothing do, and a third of a tile; 16 and a 16th by copy engines. Fused sums at
-    worst multiply first and then transfer.
+    The fused gather waits for its first shards and ends with whole tiles, which costs about 2 empty
+    exchanges and a third of a tile, or 16 and a 16th by copy engines. Fused sums in the worst case
+    multiply first and transfer then.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
     moved = _moved(rates, problem.moved_bytes)
-    # What peers send is counted in fp32; to a result in half precision the kernels send 24 bits.
+    # moved_bytes counts fp32; for results in half precision the kernels send 24 bits.
     narrow = sums and problem.dtype.itemsize < 4
     packed = _moved(rates, problem.moved_bytes * 3 // 4) if narrow else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
@@ -224,7 +224,7 @@ def _on_gpus(
 
 
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
-_KERNEL_RATE = 0.95  # of that of the library's matmul
+_KERNEL_RATE = 0.95  # relative to the library's matmul
 
 
 def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:
@@ -246,11 +246,10 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
 
 
 def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price]:
-    """The ranks' cores do the copies as well, so nothing overlaps; but nothing is copied twice.
+    """The ranks' cores also copy, so nothing overlaps; but nothing is copied twice.
 
-    Without fusion the collective reads the same bytes of the same memory, and writes them once
-    more before the matmul can begin.
-    """
+    Unfused, the collective reads the same bytes of the same memory, and writes them once more
+    before the matmul can begin."""
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = ("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
     copied = ("copy", moved[1], "what was read, once more")

@@ -1,39 +1,38 @@
-"""What a fused matmul does to its fp32 sums before it rounds them, and the gradient of that.
+"""What a fused matmul does to its fp32 sums before rounding them, and the gradient of that.
 
     y = activation(x @ w + bias)                      "relu", "gelu", "gelu_tanh", "silu", or None
-    y = silu(x @ gate + b_0) * (x @ up + b_1)         "swiglu": of two weights, one output
+    y = silu(x @ gate + b_0) * (x @ up + b_1)         "swiglu": two weights, one output
 
-"gelu" is the exact one (erf), "gelu_tanh" its approximation by tanh. `z` stands for the sums that
-an activation is given. Without gradients z is never written. Where a gradient is wanted the kernel
-writes z beside y: computing it again would cost a third gather and a third matmul, and a layer that
-calls the activation by itself keeps z as well. relu keeps nothing more: y tells the sign of z.
+"gelu" is the exact one (erf), "gelu_tanh" its approximation by tanh. `z` is the argument of the
+activation. Without gradients it is never written. If a gradient is needed, the kernel writes z
+beside y: recomputing it would cost a third gather and a third matmul, and a layer with a separate
+activation keeps z as well. relu keeps nothing more: y tells the sign of z.
 
-Here is the torch side; the kernels' own is `tiles.activated`.
+This is the torch side; that of the kernels is `tiles.activated`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch.nn import functional
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
-
-_NAMES = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
+_NAMES: tuple[str, ...] = get_args(Activation)
 
 
 def check_activation(activation: str | None, weights: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless `activation` is one of ours, and swiglu has two weights alike."""
+    """Raise ValueError for an unknown `activation`, or swiglu without two weights alike."""
     if activation is not None and activation not in _NAMES:
         raise ValueError(f"activation must be None or one of {_NAMES}, got {activation!r}")
     if activation is not None and any(w.is_complex() for w in weights):
-        raise ValueError(f"{activation=} is of real numbers, got {weights[0].dtype}")
+        raise ValueError(f"{activation=} needs real numbers, got {weights[0].dtype}")
     shapes = [tuple(w.shape) for w in weights]
     if activation == "swiglu" and (len(shapes) != 2 or shapes[0] != shapes[1]):
         raise ValueError(
-            f'activation="swiglu" takes w as the pair (gate, up) of one shape, got {shapes}'
+            f'activation="swiglu" takes w as a pair (gate, up) of equal shapes, got {shapes}'
         )
 
 
@@ -56,7 +55,7 @@ def _plain(z: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def keeps_sums(activation: Activation | None) -> bool:
-    """Whether the gradient needs z besides y."""
+    """Whether the gradient needs z in addition to y."""
     return activation not in (None, "relu")
 
 

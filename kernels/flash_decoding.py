@@ -1,9 +1,8 @@
-"""The Triton kernel of flash_decode: partial attention and the merge of all ranks, in one launch;
-and the one that stores new keys and values.
+"""The Triton kernels of flash_decode and append_to_cache.
 
-Legend: W ranks; B sequences, T new tokens, H_kv key heads, G query heads on each; G * T rows that
-read the same keys, in tiles of R. An *item* is one (sequence, key head, tile). See
-`cached_attention`.
+flash_decode makes partial attention and merges that of all ranks in one launch. Legend: W ranks; B
+sequences, T new tokens, H_kv key heads, G query heads for each; G * T rows that read the same keys,
+in tiles of R. An *item* is one (sequence, key head, tile). See `cached_attention`.
 
     program p   item p // SPLIT, part p % SPLIT of this rank's keys (SPLIT > 1: few items)
                 or items p, p + programs, ..                      (SPLIT = 1)
@@ -12,19 +11,19 @@ read the same keys, in tiles of R. An *item* is one (sequence, key head, tile). 
 
 Protocol, in each program p
   1. Attend, by online softmax in fp32. With SPLIT > 1, all parts of an item store their result in
-     scratch memory, and all but the last signal the own word (0, rank, p): release at device scope;
-     the last one waits for those words, of smaller-numbered programs, and merges all, in order.
+     scratch memory, and all but the last signal the rank's own word (0, rank, p): release at device
+     scope; the last one waits for those words, of smaller-numbered programs, and merges in order.
   2. Store the item's (out, lse) in slot `rank` of every rank; signal the words (0, rank, p) of all
      peers: release at system scope.
   3. Wait for the words (0, r, p) of all peers (acquire, system scope); merge the slots of the own
      items in rank order, and store the result.
   4. All programs take a ticket; the last one sets GENERATION.
 
-Why it neither races nor deadlocks: nobody waits for a peer before it has signalled everything, and
-p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of
+Why it neither races nor deadlocks: no program waits for a peer before it has signalled everything,
+and p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of
 `weft.collectives.signals` hold because the programs of last parts, the same on every rank, signal
 every peer after this rank's last call has ended, and wait for every peer. Ranks may hold different
-numbers of keys: parts are cut from what there is, and an empty one gives sum 0.
+numbers of keys: parts are cut from what there is, and an empty part has sum 0.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from weft.kernels import tiles
 from weft.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
-    averaged,
+    empty_softmax,
     heads_of,
-    nothing_seen,
-    weighed,
+    normalized,
+    softmax_step,
 )
 from weft.kernels.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 
@@ -55,8 +54,9 @@ if TYPE_CHECKING:
     from weft.kernels.cached_attention import Cache
 
 _MOST_PARTS = 16
-# Elements of a tile of rows, half as many in fp32; of 64 x 256, four warps' lanes hold 128 each.
-# And how many of them are merged at a time: two sums, and where they lie, must fit in registers.
+# The most elements of a tile of rows, half as many in fp32: with 64 x 256, each lane of four warps
+# would hold 128. And how many are merged at a time: two sums and their addresses must fit in
+# registers.
 _TILE = 8192
 _MERGED = 4096
 
@@ -80,19 +80,21 @@ class Config(LaunchOptions):
 def config_for(
     items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip, narrow: bool = False
 ) -> Config:
-    """The launch for `items` tiles of (rows, block_d); `narrow`: keys are fp8, and turned to dtype,
-    which takes registers for both."""
+    """The launch for `items` tiles of (rows, block_d).
+
+    `narrow`: the keys are fp8 and converted to dtype, which takes registers for both.
+    """
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
         return Config(programs, split, 16)
-    # At twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 each lane
-    # multiplies by itself, with more numbers in its registers.
+    # With twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 there are no
+    # matrix units, so that lanes hold more numbers in registers.
     size = rows * block_d * (4 if dtype == torch.float32 else 1)
     block_n = 32 if size <= 32 * 256 and not narrow else 16
     num_warps = 4 if size <= 32 * 64 else 8
-    if chip.name.startswith("gfx"):
-        # Triton 3.7 cannot translate the pipelined loop for AMD. With 8 warps a lane has half the
+    if chip.is_amd:
+        # Triton 3.7 cannot compile the pipelined loop for AMD; with 8 warps a lane has half the
         # registers.
         return Config(programs, split, block_n, num_warps=4, num_stages=1)
     return Config(programs, split, block_n, num_warps=num_warps, num_stages=2, all_registers=True)
@@ -103,7 +105,7 @@ class Cut:
     """What the kernel is compiled for.
 
     Attributes:
-        group: query heads on a key head. D: width of a head.
+        group: query heads for each key head. D: width of a head.
         rows, block_d: of a tile of queries; powers of two, 16 at least.
         row_tiles: tiles of rows that read the same keys.
         block_n, split: as in `Config`.
@@ -125,7 +127,7 @@ def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
 
     Example:
-        8 heads of 8 tokens on a key head, D 192, bf16: (32, 256, 2).
+        8 heads of 8 tokens for one key head, D 192, bf16: (32, 256, 2).
     """
     block_d = max(16, triton.next_power_of_2(D))
     largest = _TILE // 2 if dtype == torch.float32 else _TILE
@@ -134,8 +136,10 @@ def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 class Held(NamedTuple):
-    """This rank's part of the cache, see `cached_attention.Cache`: `k` and `v` (Heads) by sequence
-    or, where there is a `table` of them, by page."""
+    """This rank's part of the cache, as in `cached_attention.Cache`.
+
+    `k` and `v` (Heads) are by sequence or, with a page `table`, by page.
+    """
 
     k: Any
     v: Any
@@ -157,9 +161,9 @@ def _seen(limit, held, held_rank):
 
 @triton.jit
 def _merge(top, total, acc, other_top, other_total, other_acc):
-    """Two partial softmaxes (ROWS,), (ROWS,), (ROWS, BLOCK_D) as one."""
+    """Merge two partial softmaxes (ROWS,), (ROWS,), (ROWS, BLOCK_D)."""
     new_top = tl.maximum(top, other_top)
-    # Of two that saw nothing, -inf - -inf.
+    # If neither saw anything, -inf - -inf would be NaN.
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     mine, theirs = tl.exp2(top - safe), tl.exp2(other_top - safe)
     acc = acc * mine[:, None] + other_acc * theirs[:, None]
@@ -168,7 +172,7 @@ def _merge(top, total, acc, other_top, other_total, other_acc):
 
 @triton.jit
 def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
-    """Keys and values (BLOCK_N, BLOCK_D) of these tokens of one item, 0 where not `inside`."""
+    """Keys and values (BLOCK_N, BLOCK_D) of these tokens of one item; 0 where not `inside`."""
     if held.table is None:
         batch, at = row, tokens.to(tl.int64)
     else:
@@ -188,7 +192,7 @@ def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
 def _attend(
     q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, window, CUT: tl.constexpr
 ):
-    """(top, total, acc) of one part of an item, of the keys of this rank."""
+    """(top, total, acc) of one part of an item, over the keys of this rank."""
     row, head = item // CUT.row_tiles // H_kv, item // CUT.row_tiles % H_kv
     offs_r = item % CUT.row_tiles * CUT.rows + tl.arange(0, CUT.rows)
     offs_d = tl.arange(0, CUT.block_d)
@@ -206,7 +210,7 @@ def _attend(
     share = tiles.cdiv(count - oldest, CUT.split * CUT.block_n) * CUT.block_n
     first = oldest + part * share
     last = tl.minimum(first + share, count)
-    top, total, acc = nothing_seen(CUT.rows, CUT.block_d)
+    top, total, acc = empty_softmax(CUT.rows, CUT.block_d)
     for start in range(first, last, CUT.block_n):
         tokens = start + tl.arange(0, CUT.block_n)
         k, v = _load_keys(held, row, head, tokens, tokens < last, CUT)
@@ -216,37 +220,41 @@ def _attend(
         scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
         if window is not None:
             scores = tl.where(tokens[None, :] >= before[:, None], scores, float("-inf"))
-        top, total, weights, fade = weighed(top, total, scores)
-        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * fade[:, None])
+        top, total, weights, rescale = softmax_step(top, total, scores)
+        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
     return top, total, acc
 
 
 @triton.jit
 def _merge_slots(slots_ptr, stride, COUNT, column, CUT: tl.constexpr, TOTALS: tl.constexpr):
-    """Columns column .. column + merge_d - 1 of the average over COUNT partial softmaxes, `stride`
-    elements apart, in order, and its log-sum-exp in base 2: (rows, merge_d) and (rows,).
+    """Columns column .. column + merge_d - 1 of the average over COUNT partial softmaxes.
+
+    These are `stride` elements apart and merged in order. Returns (rows, merge_d) and the
+    log-sum-exp in base 2 (rows,).
 
     Args:
-        TOTALS: they are (acc, top, total); else (average, log-sum-exp), as `_show` leaves them.
+        TOTALS: whether they are (acc, top, total) or, as `_send` stores them, (average, lse).
     """
     ROWS: tl.constexpr = CUT.rows
     ACC: tl.constexpr = ROWS * CUT.block_d
     offs_r, offs_d = tl.arange(0, ROWS), column + tl.arange(0, CUT.merge_d)
-    top, total, acc = nothing_seen(ROWS, CUT.merge_d)
+    top, total, acc = empty_softmax(ROWS, CUT.merge_d)
     for i in range(COUNT):
         slot = slots_ptr + i * stride
         other = tl.load(slot + offs_r[:, None] * CUT.block_d + offs_d[None, :])
         other_total = tl.load(slot + ACC + ROWS + offs_r) if TOTALS else 1.0
         top, total, acc = _merge(top, total, acc, tl.load(slot + ACC + offs_r), other_total, other)
-    return averaged(top, total, acc)
+    return normalized(top, total, acc)
 
 
 @triton.jit
-def _show(
+def _send(
     value, lse, column, place, link, rank, generation, WORLD_SIZE: tl.constexpr, CUT: tl.constexpr
 ):
-    """Columns of a result, from `column` on, to every rank's slot, `place` elements into its half;
-    the own one last."""
+    """Store columns of a result, from `column` on, in every rank's slot, the rank's own last.
+
+    `place` is where the slot's item begins, in elements from the start of the half.
+    """
     offs_r, offs_d = tl.arange(0, CUT.rows), column + tl.arange(0, value.shape[1])
     for step in range(1, WORLD_SIZE + 1):
         peer = (rank + step) % WORLD_SIZE
@@ -278,7 +286,7 @@ def _flash_decode_kernel(
     """Grid: the same on all ranks; items * split if split > 1.
 
     Example: 2 items, split=3, 6 programs: 0, 1 and 2 attend to a third of item 0's keys each;
-    program 2 merges them, shows the result to the peers, and merges what their programs 2 show.
+    program 2 merges them, sends the result to the peers, and merges what their programs 2 send.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
@@ -298,8 +306,8 @@ def _flash_decode_kernel(
         )
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
-            value, lse = averaged(top, total, acc)
-            _show(value, lse, 0, place, link, rank, generation, WORLD_SIZE, CUT)
+            value, lse = normalized(top, total, acc)
+            _send(value, lse, 0, place, link, rank, generation, WORLD_SIZE, CUT)
         else:
             parts = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             tiles.store_block(parts + part * SIZE, acc)
@@ -310,12 +318,12 @@ def _flash_decode_kernel(
                     link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
                     generation, link.max_polls, triton.next_power_of_2(SPLIT - 1),
                 )  # fmt: skip
-                # The own part was stored by other threads than the ones that read it next.
+                # Other threads stored this program's own part than will read it next.
                 tl.debug_barrier()
                 if complete:
                     for column in range(0, CUT.block_d, CUT.merge_d):
                         value, lse = _merge_slots(parts, SIZE, SPLIT, column, CUT, True)
-                        _show(value, lse, column, place, link, rank, generation, WORLD_SIZE, CUT)
+                        _send(value, lse, column, place, link, rank, generation, WORLD_SIZE, CUT)
             else:
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),
@@ -323,7 +331,7 @@ def _flash_decode_kernel(
                 )
     if whole & complete:
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
-        # The own slot too was stored by other threads than the ones that read it next.
+        # Other threads stored this rank's own slot than will read it next.
         tl.debug_barrier()
         complete &= signals.wait_for_peers(
             link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
@@ -360,7 +368,7 @@ def _append_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """Store each token's keys and values in the rank's cache, if its block lies there. Grid: B * T.
+    """Store each token's keys and values in this rank's cache if its block is here. Grid: B * T.
 
     Example: T 2, length 5: program 0 stores position 3, program 1 position 4.
     """
@@ -413,7 +421,7 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
 
 
 def _held(cache: Cache) -> Held:
-    """A cache as the kernels take it, who count the elements of a table's row one after another."""
+    """A cache as the kernels take it: they need the rows of a page table to be contiguous."""
     table = cache.table
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
@@ -422,7 +430,7 @@ def _held(cache: Cache) -> Held:
 
 
 def _cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
-    """What `tile_of` says of q (B, H, T, D), and how many items there are."""
+    """What `tile_of` returns for q (B, H, T, D), and the number of items."""
     (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
     rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
     return rows, block_d, row_tiles, B * H_kv * row_tiles
@@ -450,7 +458,7 @@ def launch_flash_decode(
     Args:
         q: (B, H, T, D), any strides; the same on all ranks.
         ws: `workspace_for` q.
-        window: tokens before its own that a query sees; None: all.
+        window: how many tokens before its own a query sees; None: all.
 
     Returns:
         out (B, H, T, D), contiguous, dtype of q, and lse (B, H, T), fp32.

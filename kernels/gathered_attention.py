@@ -1,7 +1,7 @@
 """The generic engine of `ring_attention`: gather keys and values, then torch's attention.
 
-Where queries do not see all keys the mask is explicit, (n, M) a rank. Backward, where autograd does
-not do it (in the ops of torch.library), the keys are gathered again and torch's attention redone.
+If queries do not see all keys there is an explicit mask, (n, M) on each rank. Where autograd does
+not see the call (in custom ops), backward gathers the keys again and recomputes the attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Span
 if TYPE_CHECKING:
     from weft.kernels.sequence_attention import Saved
 
-# Rows of queries whose scores are written out at a time, where they are.
+# Rows of queries whose scores are in memory at a time.
 _ROWS = 1024
 
 
@@ -31,7 +31,7 @@ def gathered_attention(
     scale: float,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out and, where asked for, lse, as `ring_attention` has them; differentiable."""
+    """out and, if asked for, lse, as `ring_attention` returns them; differentiable."""
     k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
     return _attend(q, k, v, _whole_mask(geometry, group.rank, q.device), scale, return_lse)
 
@@ -39,7 +39,7 @@ def gathered_attention(
 def gathered_gradients(
     saved: Saved, group: Group, geometry: Geometry, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv where autograd has not followed the call: attention is computed again."""
+    """dq, dk and dv where autograd has not seen the call: attention is recomputed."""
     q, k, v, _, _, grad_out, grad_lse = saved
     k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
     mask = _whole_mask(geometry, group.rank, q.device)
@@ -65,7 +65,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     blind = None
     if mask is not None:
-        # Softmax over nothing is nan, in gradients as well: such queries see all, and are zeroed.
+        # Softmax over nothing is NaN, also in gradients: such queries see all keys and are zeroed.
         blind = ~mask.any(-1)
         mask = mask | blind.unsqueeze(-1)
     lse = None
@@ -83,7 +83,7 @@ def _attend(
 def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q @ k^T * scale) @ v and the log-sum-exp, written out, in fp32 or better."""
+    """softmax(q @ k^T * scale) @ v and the log-sum-exp, step by step, in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     blocks = []

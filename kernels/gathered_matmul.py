@@ -7,18 +7,19 @@ W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r c
                  ...
 
 Forward, host engine. Every rank copies its shard into symmetric memory and signals; it multiplies
-its own shard, then each peer's in place, as that peer signals (on a GPU: as the copy engines bring
-it, in a stream of their own). Nothing is gathered: y is written chunk by chunk. Shards of few rows
-are gathered after all, as a small matmul wastes more than the copy costs.
+its own shard, then each peer's in place once that peer has signalled (on a GPU: once the copy
+engines have fetched it, in a stream of their own). Nothing is gathered: y is written chunk by
+chunk. Shards of few rows are gathered after all, as a small matmul wastes more than the copy costs.
 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
-the partial sums next, so that peers' shards arrive under the first product, and peers' partial sums
-under the second. Two workspaces, as two calls are under way at once. Behind an activation, dy is
-first made the gradient of what the activation was applied to, which the forward has kept.
+the partial sums next, so that peers' shards arrive during the first product and peers' partial sums
+during the second. Two calls are then in flight, which takes two workspaces. With an activation, dy
+is first turned into the gradient of the activation's argument, which the forward has kept.
 
-Scaled fp8 operands: the factors of x's rows travel with the rows. Forward only.
+Scaled fp8 operands: the scales of x's rows travel with the rows. Forward only.
 
-The triton engine is in `all_gather_gemm`; its backward is also `gemm_reduce_scatter`'s kernel.
+The triton engine is in `all_gather_gemm`; its backward also uses the kernel of
+`gemm_reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from weft.kernels.dense import (
     WeightGrad,
     as_rows,
     check_operands,
-    factors,
+    conjugated,
     matmul,
     mm,
     partial_matmul,
@@ -88,32 +89,32 @@ def all_gather_matmul(
     Args:
         x: (*batch, K), this rank's shard along `gather_dim`; shards may differ in length there and
             be empty, everything else is the same on every rank. Any strides.
-        w: (K, N), this rank's own columns; or a list of them that share one gather (Q, K and V, or
-            gate and up), each with its own N.
+        w: (K, N), this rank's own columns; or a list of weights that share one gather (Q, K and V,
+            or gate and up), each with its own N.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        bias: (N,), or a list with one or None a weight.
+        bias: (N,), or a list with one entry (or None) for each weight.
         activation: "relu", "gelu", "gelu_tanh" or "silu", applied before anything is rounded.
-            "swiglu": w is the pair (gate, up) of (K, N) each, and the one output
+            "swiglu": w is the pair (gate, up) of (K, N) each, and the single output is
             silu(gathered @ gate) * (gathered @ up); on the triton engine neither product is
             written to memory unless a gradient needs it.
-        gather_dim: dim along which the shards lie, any dim of x. The last one is the contraction:
-            then w holds the rows for all of K.
+        gather_dim: the dim of x along which it is sharded. If it is the last one, the contraction,
+            w holds the rows for all of K.
         return_gathered: also return the gathered x.
-        sizes: length of every rank's shard along `gather_dim`, where known; None: the ranks tell
-            each other, which costs a few us.
-        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
-            them. scale_a: fp32, () or (1,), or (*batch of x, 1), one factor a row; scale_b: fp32,
-            () or (1,), or (1, N), one a column; a list if w is one. y = (gathered * scale_a) @
-            (w * scale_b) in `out_dtype`, torch.bfloat16 by default.
+        sizes: length of every rank's shard along `gather_dim`, if known; None: the ranks exchange
+            them, which costs a few us.
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
+            scale_a: fp32, () or (1,), or (*batch of x, 1), one for each row; scale_b: fp32, () or
+            (1,), or (1, N), one for each column; a list if w is one. y = (gathered * scale_a) @
+            (w * scale_b) in `out_dtype`, by default torch.bfloat16.
 
     Returns:
-        y (*gathered batch, N), or a list of them if `w` is one (but for "swiglu"); with
-        `return_gathered` the pair (gathered, y). New tensors; with `gather_dim` > 0 they may be
-        non-contiguous.
+        y (*gathered batch, N), or a list of them if `w` is one (except for "swiglu"); with
+        `return_gathered` the pair (gathered, y). New tensors, which may be non-contiguous if
+        `gather_dim` > 0.
 
-        Gradients: of x, summed over ranks and scattered back to the shards; of w and bias, this
-        rank's own. Fused like the forward. With an activation other than relu, the forward keeps
-        what it was applied to.
+        Gradients: that of x is summed over ranks and scattered back to the shards; those of w and
+        bias are this rank's own. Fused like the forward. With an activation other than relu, the
+        forward keeps its argument.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -149,8 +150,8 @@ def all_gather_matmul(
     contracted = gather_dim == x.ndim - 1
     if scaling and contracted:
         raise NotImplementedError(
-            "shards along the contraction have factors of their own: of fp8 operands gather_dim "
-            "must be another dim"
+            "gather_dim of fp8 operands must not be the contraction, along which each shard would "
+            "have scales of its own"
         )
     lengths = known_sizes(x, where, gather_dim, sizes, "all_gather_matmul")
     K = sum(lengths) if contracted else x.shape[-1]
@@ -161,11 +162,11 @@ def all_gather_matmul(
     engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
     if engine == "generic":
         if scaling:
-            # Process groups move no fp8, but its bytes.
+            # Process groups do not take fp8, but they take its bytes.
             sent = x.view(torch.uint8)
             gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
-            factors = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
-            zs = scaled_products(gathered, weights, biases, replace(scaling, rows=factors))
+            scales = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
+            zs = scaled_products(gathered, weights, biases, replace(scaling, rows=scales))
         else:
             gathered, *zs = _GatheredProducts.apply(
                 x, where, gather_dim, lengths, *weights, *biases
@@ -185,9 +186,9 @@ def all_gather_matmul(
 
 
 def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Biases as an op takes them: torch.library has no gradients for lists with None in them.
+    """Biases as a custom op takes them: torch.library cannot differentiate lists that contain None.
 
-    One a weight, of no elements where there is none; an empty list if there are none at all.
+    One for each weight, empty where there is none; an empty list if there are none at all.
     """
     if all(bias is None for bias in biases):
         return []
@@ -214,8 +215,10 @@ def gather_problem(
 
 
 class _GatheredProducts(torch.autograd.Function):
-    """x -> the gathered x, and each gathered @ w + bias. The gradient of x is rounded once, after
-    all of it is added, which autograd would do product by product."""
+    """x -> the gathered x, and each gathered @ w + bias.
+
+    The gradient of x is added up before it is rounded, where autograd would round each product.
+    """
 
     @staticmethod
     def forward(
@@ -237,7 +240,7 @@ class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: Any) -> Any:
-        gathered, *weights = factors(*ctx.saved_tensors)
+        gathered, *weights = conjugated(*ctx.saved_tensors)
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
         given = Gradient(
@@ -254,13 +257,13 @@ class _GatheredProducts(torch.autograd.Function):
 def _halves(
     operands: Sequence[torch.Tensor | None],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Weights, and as many biases, as autograd is handed them: one by one."""
+    """Weights and biases, as many of each, which autograd takes as single arguments."""
     count = len(operands) // 2
     return [w for w in operands[:count] if w is not None], list(operands[count:])
 
 
 class _Call(NamedTuple):
-    """One call of a fused engine, but for its tensors, which autograd must see."""
+    """One call of a fused engine, except for its tensors, which autograd must see."""
 
     group: Group
     rows: list[int]  # of every rank's shard
@@ -271,15 +274,15 @@ class _Call(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What an engine's forward gives."""
+    """What an engine's forward returns."""
 
     ys: list[torch.Tensor]
-    sums: list[torch.Tensor]  # what the activation was applied to, if that is to be kept
+    sums: list[torch.Tensor]  # the arguments of the activation, if they are to be kept
     gathered: torch.Tensor | None  # if it is wanted
 
 
 class Gradient(NamedTuple):
-    """What a backward is given: dy (M, N_i) of every y_i, dgathered (M, K) if x was returned."""
+    """What a backward is given: dy (M, N_i) for each y_i; dgathered (M, K) if x was returned."""
 
     x: torch.Tensor  # (m_r, K), and w_i (K, N_i): as in forward
     weights: list[torch.Tensor]
@@ -291,7 +294,7 @@ class Gradient(NamedTuple):
     needs_w: Sequence[bool]
 
 
-# Of x, and of every weight; None where it is not needed.
+# For x, and for every weight; None where it is not needed.
 _Gradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
@@ -321,7 +324,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         count = len(needs) // 2
         needs_w, needs_b = needs[:count], needs[count:]
         x, *saved = ctx.saved_tensors
-        (x, *weights), kept = factors(x, *saved[:count]), saved[count:]
+        (x, *weights), kept = conjugated(x, *saved[:count]), saved[count:]
         moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
         record_backward("all_gather_matmul", call.engine, *filter(None, moved))
         dgathered = grads[-1] if call.keep else None
@@ -489,12 +492,12 @@ def _triton_backward(given: Gradient) -> _Gradients:
 def generic_backward(
     given: Gradient, dim: int = 0, gathered: torch.Tensor | None = None
 ) -> _Gradients:
-    """The same by collectives and matmuls, which have gradients themselves.
+    """The same by collectives and matmuls, which are differentiable themselves.
 
     Args:
-        given: x and its gradients may have more dims here; a dy that is None is 0.
-        dim: along which x is gathered, `given.rows` the lengths.
-        gathered: the whole x, where it was kept.
+        given: x and its gradients may have more dims here; a dy that is None stands for 0.
+        dim: along which x is gathered; `given.rows` are the lengths.
+        gathered: the gathered x, if it was kept.
     """
     x, weights, dys, dx, group, sizes, needs_x, needs_w = given
     dws: list[torch.Tensor | None] = [None] * len(weights)

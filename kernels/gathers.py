@@ -1,33 +1,33 @@
-"""How the gathering kernels bring shards in: published by their owners, fetched by copy programs.
+"""How the gathering kernels exchange shards: owners publish them, copy programs fetch them.
 
-Legend: W ranks; x_r (rows, columns) is the shard of rank r. In a call of generation g every rank
-shows its shard in half g % 2 of its symmetric memory, rows `pitch` elements apart, and behind the
-rows, `scales_at` bytes into the half, the fp32 factor of each row, if the shard is scaled fp8.
+Legend: W ranks; x_r (rows, columns) is the shard of rank r. In the call of generation g every rank
+publishes its shard in half g % 2 of its symmetric memory, rows `pitch` elements apart. If the shard
+is scaled fp8, the fp32 scale of each row lies `scales_at` bytes into the half, behind the rows.
 
     rank 0           rank 1                                         rank 2
     x -> X_0         x -> X_1 (peers read it)                       x -> X_2
       |              gathered [ x_0 | (x_1) | x_2 ]                   |
       +---- copied once ---------^              ^---- copied once ----+
 
-Each remote byte crosses the link once, however many tiles read it. Own rows of `gathered` are
-written only if the caller wants it.
+Each remote byte crosses the link once, however many tiles read it. The rank's own rows of
+`gathered` are written only if the caller wants them.
 
 Protocol
-  1. `_publish_kernel`, all programs: copy x into the own half. Each takes a ticket; the last one
-     holds everybody's stores (acquire), sets GENERATION = g and signals the word (0, rank, 0) of
-     every peer's pad: release at system scope.
+  1. `_publish_kernel`, all programs: copy x into the rank's own half. Each takes a ticket; the last
+     one, which sees the stores of all (acquire), sets GENERATION = g and signals the word
+     (0, rank, 0) of every peer's pad: release at system scope.
   2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
-     word (acquire, system scope: its half may now be read), copy every C-th chunk of all rows
-     that peers have to `gathered`, and signal the own word (1, peer, chunk): release at device
-     scope. Or chunks by parts of their columns, each with a word of its own.
-     Or copy engines do, in streams beside the consumer's: see `copy_engines`.
+     word (acquire, system scope), after which its half may be read; copy every C-th of all peers'
+     chunks of rows to `gathered`, and signal the rank's own word (1, peer, chunk): release at
+     device scope. Chunks may be cut into parts by columns, each with a word of its own.
+     Alternatively copy engines do this, in streams beside the consumer's: see `copy_engines`.
   3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
 
-Why it neither races nor deadlocks: copy programs wait for peers' publish kernels only, which wait
+Why it neither races nor deadlocks: copy programs wait only for peers' publish kernels, which wait
 for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
 for every peer, so that no call ends before all peers have published (rule 2 of
 `weft.collectives.signals`), and the publish kernel runs after this rank's previous consumer (rule
-1: one stream orders a channel).
+1: a stream orders the launches of a channel).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _publish_kernel(
 
 @triton.jit
 def scales_ptr(link, rank, generation, scales_at):
-    """Address of the factors of the rows that `rank` has published."""
+    """Address of the scales of the rows that `rank` has published."""
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.int8)
     return (half + scales_at).to(tl.pointer_type(tl.float32))
 
@@ -100,7 +100,7 @@ def fetch_shards(
     gathered_scales_ptr,  # (rows,) or None
     link,
     offsets,
-    extent,  # the other dim of the gathered matrix: columns if rows are gathered, else rows
+    extent,  # of the dim that is not gathered: columns if rows are, else rows
     pitch,
     stride_g,
     scales_at,
@@ -119,21 +119,21 @@ def fetch_shards(
 ):
     """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each.
 
-    With PARTS > 1 they come by groups of `group_rows` rows, counted from the own first one, and of
-    a group all first parts of the columns before the second ones.
+    With PARTS > 1 they are fetched in groups of `group_rows` rows, counted from the rank's own
+    first one; in each group the first part of the columns of all rows precedes the second.
     """
     program = tl.program_id(0)
     own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
     own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
-    # One at least: each program waits for all peers, also for those that have nothing.
+    # At least one: each program waits for all peers, also for those with empty shards.
     groups = tl.maximum(tiles.cdiv(offsets[WORLD_SIZE], group_rows), 1) if PARTS > 1 else 1
     arrived = True
     for turn in range(groups * PARTS):
         group, part = turn // PARTS, turn % PARTS
-        before = 0  # chunks of the peers that came before
+        before = 0  # chunks of the preceding peers
         row = own_rows  # where a shard begins
         for step in range(1, WORLD_SIZE + WITH_OWN):
-            # WITH_OWN: the own shard comes last, as nobody waits for it.
+            # WITH_OWN: the rank's own shard is last, as nobody waits for it.
             peer = (rank + step) % WORLD_SIZE
             begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
             length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
@@ -151,8 +151,8 @@ def fetch_shards(
                 arrived &= signals.wait_for(
                     link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
                 )
-            # Each peer's chunks go to the programs after those that had the last one's: shards
-            # of few chunks are fetched side by side.
+            # Chunks are dealt out in one sequence through all peers, so that shards of few chunks
+            # are fetched at the same time by different programs.
             low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
             before += chunks
             row += length.to(tl.int32)
@@ -174,7 +174,7 @@ def _fetch_chunk(
 ):  # fmt: skip
     """Copy some columns of a chunk of `peer`'s shard of `rows` rows, and announce them as `part`.
 
-    The factors of the rows come with the last part.
+    The scales of the rows are copied with the last part.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
@@ -226,12 +226,12 @@ def pitch_of(columns: int) -> int:
 
 
 def scales_offset(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Bytes into the half where the factors of the rows lie, if the largest shard has `rows`."""
+    """Bytes into the half at which the scales begin, if the largest shard has `rows` rows."""
     return rows * pitch_of(columns) * dtype.itemsize
 
 
 def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Symmetric memory a rank needs, given the largest shard's rows and columns."""
+    """Symmetric memory that each rank needs, given the largest shard's rows and columns."""
     scales = 4 * rows if dtype.itemsize == 1 else 0
     return scales_offset(rows, columns, dtype) + scales
 
@@ -243,7 +243,7 @@ def check_shard(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> N
 
 
 def in_place(x: torch.Tensor) -> bool:
-    """Whether a kernel can read the own shard where the caller has it."""
+    """Whether a kernel can read the rank's own shard x in place."""
     return x.stride(1) == 1 or x.shape[1] == 1
 
 
@@ -257,7 +257,7 @@ def publish(
     x_scales: Scales = NO_SCALES,
     scales_at: int = 0,
 ) -> None:
-    """Enqueue: begin the next call on `ws` by showing x to all peers.
+    """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
 
     Raises:
         ValueError: `ws` is too small.

@@ -1,32 +1,33 @@
 """matmul_all_reduce: the sum over ranks of x @ w, bitwise the same on every rank, in one launch.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair. bf16, fp16, fp32,
-or scaled fp8, in; partial sums and their sum are fp32, one rounding; on the way they are fp32 or
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N); K_r may differ between ranks. Inputs
+are bf16, fp16, fp32 or scaled fp8; partial sums are fp32, rounded once, and travel as fp32 or as
 its upper 24 bits (`weft.kernels.partial_sums`).
 
     y (M, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r @ w_r + bias + residual
 
 Few bytes (decode) go in one shot, `weft.kernels.gemm_one_shot`: W - 1 copies of every partial tile.
 
-Two shots, for more: each tile is added up by one owner, t % W, and sent around once it is finished.
-Tiles of (block_m, block_n) are numbered 0 .. T-1 and travel as blocks of their own, row after row.
-The half of a generation is W slots of ceil(T / W) tiles of partial sums, then the T finished tiles
-in the output's dtype.
+More bytes go in two shots: tile t is added up by one owner, rank t % W, which sends the finished
+tile to all. Tiles of (block_m, block_n) are numbered 0 .. T-1 and travel as blocks of their own,
+row after row. The half of a generation is W slots of ceil(T / W) tiles of partial sums, then the T
+finished tiles in the output's dtype.
 
     rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 
 Protocol, in each program p; tile j of an owner is t = j W + owner, and p makes those with
 j % P == p.
   1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`. Signal
-     the words (0, rank, p) of all: release at system scope. Store the own tiles in the own slot.
-  2. Wait for the words (0, r, p) of all peers (acquire, system scope); add up the own tiles in rank
-     order, store them in the output and among the finished tiles of every peer; signal the words
-     (1, rank, p) of all peers.
+     the words (0, rank, p) of all peers: release at system scope. Store the tiles of this rank in
+     its own slot.
+  2. Wait for the words (0, r, p) of all peers (acquire, system scope); add up this rank's tiles in
+     rank order, store them in the output and among the finished tiles of every peer; signal the
+     words (1, rank, p) of all peers.
   3. Wait for the words (1, r, p) of all peers; copy their finished tiles to the output.
   4. Take a ticket; the last program sets GENERATION.
 
-Why it neither races nor deadlocks: between its waits a program signals everything that it has, and
-p waits for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold
+Why it neither races nor deadlocks: before each wait a program signals everything that it has made,
+and p waits for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold
 because each program signals every peer after this rank's last call has ended, and waits for every
 peer.
 """
@@ -46,7 +47,7 @@ from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import Config as Config
-from weft.kernels.partial_sums import factors_of, finish_of
+from weft.kernels.partial_sums import finish_of, terms_of
 from weft.kernels.scaled import Scaling
 
 # One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay
@@ -57,7 +58,7 @@ _ONE_SHOT_BYTES = 1 << 20
 def config_for(
     M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | gemm_one_shot.Config:
-    """The launch for a sum of (M, N) matrices. K plays no part, as ranks may differ in it."""
+    """The launch for a sum of (M, N) matrices. K plays no part: ranks may differ in it."""
     one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else _ONE_SHOT_BYTES
     choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
     if world_size <= 2 or one_shot_bytes >= M * N * 4:
@@ -69,7 +70,7 @@ def config_for(
 def two_shot_config_for(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> Config:
-    """The same, in two shots whatever the size."""
+    """The launch in two shots, whatever the size."""
     tiling = tiling or tiling_for(chip, M, N, dtype)
     return Config(
         tiling,
@@ -114,7 +115,7 @@ def _finished_ptr(link, peer, generation, finished_at, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "rank"])
 def _gemm_two_shot_kernel(
     out_ptr,  # (M, N)
-    factors,  # Factors of (M, N), one term
+    terms,  # Terms of (M, N), one term
     x_desc,  # or None
     w_desc,
     finish,  # Finish
@@ -156,7 +157,7 @@ def _gemm_two_shot_kernel(
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m = tile_m * BLOCK_M
             acc = partial_sums.product(
-                factors, (x_desc,), (w_desc,), tiles.wrapped(start_m, M, BLOCK_M), start_m,
+                terms, (x_desc,), (w_desc,), tiles.wrapped(start_m, M, BLOCK_M), start_m,
                 tile_n * BLOCK_N, N, 0, TILES, 1, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
             )  # fmt: skip
             partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
@@ -198,7 +199,7 @@ def _gemm_two_shot_kernel(
             for j in range(program, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
                 tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-                # By the parts that were sent: the rest of the tile was never written.
+                # Only the rows that were sent: the rest of the tile was never written.
                 for part in range(0, BLOCK_M, REDUCE_M):
                     start_m = tile_m * BLOCK_M + part
                     if start_m < M:
@@ -241,15 +242,15 @@ def launch_matmul_all_reduce(
     out = x.new_empty(M, N, dtype=scaling.out_dtype if scaling else x.dtype)
     needed = workspace_bytes(M, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config)")
-    factors, finish = factors_of([x], [w], scaling), finish_of(scale, bias, residual)
+    terms, finish = terms_of([x], [w], scaling), finish_of(scale, bias, residual)
     if isinstance(config, gemm_one_shot.Config):
-        gemm_one_shot.launch(out, [x], [w], factors, finish, ws, None, config)
+        gemm_one_shot.launch(out, [x], [w], terms, finish, ws, None, config)
         return out
     tiling = config.tiling
     operands = described([x], [w], tiling, config.descriptors)
     _gemm_two_shot_kernel[(config.programs,)](
         out,
-        factors,
+        terms,
         *operands.arguments[:2],
         finish,
         link_of(ws),

@@ -1,29 +1,30 @@
 """Partial products added up in one step, for few rows: the decode path of two ops.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), K_r its own affair; partial sums and
-their sum are fp32, one rounding; on the way they are fp32 or its upper 24 bits
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N); K_r may differ between ranks. Partial
+sums are fp32, rounded once, and travel as fp32 or as its upper 24 bits
 (`weft.kernels.partial_sums`).
 
     all-reduce       y (M, N) = scale * sum over r of x_r @ w_r + bias + residual    on all ranks
     reduce-scatter   y_d      = rows offsets[d] .. offsets[d+1] of that              on rank d
 
-Tiles of (block_m, block_n) are numbered 0 .. T-1; for a reduce-scatter a tile may straddle the rows
+Tiles of (block_m, block_n) are numbered 0 .. T-1; in a reduce-scatter a tile may straddle the rows
 of several owners. They travel as blocks of their own, row after row. The half of a generation is W
-slots of T tiles of partial sums, one a source rank.
+slots of T tiles of partial sums, one slot for each source rank.
 
     rank r: tile t of x_r @ w_r --> slot r, of every rank, or of each row's owner
     then:   y = slot 0 + slot 1 + ...
 
-Few tiles are each shared by SPLIT programs (`weft.kernels.splits`); the last of them does the rest.
+If there are few tiles, SPLIT programs share each (`weft.kernels.splits`), and the last of them
+carries out the protocol.
 
-Protocol, in each program p that holds the whole of its tiles (p % SPLIT == SPLIT - 1)
-  1. Store each tile in slot `rank` of the ranks that want it; signal the words (0, rank, p) of all
+Protocol, in each program p that has the sums of whole tiles (p % SPLIT == SPLIT - 1)
+  1. Store each tile in slot `rank` of the ranks that need it; signal the words (0, rank, p) of all
      peers: release at system scope.
   2. Wait for the words (0, r, p) of all peers (acquire, system scope); add the slots in rank order.
   3. All programs take a ticket; the last one sets GENERATION.
 
-Why it neither races nor deadlocks: nobody waits for a peer before it has signalled everything, and
-p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of
+Why it neither races nor deadlocks: no program waits for a peer before it has signalled everything,
+and p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of
 `weft.collectives.signals` hold because each of those programs signals every peer after this rank's
 last call has ended, and waits for every peer.
 """
@@ -43,17 +44,17 @@ from weft.collectives.workspace import link_of
 from weft.kernels import partial_sums, splits, tiles
 from weft.kernels.chips import Chip, Tiling, tiling_for
 from weft.kernels.operands import described
-from weft.kernels.partial_sums import Factors, Finish
+from weft.kernels.partial_sums import Finish, Terms
 
 
 @dataclass(frozen=True)
 class Config(partial_sums.Config):
-    """With `split`, the programs that share a tile, each a part of K: the grid is tiles * split."""
+    """Also `split`: programs that share a tile, each with a part of K; grid: tiles * split."""
 
     split: int = 1
 
 
-# Ranks may differ in K, and must not in the grid: tiles are split as if K were this.
+# Ranks may differ in K but not in the grid: tiles are split as if K were this.
 _TYPICAL_K = 2048
 
 
@@ -113,7 +114,7 @@ def _send_to_owners(
 @triton.jit(do_not_specialize=["M", "rank"])
 def _gemm_one_shot_kernel(
     out_ptr,  # (M, N), or this rank's rows of it
-    factors,  # Factors of (M, N)
+    terms,  # Terms of (M, N)
     x_desc,  # of each term, or None
     w_desc,
     x_desc_2,
@@ -158,7 +159,7 @@ def _gemm_one_shot_kernel(
         tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
         start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = partial_sums.product(
-            factors, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
+            terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
             tiles.wrapped(start_m, M, BLOCK_M), start_m, start_n, N, part,
             TILES, TERMS, SPLIT, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
         )  # fmt: skip
@@ -183,9 +184,9 @@ def _gemm_one_shot_kernel(
                     )
                     partial_sums.store_block(slots + offs, acc, ROW_WORDS)
     if complete:
-        # After a part that did not come there is nothing to announce, and peers time out as well.
+        # If a part is missing there is nothing to announce, and the peers time out as well.
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
-        # The own slot too was stored by other threads than the ones that read it next.
+        # Other threads stored this rank's own slot than will read it next.
         tl.debug_barrier()
         complete &= signals.wait_for_peers(
             link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
@@ -217,7 +218,7 @@ def launch(
     out: torch.Tensor,
     xs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
-    factors: Factors,
+    terms: Terms,
     finish: Finish,
     ws: Workspace,
     offsets: tuple[int, ...] | None,
@@ -227,7 +228,7 @@ def launch(
 
     Args:
         out: (M, N), or with `offsets` this rank's rows of it; contiguous.
-        xs, weights: (M, K_i) and (K_i, N), as they are in `factors`.
+        xs, weights: (M, K_i) and (K_i, N), as they are in `terms`.
         offsets: where each rank's rows begin, and M; None for all rows on every rank.
     """
     tiling, x = config.tiling, xs[0]
@@ -235,7 +236,7 @@ def launch(
     operands = described(xs, weights, tiling, config.descriptors)
     _gemm_one_shot_kernel[(config.programs,)](
         out,
-        factors,
+        terms,
         *operands.arguments,
         finish,
         splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling),

@@ -1,52 +1,52 @@
 """matmul_reduce_scatter: each rank's chunk of the sum over ranks of x @ w, in one launch.
 
-Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms), K_r its
-own affair. Rank d owns rows offsets[d] .. offsets[d+1], `chunk` at most; chunks may differ in size
-and be empty. bf16, fp16, fp32, or scaled fp8, in; partial sums and their sum are fp32, one
-rounding; on the way they are fp32 or its upper 24 bits (`weft.kernels.partial_sums`).
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms); K_r may
+differ between ranks. Rank d owns rows offsets[d] .. offsets[d+1], at most `chunk`; chunks may
+differ in size and be empty. Inputs are bf16, fp16, fp32 or scaled fp8; partial sums are fp32,
+rounded once, and travel as fp32 or as its upper 24 bits (`weft.kernels.partial_sums`).
 
     y_d (rows of chunk d, N) = scale * sum over r of x_r[chunk d] @ w_r + bias + residual_d
 
-Chunks of fewer rows than a large tile has go by `weft.kernels.gemm_one_shot` instead: there tiles
-straddle chunks, here they would be mostly empty.
+Chunks with fewer rows than a large tile are left to `weft.kernels.gemm_one_shot`, whose tiles
+straddle chunks; here they would be mostly empty.
 
-Data, for W = 3: the half of this generation on every rank is W slots, one a source rank, each
-holding this rank's chunk as tiles of BLOCK_M rows of ROW_WORDS words, one after another:
+Data, for W = 3: the half of this generation on every rank is W slots, one for each source rank, in
+which this rank's chunk lies as tiles of BLOCK_M rows of ROW_WORDS words, one after another:
 
     rank 0 makes chunk 1 --> rank 1, slot 0       rank 1 makes chunk 2 --> rank 2, slot 1      ...
            then  chunk 2 --> rank 2, slot 0              then  chunk 0 --> rank 0, slot 1
            last  chunk 0 --> rank 0, slot 0              last  chunk 1 --> rank 1, slot 1
     rank 0: y_0 = slot 0 + slot 1 + slot 2
 
-Tiles are numbered through all chunks: tile u of chunk d is number d * (tiles a chunk) + u, and
-program p of any rank makes those with number % P == p. So what p of the owner adds up was made by p
-of each peer, and the work is even although a chunk may have fewer tiles than there are programs.
-Of chunk d those are the tiles f, f + P, ..: f stands for p in what ranks tell each other.
+Tiles are numbered through all chunks: tile u of chunk d has number d * (tiles a chunk) + u, and on
+every rank program p of P makes the tiles with number % P == p. So program p adds up on the owner
+what program p has made on each peer, and the work is even although a chunk may have fewer tiles
+than there are programs. Within chunk d these are tiles f, f + P, ..; signals name f, not p.
 
-Tiles go to peers in turns (`weft.kernels.turns`): else programs would all wait for the link at the
-end of every tile, as all end at once.
+Programs take turns to send (`weft.kernels.turns`): all finish a tile at the same time, and would
+otherwise all wait for the link after each.
 
 Protocol, in each program p
-  1. For the destinations rank+1, rank+2, ..., rank-1: make the tiles, store them in the owner's
+  1. For the destinations rank+1, rank+2, ..., rank-1: make the tiles and store them in the owner's
      slot `rank`.
-  2. Signal the words (0, rank, f) of all peers, f that of their chunk: release at system scope.
-     They are signalled for empty chunks too. Before, nobody would look at them, and each would be
-     waited for until the peer has acknowledged what was stored.
-  3. Make the tiles of the own chunk, and store them in the own slot `rank`. After the first: wait
-     for the words (0, r, f) of all peers r, f that of the own chunk (acquire, system scope): slots
-     r now hold p's tiles. Add up each tile's slots in rank order, store the output: while other
-     programs multiply, as their turns have set them apart.
+  2. Signal the words (0, rank, f) of all peers, f being the first tile of that peer's chunk, also
+     for empty chunks: release at system scope. Earlier signals would help nobody, and each would
+     wait until the peer has acknowledged what was stored.
+  3. Make the tiles of the rank's own chunk and store them in its own slot `rank`. After the first:
+     wait for the words (0, r, f) of all peers r, f now of the own chunk (acquire, system scope),
+     after which slots r hold p's tiles. Add up each tile's slots in rank order and store the
+     output, while other programs, staggered by their turns, still multiply.
   4. Take a ticket; the last program sets GENERATION.
 
-Why it neither races nor deadlocks: nobody waits before it has signalled everything, and p waits for
-p; but for its turn, for which it waits for a smaller number, and which orders no data. Slots of two
-calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold because each program
-signals every peer after this rank's last call has ended, and waits for every peer, also without
-tiles of the own chunk.
+Why it neither races nor deadlocks: no program waits for a peer before it has signalled everything,
+and p waits only for p; for its turn it waits for a smaller number, and turns order no data. Slots
+of two calls lie in different halves; rules 1 and 2 of `weft.collectives.signals` hold because each
+program signals every peer after this rank's last call has ended, and waits for every peer, even if
+it has no tiles of its own chunk.
 
-The own partial sums pass through the own slot as well. Kept in registers they would have to wait
-there for the sums of lower ranks, a second accumulator of the tile's size; a round trip through L2
-of 1/W of the tiles is cheaper than the smaller tile which that would force.
+The rank's own partial sums pass through its own slot as well. In registers they would have to wait
+for the sums of lower ranks, which takes a second accumulator of the tile's size; a round trip
+through L2 for 1/W of the tiles is cheaper than the smaller tile which that would force.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ from weft.collectives.workspace import check_room, link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning, turns
 from weft.kernels.chips import INTERPRETER, Chip, chip_of, tiling_for
 from weft.kernels.operands import described
-from weft.kernels.partial_sums import factors_of, finish_of
+from weft.kernels.partial_sums import finish_of, terms_of
 from weft.kernels.scaled import Scaling
 
 
 @dataclass(frozen=True)
 class Config(partial_sums.Config):
-    """With `senders`, the programs that store tiles to peers at a time: see `turns`."""
+    """Also `senders`: how many programs store tiles to peers at a time; see `turns`."""
 
     senders: int = 1
 
 
-# Rows of a chunk from which on no tile of it is smaller than those of a large matmul.
+# From this many rows on, a chunk has tiles as large as those of a large matmul.
 _WHOLE_ROWS = 128
 
 
 def config_for(
     chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | gemm_one_shot.Config:
-    """The launch for chunks of at most (chunk, N). K plays no part, as ranks may differ in it."""
+    """The launch for chunks of at most (chunk, N). K plays no part: ranks may differ in it."""
     op, M = "matmul_reduce_scatter", world_size * chunk
     choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
@@ -95,7 +95,7 @@ def config_for(
         programs=max(1, min(chip.programs, count)),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
-        # A core stores up to 64 bytes a clock, 110 GB/s: eight fill a link of 450 GB/s twice over.
+        # A core stores up to 64 bytes a clock, 110 GB/s: eight could fill a 450 GB/s link twice.
         senders=max(1, chip.cores // 16),
     )
 
@@ -128,13 +128,13 @@ def workspace_for(
 
 @triton.jit
 def _first_tile(owner, count, program, programs):
-    """The first tile of `owner`'s chunk that `program` makes; perhaps beyond its `count` tiles."""
+    """The first tile of `owner`'s chunk that `program` makes; maybe beyond its `count` tiles."""
     return (program + programs - owner * count % programs) % programs
 
 
 @triton.jit
-def _sums_came(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
-    """Whether all peers have sent their own of the tiles that begin with `first`."""
+def _wait_for_sums(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
+    """Whether all peers have sent their partial sums of the tiles that begin with `first`."""
     return signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.max_polls
     )
@@ -171,7 +171,7 @@ def _add_up(
 @triton.jit(do_not_specialize=["chunk", "rank"])
 def _gemm_rs_kernel(
     out_ptr,  # (rows of the own chunk, N)
-    factors,  # Factors of (M, N)
+    terms,  # Terms of (M, N)
     x_desc,  # of each term, or None
     w_desc,
     x_desc_2,
@@ -233,7 +233,7 @@ def _gemm_rs_kernel(
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             if start_m < rows:
                 acc = partial_sums.product(
-                    factors, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
+                    terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
                     begin + tiles.wrapped(start_m, rows, BLOCK_M), begin + start_m, start_n, N, 0,
                     TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
                 )  # fmt: skip
@@ -246,9 +246,9 @@ def _gemm_rs_kernel(
                     turns.end(link, rank, program, generation, sends, WORLD_SIZE)
                 else:
                     if not waited:
-                        arrived = _sums_came(link, rank, first, generation, WORLD_SIZE)
+                        arrived = _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
                         waited = True
-                    # The own tile was stored by other threads than the ones that read it next.
+                    # Other threads stored this tile than will read it next.
                     tl.debug_barrier()
                     if arrived:
                         _add_up(
@@ -257,7 +257,7 @@ def _gemm_rs_kernel(
                         )  # fmt: skip
     if not waited:
         first = _first_tile(rank, count, program, programs)
-        _sums_came(link, rank, first, generation, WORLD_SIZE)
+        _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
 
@@ -297,20 +297,20 @@ def launch_matmul_reduce_scatter(
     needed = workspace_bytes(chunk, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)")
     offsets = (0, *accumulate(sizes))
-    factors = factors_of(xs, weights, scaling)
+    terms = terms_of(xs, weights, scaling)
     finish = finish_of(scale, bias, residual)
     if isinstance(config, gemm_one_shot.Config):
-        gemm_one_shot.launch(out, xs, weights, factors, finish, ws, offsets, config)
+        gemm_one_shot.launch(out, xs, weights, terms, finish, ws, offsets, config)
         return out
     tiling = config.tiling
     options = tiling.options
     if len(xs) > 1 and config.descriptors:
-        # Each term has a loop of its own: with four stages the widest tiles spill, 24 bytes.
+        # With a loop for each term and four stages, the widest tiles spill 24 bytes.
         options["num_stages"] = min(options["num_stages"], 3)
     operands = described(xs, weights, tiling, config.descriptors, offsets)
     _gemm_rs_kernel[(config.programs,)](
         out,
-        factors,
+        terms,
         *operands.arguments,
         finish,
         link_of(ws),

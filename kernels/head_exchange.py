@@ -6,18 +6,17 @@ W ranks; rank r holds n_r tokens of all H heads, and computes all S tokens of it
                                      swap  --->
     rank 1   (B, H, n_1, D)   heads  0 | 1 | 2 | 3          (B, h_1, S, D)   heads 2, 3
 
-Protocol of a swap. Every rank copies its tensor into symmetric memory as it is and signals; each
-reads, as each peer signals, the heads (or, on the way back, the tokens) that are its own, straight
-to where they belong in its result. Nothing is permuted into send buffers first, and no received
-buffer is permuted afterwards.
+Protocol of a swap. Every rank copies its tensor into symmetric memory as it is and signals; once a
+peer has signalled, each rank reads its own heads (or, on the way back, tokens) straight to their
+place in the result. Nothing is permuted into send buffers or out of receive buffers.
 
-Heads of keys and values go to every rank whose queries use them, so there may be fewer of them than
-ranks. Their gradients come back from all of those, and are added in rank order.
+Key heads go to every rank whose queries use them, so there may be fewer of them than ranks. Their
+gradients come back from all of those ranks, and are added up in rank order.
 
-What happens between the swaps is `ring_attention`: on this rank alone, or, in two dimensions, over
-the ranks of another mesh dim, each of which then holds the part of the sequence of its own swap.
+Between the swaps runs `ring_attention`: on this rank alone or, in two dimensions, over the ranks of
+another mesh dim, each of which then holds the part of the sequence of its own swap.
 
-The triton engine, in one dimension, does all of it in one launch, without swaps: see `heads_flash`
+In one dimension the triton engine does all of it in one launch, without swaps: see `heads_flash`
 and `heads_flash_backward`.
 """
 
@@ -71,13 +70,13 @@ def ulysses_attention(
 
     Args:
         q, k, v, group, causal, scale, window, cu_seqlens, return_lse, sizes, key_sizes: as in
-            `ring_attention`. Heads go to ranks by the rule of torch.chunk; ranks without heads only
-            exchange.
-        ring_group: a second dim of the mesh, along which the sequence is sharded as well: that
-            between hosts, where `group` is the one inside. Rank i of it holds part i of the
-            sequence, itself sharded over `group`.
-        layout: of the parts of `ring_group`: "zigzag" balances causal work between them. A part is
-            then sharded over `group` as it lies, its two chunks one after the other.
+            `ring_attention`. Heads are assigned to ranks by the rule of torch.chunk; ranks without
+            heads only exchange.
+        ring_group: a second mesh dim along which the sequence is sharded: typically that between
+            hosts, with `group` inside a host. Rank i of it holds part i of the sequence, which is
+            sharded over `group`.
+        layout: of the parts of `ring_group`; "zigzag" balances causal work between them. The two
+            chunks of a part, one after the other, are then sharded over `group`.
 
     Returns:
         out (B, H, n, D), or the pair (out, lse) with `return_lse`. Differentiable.
@@ -103,7 +102,7 @@ def ulysses_attention(
     if ring_group is None:
         if layout != "contiguous":
             raise ValueError(
-                f"without ring_group the tokens of a rank follow those of the rank before it: "
+                f"without ring_group a rank's tokens follow those of the rank before it: "
                 f'layout must be "contiguous", got {layout!r}; ring_attention takes "zigzag"'
             )
         outer = alone()
@@ -175,15 +174,17 @@ def head_gradients(call: Plan, saved: Saved) -> Gradients:
 
 
 def in_one_launch(call: Plan) -> bool:
-    """Whether `call` runs in one launch: else heads are exchanged around attention on a rank."""
+    """Whether `call` runs in one launch, rather than as swaps around local attention."""
     return call.engine == "triton" and call.group.world_size > 1
 
 
 def no_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of a rank that computes nothing: backward swaps on this rank as well. A product keeps
-    its factors, without which torch.utils.checkpoint would not call this rank's part again."""
+    """Results of a rank that computes nothing, but must take part in the swaps of backward.
+
+    The product saves its factors: else torch.utils.checkpoint would not recompute this rank's part.
+    """
     out = q * (1 + 0 * (k.sum() + v.sum()))
     return out, out.sum(-1).to(torch.promote_types(q.dtype, torch.float32))
 
@@ -193,7 +194,7 @@ Way = Literal["host", "generic"]
 
 
 def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
-    """Heads of the queries, and of the keys that they use, of every rank.
+    """Query heads of every rank, and the key heads that they use.
 
     Example: 4 heads on 2 key heads, 4 ranks: (0,) (1,) (2,) (3,) and (0,) (0,) (1,) (1,).
     """
@@ -205,7 +206,7 @@ def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
     share = H // H_kv
     used = tuple(tuple(head // share for head in heads) for heads in mine)
     shared = tuple(tuple(dict.fromkeys(heads)) for heads in used)
-    # Queries find their key head by counting, which needs as many of them on each.
+    # Attention derives the key head from the query head, so each must serve equally many.
     fits = all(
         len(heads) == len(kv) * (len(heads) // max(1, len(kv)))
         and all(kv[i // (len(heads) // len(kv))] == head for i, head in enumerate(heads))
@@ -215,10 +216,10 @@ def split_heads(H: int, H_kv: int, world_size: int) -> tuple[Heads, Heads]:
 
 
 class _Swap(torch.autograd.Function):
-    """q, k, v (B, H, n, D) -> (B, h, S, D): this rank's heads, of all tokens; gradients are added.
+    """q, k, v (B, H, n, D) -> (B, h, S, D): this rank's heads of all tokens. Gradients are summed.
 
-    One function of the three: ranks without heads swap as often as the others, which may have no
-    gradient of one.
+    One function for the three: ranks without heads, which may have no gradient of one of them, must
+    swap as often as the others.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ class _Swap(torch.autograd.Function):
 
 
 class _SwapBack(torch.autograd.Function):
-    """(B, h, S, D) -> (B, H, n, D): this rank's tokens, of all heads. Backward: `to_heads`."""
+    """(B, h, S, D) -> (B, H, n, D): this rank's tokens of all heads. Backward: `to_heads`."""
 
     @staticmethod
     def forward(
@@ -261,7 +262,7 @@ class _SwapBack(torch.autograd.Function):
 
 
 def _way(group: Group, engine: str) -> Way:
-    """How swaps go: the same on every rank."""
+    """How swaps run; the same on every rank."""
     if group.world_size == 1 or group.why:
         return "generic"
     return "generic" if engine == "generic" and group.virtual is None else "host"
@@ -274,7 +275,7 @@ def to_heads(
     sizes: tuple[int, ...],
     way: Way | None = None,
 ) -> torch.Tensor:
-    """This rank's heads of all tokens; `way` is by the engine in force where None."""
+    """This rank's heads of all tokens; a `way` of None follows the engine in force."""
     B, H, _, D = x.shape
     mine = list(heads[group.rank])
     starts = offsets(sizes)
@@ -305,7 +306,7 @@ def to_tokens(
     H: int,
     way: Way | None = None,
 ) -> torch.Tensor:
-    """This rank's tokens of all `H` heads; those of a head that several ranks have are added."""
+    """This rank's tokens of all `H` heads; a head that several ranks have is added up."""
     B, _, S, D = x.shape
     start = offsets(sizes)[group.rank]
     rows = slice(start, start + sizes[group.rank])
@@ -331,7 +332,7 @@ def to_tokens(
     with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         ex.signal_all()
-        # Sums must be in rank order; else the ranks spread over their peers.
+        # Sums are in rank order; otherwise each rank starts with another peer.
         for source in range(group.world_size) if added else (group.rank, *ex.peers()):
             ex.wait(source)
             shape = (B, len(heads[source]), S, D)

@@ -1,22 +1,22 @@
-"""Heads dealt to ranks, and their results sent home: what the kernels of ulysses_attention share.
+"""Heads assigned to ranks, and results sent home: what the kernels of ulysses_attention share.
 
 Legend as in `ring_keys`; rank r holds n_r rows of queries of B * H heads, and computes the heads
-first .. first + count - 1 (torch.chunk's rule) of the tokens of all ranks, with those of the keys
-that they use. The half of this generation on every rank holds, after its keys, *areas*: what it
-shows its peers, and what they bring. Offsets of areas are the same on all ranks.
+first .. first + count - 1 (torch.chunk's rule) of the tokens of all ranks, with the key heads that
+they use. The half of this generation on every rank holds, after its keys, *areas*: what it
+publishes, and what its peers store there. Offsets of areas are the same on all ranks.
 
     area of rows      [heads] x [n_r] x PITCH         queries, out, gradients of both
     area of numbers   [heads] x [n_r]        fp32     lse, delta
 
-Tiles of the tokens of one owner are numbered alike on all ranks, as *units*: by head, then batch,
-then tile. Unit u of owner d is made by the program with number (u + d * stagger) % P among those
-that compute, on the rank that has the head. A rank's units follow each other, so that its programs
-have as many each; and what program p of the owner collects was made by p of its peers.
+Tiles of one owner's tokens have the same numbers on all ranks, as *units*: by head, then batch,
+then tile. Unit u of owner d is made by number (u + d * stagger) % P of the P programs that compute,
+on the rank that has the head. A rank's units are consecutive, so that its programs have equally
+many; and what program p of the owner collects was made by program p of each peer.
 
 Protocol of results: for the owners rank+1, rank+2, .., rank: make the units; store them in the
-owner's area; signal the word (0, rank, program) of its pad (release at system scope), where there
-was nothing to make, too. In the end wait for the words (0, r, program) of all peers r (acquire),
-and copy what they brought, or add it up.
+owner's area; signal the word (0, rank, program) of its pad, even if there was nothing to make
+(release at system scope). At the end wait for the words (0, r, program) of all peers r (acquire),
+and copy what they stored, or add it up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def heads_at(rank: int, H: int, world_size: int) -> range:
 
 
 def kv_range(heads: range, H: int, H_kv: int) -> range:
-    """The heads of keys that the heads of queries `heads` use.
+    """The key heads that the query heads `heads` use.
 
     Example: heads 3 .. 5 of 8, on 4 key heads: 1 .. 2.
     """
@@ -52,18 +52,18 @@ def kv_range(heads: range, H: int, H_kv: int) -> range:
 
 
 def offsets_of(nbytes: Sequence[int]) -> list[int]:
-    """Where areas of that many bytes begin, in whole lines, and where the last one ends."""
+    """Where areas of so many bytes begin, in whole cache lines, and where the last one ends."""
     return [0, *accumulate(-(-each // _LINE_BYTES) * _LINE_BYTES for each in nbytes)]
 
 
 def rows_bytes(x: torch.Tensor, geometry: Geometry) -> int:
-    """Of an area of rows for the largest shard of x (B, H, n, D)."""
+    """Size of an area of rows for the largest shard of x (B, H, n, D)."""
     B, H, _, D = x.shape
     return B * H * max(geometry.q_sizes) * pitch_of(D, x.dtype) * x.dtype.itemsize
 
 
 def numbers_bytes(x: torch.Tensor, geometry: Geometry) -> int:
-    """Of an area of fp32 numbers, one a row of x (B, H, n, D)."""
+    """Size of an area of fp32 numbers, one for each row of x (B, H, n, D)."""
     return x.shape[0] * x.shape[1] * max(geometry.q_sizes) * 4
 
 
@@ -74,7 +74,7 @@ def stagger_of(spans: Sequence[Sequence[Span]], heads: int, block: int) -> int:
 
 @triton.jit
 def area_ptr(ring, owner, offset, dtype: tl.constexpr):
-    """The area of `owner` that begins `offset` bytes behind its half."""
+    """The area of `owner` that begins `offset` bytes into its half."""
     link = ring.link
     half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, dtype)
     return half + offset // (dtype.primitive_bitwidth // 8)
@@ -89,15 +89,17 @@ def own_heads(rank, H, SHAPE: tl.constexpr):
 
 @triton.jit
 def first_unit(begin, shift, SHAPE: tl.constexpr):
-    """The first unit from `begin` on that is this program's; the next is P later."""
+    """The first unit from `begin` on that is this program's; the next one is P later."""
     program, programs = compute_program(SHAPE)
     return begin + (program + programs - (begin + shift) % programs) % programs
 
 
 @triton.jit
 def unit_of(unit, B, count):
-    """Head, batch and tile of a unit, where a head of a batch has `count` tiles. All are int32: a
-    division of int64 is a call, before which whatever is in registers is stored."""
+    """Head, batch and tile of a unit, where a head of a batch has `count` tiles.
+
+    All are int32: a division of int64 is a function call, around which registers are saved.
+    """
     of_head = unit // count
     return of_head // B, of_head % B, unit % count
 
@@ -106,7 +108,7 @@ def unit_of(unit, B, count):
 def query_tile(unit, owner, B, count, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """Head, batch, position, row and length of the tile of `owner`'s queries that a unit is.
 
-    The last tile comes first: where attention is causal, its queries see the most.
+    The last tile comes first: in causal attention its queries see the most.
     """
     head, batch, tile = unit_of(unit, B, count)
     position, row, length = tile_of(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
@@ -126,7 +128,7 @@ def collect_rows(
     SHAPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of the own tokens, the units of other ranks' heads that this program's namesakes made."""
+    """Copy the units of the rank's own tokens that this program's namesakes made of other heads."""
     SPANS: tl.constexpr = SHAPE.spans
     D: tl.constexpr = SHAPE.head_dim
     table, rank = ring.table, ring.rank

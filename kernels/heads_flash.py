@@ -1,7 +1,7 @@
 """ulysses_attention, forward, in one launch: each rank computes its heads of all ranks' tokens.
 
 Legend as in `ring_keys` and `head_units`. Data, for W = 2, on rank 0, which has heads 0 and 1 of 4
-(capital: symmetric memory, half of this generation g):
+(capitals are symmetric memory, in the half of this generation g):
 
     rank 0                                                  rank 1
     k v q of heads 0 .. 3 -> K_0 V_0 Q_0 (peers read them)  k v q -> K_1 V_1 Q_1
@@ -9,24 +9,24 @@ Legend as in `ring_keys` and `head_units`. Data, for W = 2, on rank 0, which has
     a tile of q, own or read from Q_1 in place, over the keys of both ranks
         of tokens of rank 1: stored to OUT_1, LSE_1 of heads 0, 1 ---->
         of own tokens: stored to out, lse of heads 0, 1
-    OUT_0, LSE_0 of heads 2, 3 -> out, lse                  <---- brought by rank 1
+    OUT_0, LSE_0 of heads 2, 3 -> out, lse                  <---- stored by rank 1
 
-So every byte of q, k and v that another rank needs crosses the link once, as does every byte of out
-and lse, and none is permuted on its way.
+So every byte of q, k, v, out and lse that another rank needs crosses the link once, and nothing is
+permuted on the way.
 
 Protocol
   1. Copy programs publish keys and queries, signal, and fetch the keys of their rank's heads, as
-     `ring_keys` says. Who knows that a source's keys have come knows that its queries are there.
-  2. The other programs make tiles of BLOCK_M queries of one head, as `ring_flash` does, and send
-     them to the tokens' owner, as `head_units` says. Own tokens come last: results of the others
-     travel meanwhile.
-  3. They wait for what their namesakes on the peers have brought, and copy it to out and lse.
-  4. The last program to end sets GENERATION.
+     described in `ring_keys`. When a source's keys are here, its queries are too.
+  2. The other programs make tiles of BLOCK_M queries of one head, as in `ring_flash`, and send them
+     to the tokens' owner, as described in `head_units`. The rank's own tokens come last, while the
+     other results travel.
+  3. They wait for what their namesakes on the peers have sent, and copy it to out and lse.
+  4. The last program to finish sets GENERATION.
 
-Why it neither races nor deadlocks: as for `ring_flash`; and nobody waits in step 3 before it has
-signalled everything in step 2, where it waits for copy programs of its own launch only. An area of
-results is written after its owner has published in this call, hence (rule 1 of
-`weft.collectives.signals`) after it has read what the call before the last had brought there.
+Why it neither races nor deadlocks: as in `ring_flash`; and no program waits in step 3 before it has
+signalled everything in step 2, where it waits only for copy programs of its own launch. An area of
+results is written after its owner has published in this call, and hence (rule 1 of
+`weft.collectives.signals`) after it has read what the call before the last had stored there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash, tiles
-from weft.kernels.attention_tiles import LN_2, head_ptr, heads_of, in_rows
+from weft.kernels.attention_tiles import LN_2, contiguous_rows, head_ptr, heads_of
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.head_units import (
     area_ptr,
@@ -65,15 +65,15 @@ from weft.kernels.ring_keys import (
     count_rows,
     count_tiles,
     fetch_keys,
-    having,
     keys_of,
-    nothing_came,
+    no_arrivals,
     publish_keys,
     publish_rows,
     shape_for,
     shard_bytes,
     signal_published,
     tables,
+    wait_for_source,
 )
 from weft.kernels.sharded_sequence import Geometry
 
@@ -86,14 +86,14 @@ def config_for(
     if chip is INTERPRETER:
         return config
     if 64 < D <= 128 and chip.name.startswith("sm_8"):
-        # 128 rows, which fit around the ring, spill here, 144 and 184 bytes.
+        # 128 rows fit in `ring_flash`, but spill 144 and 184 bytes here.
         config = replace(config, block_m=min(config.block_m, 64))
     # Nothing can begin before queries and keys are published.
     return replace(config, copy_programs=max(1, chip.cores // 8))
 
 
 class Areas(NamedTuple):
-    """Where queries and results begin in a half, in bytes, and `stagger`: see `head_units`."""
+    """Where queries and results begin in a half, in bytes; `stagger`: see `head_units`."""
 
     q: Any
     out: Any
@@ -153,14 +153,14 @@ def _head_attention_kernel(
     else:
         first, last = own_heads(rank, H, SHAPE)
         programs = compute_program(SHAPE)[1]
-        come = nothing_came(SHAPE) | 1  # bit `step`: that source's keys and queries are here
+        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys and queries are here
         for step in range(1, WORLD_SIZE + 1):
             owner = (rank + step) % WORLD_SIZE
             n = count_rows(table_ptr, owner, SPANS)
             count = count_tiles(table_ptr, owner, SPANS, BLOCK_M)
             begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
             for unit in range(begin, last * B * count, programs):
-                come = having(come, step % WORLD_SIZE, ring, SHAPE)
+                arrivals = wait_for_source(arrivals, step % WORLD_SIZE, ring, SHAPE)
                 head, batch, position, row, length = query_tile(
                     unit, owner, B, count, ring, SHAPE, BLOCK_M
                 )
@@ -172,8 +172,8 @@ def _head_attention_kernel(
                 else:
                     q_ptr = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
                     stride = tl.cast(PITCH, tl.int32)
-                come, out, lse = attend(
-                    come, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
+                arrivals, out, lse = attend(
+                    arrivals, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
                     BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 if owner == rank:
@@ -224,7 +224,7 @@ def launch_head_attention(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)
-    k, v = in_rows(k, v)
+    k, v = contiguous_rows(k, v)
     table, sees, _ = tables(geometry, ws.rank, q.device, all_queries=True)
     _, at_q, at_out, at_lse, _ = offsets_of(_area_bytes(q, k, geometry))
     stagger = stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
@@ -233,7 +233,7 @@ def launch_head_attention(
     _head_attention_kernel[(config.programs,)](
         out,
         lse,
-        heads_of(in_rows(q)),
+        heads_of(contiguous_rows(q)),
         keys_of(k, v, geometry, kv_range(heads, H, k.shape[1])),
         sees,
         Areas(at_q, at_out, at_lse, stagger),

@@ -1,28 +1,28 @@
 """ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
 
-Legend as in `ring_keys` and `head_units`, formulas as in `ring_flash_backward`. A head of keys may
-be used by several ranks, where there are fewer of them than ranks: what each adds to dk and dv is a
-part, and has a slot of its own with the owner of the tokens, who adds up the slots in rank order.
+Legend as in `ring_keys` and `head_units`, formulas as in `ring_flash_backward`. If there are fewer
+key heads than ranks, several ranks use the same one: what each contributes to dk and dv is a part
+with a slot of its own on the owner of the tokens, which adds up the slots in rank order.
 
-    half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: shown
-                    [dq] of its tokens, all heads: brought
-                    slots x [dk | dv] x [key heads] x [rows of the largest shard] x fp32: brought
+    half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: published
+                    [dq] of its tokens, all heads: stored by peers
+                    slots x [dk | dv] x [key heads] x [rows of the largest shard] x fp32: likewise
     `Fetched` on r  of the tokens of every other rank, the heads of r:
                     [q | dout] x [heads] x [n_s] x PITCH,  [lse | delta] x [heads] x [n_s] fp32
 
 Protocol
-  1. Copy programs publish keys, queries and dout, make and publish delta, and signal; they fetch
-     what belongs to their rank's heads, keys as `ring_keys` says and the rest beside them, and
-     announce each source in the own words (1, source, p); their own rank first.
+  1. Copy programs publish keys, queries and dout, make and publish delta, and signal. They fetch
+     what belongs to their rank's heads, keys as described in `ring_keys` and the rest beside them,
+     and announce each source in the rank's own words (1, source, p), their own rank first.
   2. For the owners rank+1, rank+2, .., rank, the other programs make dk and dv of the owner's keys
      from the queries of all ranks; then, for the same owners, dq of the owner's queries from the
-     keys of all. They store them in the owner's areas and signal after its dq, as `head_units`
-     says. dq of own tokens goes straight to its place.
-  3. They wait for what their namesakes on the peers have brought: dq is copied, dk and dv are added
+     keys of all. They store them in the owner's areas and signal after its dq, as described in
+     `head_units`. dq of the rank's own tokens goes straight to its place.
+  3. They wait for what their namesakes on the peers have sent: dq is copied, dk and dv are added
      up.
-  4. The last program to end sets GENERATION.
+  4. The last program to finish sets GENERATION.
 
-Why it neither races nor deadlocks: as for `heads_flash`.
+Why it neither races nor deadlocks: as in `heads_flash`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash_backward, tiles
 from weft.kernels.attention_tiles import (
     LOG2_E,
+    contiguous_rows,
     heads_of,
-    in_rows,
     interval,
     load_rows,
     visible,
@@ -73,12 +73,11 @@ from weft.kernels.ring_keys import (
     count_tiles,
     fetch_shard,
     first_chunk,
-    having,
     head_keys,
     is_needed,
     key_spans,
     keys_of,
-    nothing_came,
+    no_arrivals,
     pitch_of,
     publish_keys,
     publish_rows,
@@ -89,6 +88,7 @@ from weft.kernels.ring_keys import (
     span_of,
     tables,
     tile_of,
+    wait_for_source,
 )
 from weft.kernels.sharded_sequence import Geometry
 
@@ -105,7 +105,7 @@ def config_for(
         return config
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
-    # What fits around the ring spills here, 8 to 72 bytes: there is more to keep in registers.
+    # More is kept in registers here than in `ring_flash_backward`, whose tiles spill 8 to 72 bytes.
     if D > 128:
         config = replace(config, copy_m=16)
     if 64 < D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
@@ -116,8 +116,11 @@ def config_for(
 
 
 class Areas(NamedTuple):
-    """Where what is shown and brought begins in a half, in bytes; `rows` of the largest shard of
-    keys; `stagger` of units of dq, `kv_stagger` of those of dk and dv: see `head_units`."""
+    """Where what is published and what peers store begins in a half, in bytes.
+
+    `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see
+    `head_units`.
+    """
 
     q: Any
     dout: Any
@@ -131,8 +134,10 @@ class Areas(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What belongs to the `count` heads of this rank from `first` on, of all ranks' tokens: `rows`
-    of q and dout, and `numbers`, lse and delta."""
+    """What belongs to the `count` heads of this rank, from `first` on, of all ranks' tokens.
+
+    `rows` are those of q and dout, `numbers` those of lse and delta.
+    """
 
     rows: Any
     numbers: Any
@@ -141,7 +146,7 @@ class Fetched(NamedTuple):
 
 
 def _slots(H: int, H_kv: int, world_size: int) -> int:
-    """Ranks that use one head of keys, at most.
+    """The largest number of ranks that use one key head.
 
     Example: 4 heads on 2 key heads: 1 on 2 ranks, 2 on 4 ranks.
     """
@@ -165,7 +170,7 @@ def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geom
 
 @triton.jit
 def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
-    """Step 1 of the protocol, up to the signal. `queries.delta` is the own area of delta."""
+    """Step 1 of the protocol, up to the signal. `queries.delta` is the rank's own area of delta."""
     dtype: tl.constexpr = ring.keys.k.dtype.element_ty
     publish_keys(ring, SHAPE)
     H, n, rank = queries.H, queries.n, ring.rank
@@ -182,7 +187,7 @@ def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
 
 @triton.jit
 def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
-    """This program's share of what belongs to the own heads and the tokens of `source`."""
+    """This program's share of what belongs to the rank's heads and the tokens of `source`."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     PITCH: tl.constexpr = SHAPE.pitch
     dtype: tl.constexpr = fetched.rows.dtype.element_ty
@@ -194,12 +199,12 @@ def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
     lse = area_ptr(ring, source, areas.lse, tl.float32)
     delta = area_ptr(ring, source, areas.delta, tl.float32)
     for head in range(B * fetched.count):
-        of_all = head // fetched.count * H + fetched.first + head % fetched.count
-        for chunk in range(first_chunk(of_all, chunks, SHAPE), chunks, SHAPE.copy_programs):
+        global_head = head // fetched.count * H + fetched.first + head % fetched.count
+        for chunk in range(first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.copy_programs):
             row = chunk * COPY_M
             rows = tl.minimum(COPY_M, n - row)
             to = tl.cast(head, tl.int64) * n + row
-            at = tl.cast(of_all, tl.int64) * n + row
+            at = tl.cast(global_head, tl.int64) * n + row
             tiles.copy_block(
                 to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
                 SHAPE.block_d,
@@ -226,9 +231,10 @@ def _fetched_ptrs(fetched, ring, source, B, SHAPE: tl.constexpr):
 def _held_queries(
     queries, fetched, areas, ring, source, batch, head, B, shift, SHAPE: tl.constexpr
 ):
-    """What belongs to one own head and the tokens of `source`, from row `shift` on.
+    """What belongs to one of the rank's heads and the tokens of `source`, from row `shift` on.
 
-    Own tokens are read where they are shown: rows that lie alike for all sources spare registers.
+    The rank's own tokens are read where it published them: with one layout for all sources, fewer
+    addresses are kept in registers.
     """
     dtype: tl.constexpr = fetched.rows.dtype.element_ty
     if source == ring.rank:
@@ -249,8 +255,7 @@ def _held_queries(
 
 @triton.jit
 def _part_ptr(areas, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
-    """Where `owner` has the dk that rank `user` makes of a head of keys, and how far behind it the
-    dv is."""
+    """Address on `owner` of rank `user`'s dk of a key head, and the offset from dk to dv."""
     keys, sharing = ring.keys, H // ring.keys.H_KV
     slot = user - _first_user(kv_head, sharing, H, SHAPE)
     size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
@@ -260,13 +265,13 @@ def _part_ptr(areas, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
 
 @triton.jit
 def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
-    """The first rank that uses a head of keys."""
+    """The first rank that uses a key head."""
     return kv_head * sharing // tiles.cdiv(H, SHAPE.world_size)
 
 
 @triton.jit
 def _make_dkv(
-    come,
+    arrivals,
     owner,
     queries,
     fetched,
@@ -278,7 +283,7 @@ def _make_dkv(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Parts of dk and dv of the keys of `owner`; `come` as `having` leaves it."""
+    """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
@@ -294,12 +299,13 @@ def _make_dkv(
         position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
         stop = row + length
         if is_needed(table, rank, owner, row, stop, SHAPE):
-            come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
-            held = head_keys(
+            distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
+            arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
+            kv = head_keys(
                 ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
             )
-            k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
-            v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+            k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
+            v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
             lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
             dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
             for part in range(WORLD_SIZE * SPANS):
@@ -308,26 +314,26 @@ def _make_dkv(
                 start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
                 begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
                 if begin < end:
-                    come = having(come, step, ring, SHAPE)
+                    arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                     for head in range(first, last):
-                        mine = _held_queries(
+                        head_q = _held_queries(
                             queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
                             B, q_row - start, SHAPE,
                         )  # fmt: skip
                         dk, dv = add_to_dkv(
-                            dk, dv, k, v, position, mine, begin, a, b, end, ring.sees,
+                            dk, dv, k, v, position, head_q, begin, a, b, end, ring.sees,
                             ring.scale * LOG2_E, SHAPE, BLOCK_M,
                         )  # fmt: skip
             part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
             tiles.store(part_ptr, dk * ring.scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
             tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
-    return come
+    return arrivals
 
 
 @triton.jit
 def _make_dq(
     dq_ptr,
-    come,
+    arrivals,
     owner,
     queries,
     fetched,
@@ -338,7 +344,7 @@ def _make_dq(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of the queries of `owner`, to where it belongs; `come` as `having` leaves it."""
+    """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     rank, H = ring.rank, queries.H
@@ -347,14 +353,15 @@ def _make_dq(
     count = count_tiles(ring.table, owner, SHAPE.spans, BLOCK_M)
     begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
     for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
-        come = having(come, (owner - rank + WORLD_SIZE) % WORLD_SIZE, ring, SHAPE)
+        distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
+        arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
         head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
         at = tl.cast(batch * H + head, tl.int64) * n
         kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
         batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        mine = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
-        come, dq = sum_dq(
-            come, mine, position, row, length, batch, kv_head, ring, SHAPE, BLOCK_M, BLOCK_N
+        head_q = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
+        arrivals, dq = sum_dq(
+            arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE, BLOCK_M, BLOCK_N
         )
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
@@ -362,7 +369,7 @@ def _make_dq(
             to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
             pitch = tl.cast(SHAPE.pitch, tl.int32)
         tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
-    return come
+    return arrivals
 
 
 @triton.jit
@@ -377,7 +384,7 @@ def _add_parts(
     BLOCK_N: tl.constexpr,
     REDUCE_N: tl.constexpr,
 ):
-    """dk and dv of the own keys, from the parts that this program and its namesakes made."""
+    """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
@@ -388,7 +395,7 @@ def _add_parts(
     for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
         kv_head, batch, tile = unit_of(unit, B, count)
         _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
-        # Of a tile that no query sees there are no parts.
+        # There are no parts of a tile that no query sees.
         users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
         users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
         user = _first_user(kv_head, sharing, H, SHAPE)
@@ -453,24 +460,24 @@ def _head_attention_backward_kernel(
                 _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
                 announce(ring, source, SHAPE)
     else:
-        # Bit `step`: what that source has shown is here; bit 0: delta is.
-        come = having(nothing_came(SHAPE), 0, ring, SHAPE)
+        # Bit 0 stands for delta.
+        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            come = _make_dkv(
-                come, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
+            arrivals = _make_dkv(
+                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
                 TILES.dkv_m, TILES.dkv_n,
             )  # fmt: skip
-        # A loop of its own: what is the same in all turns of one loop stays in registers there.
+        # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            come = _make_dq(
-                dq_ptr, come, owner, queries, fetched, areas, ring, B, SHAPE,
+            arrivals = _make_dq(
+                dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE,
                 TILES.dq_m, TILES.dq_n,
             )  # fmt: skip
             if step < SHAPE.world_size:
                 announce_results(ring, owner, SHAPE)
-        # Own parts too were stored by other threads than the ones that read them next.
+        # Other threads stored this rank's own parts than will read them next.
         tl.debug_barrier()
         if await_results(ring, SHAPE):
             brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
@@ -486,7 +493,8 @@ def launch_head_attention_backward(
     """Enqueue the gradients of `heads_flash.launch_head_attention`.
 
     Args:
-        saved: its operands, what it returned, and the gradients of that, grad_out of any strides.
+        saved: operands and results of the forward, and gradients of the results; grad_out may have
+            any strides.
         ws: `workspace_for` the tokens.
         config: the same on all ranks; default `config_for`.
 
@@ -501,7 +509,7 @@ def launch_head_attention_backward(
     )
     heads = heads_at(ws.rank, H, W)
     of_keys = kv_range(heads, H, H_kv)
-    k, v = in_rows(k, v)
+    k, v = contiguous_rows(k, v)
     table, sees, seen_by = tables(geometry, ws.rank, q.device, all_queries=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
@@ -514,7 +522,7 @@ def launch_head_attention_backward(
         dv,
         out,
         None if grad_lse is None else grad_lse.contiguous(),
-        Queries(heads_of(in_rows(q)), heads_of(in_rows(grad_out)), lse, None, H, n),
+        Queries(heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out)), lse, None, H, n),
         Fetched(
             q.new_empty(tokens * pitch_of(D, q.dtype)),
             lse.new_empty(tokens),

@@ -1,12 +1,12 @@
-"""What the host engines share: shards shown to peers and read in place, sums of peers' rows.
+"""What the host engines share: shards published and read in place, sums of peers' rows.
 
 An op's `_host_forward` and `_host_backward` are exchanges (`weft.collectives.exchange`) made of:
 
     publish(ex, x, rows)               for chunk in row_chunks(ex, x, ...): multiply the chunk
     publish_product(ex, x, w, ...)     reduce_rows(ex, own, ...): add up the peers' rows in place
 
-A rank's memory has room for the gathered whole, and its shard lies there where it belongs. So
-gathering means to copy the peers' shards beside it, and nothing is copied twice.
+A rank's memory has room for the whole gathered matrix, in which its shard is already in place:
+gathering copies the peers' shards beside it, and nothing is copied twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weft.collectives.movement import offsets
 from weft.kernels.dense import allocates, finished, mm, on_cpu, partial_mm, partials_cost, sum_dtype
 from weft.kernels.scaled import Scaling, scaled_partial
 
-# Below this many rows a chunk's matmul is slower than its share of one large matmul by more than
-# the copy takes: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
+# With fewer rows, a chunk's matmul loses more against its share of one large matmul than the copy
+# costs: 3 % at 128 rows of (256, 2048) @ (2048, 2048) in fp32, 10 % at 32.
 _CHUNK_ROWS = 256
 
 
 def publish(ex: Exchange, x: torch.Tensor, rows: list[int]) -> None:
-    """Show this rank's x (rows[rank], K) to all peers."""
+    """Publish this rank's x (rows[rank], K) to all peers."""
     ex.local(tuple(x.shape), x.dtype, _offset(x, rows, ex.rank)).copy_(x)
     ex.signal_all()
 
@@ -43,7 +43,7 @@ def _peers_shard(ex: Exchange, x: torch.Tensor, rows: list[int], peer: int) -> t
 
 
 def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where each rank's published shard begins in the whole, and the shard: this rank's first."""
+    """First row, in the gathered matrix, and shard of each rank, once published; own rank first."""
     starts = offsets(rows)
     fetched = _fetch(ex, x, rows) if x.is_cuda and ex.world_size > 1 else None
     yield starts[ex.rank], x
@@ -60,7 +60,7 @@ def shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> Iterator[tuple[int
 def _fetch(
     ex: Exchange, x: torch.Tensor, rows: list[int]
 ) -> dict[int, tuple[torch.Tensor, torch.cuda.Event]]:
-    """Have the copy engines bring all peers' shards, in a stream beside the one that multiplies."""
+    """Have the copy engines fetch all peers' shards, in a stream beside the one that multiplies."""
     main, side = torch.cuda.current_stream(x.device), copy_stream(x.device)
     side.wait_stream(main)
     fetched = {}
@@ -76,7 +76,7 @@ def _fetch(
 
 
 def copy_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
-    """Stream `number` of those in which copy engines bring this rank's shards."""
+    """Stream `number` of those in which copy engines fetch this rank's shards."""
     return _copy_stream(device, number, here.world.rank if here.world else 0)
 
 
@@ -86,8 +86,10 @@ def _copy_stream(device: torch.device, number: int, rank: int) -> torch.cuda.Str
 
 
 class SideStreams:
-    """Streams beside the current one, from now on until `rejoin`. Virtual ranks on a chip have them
-    in virtual time; on a CPU what is enqueued in them is done at once."""
+    """Streams beside the current one, from now on until `rejoin`.
+
+    Virtual ranks that stand for GPUs have them in virtual time; on a CPU, work is done at once.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._virtual, self._device = group.virtual, device
@@ -122,12 +124,12 @@ def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tenso
 
 
 def rows_in_place(x: torch.Tensor, weights: list[torch.Tensor], rows: list[int]) -> bool:
-    """Whether shard @ w is better computed shard by shard, in place, than gathered first."""
+    """Whether to compute shard @ w shard by shard, in place, rather than gather first."""
     return max(rows) >= _CHUNK_ROWS and not any(allocates(x, w) for w in weights)
 
 
 def sums_in_place(weights: list[torch.Tensor], rows: list[int]) -> bool:
-    """Whether shard^T @ dy is better added up shard by shard, in place, than gathered first.
+    """Whether to add up shard^T @ dy shard by shard, in place, rather than gather first.
 
     Each addition passes over the sum (K, N); gathering passes over the shards (M, K).
     """
@@ -139,7 +141,7 @@ def sums_in_place(weights: list[torch.Tensor], rows: list[int]) -> bool:
 def row_chunks(
     ex: Exchange, x: torch.Tensor, rows: list[int], *, in_place: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The published shards as (first row, rows) to multiply: one by one, or gathered."""
+    """The published shards as (first row, rows), to be multiplied one by one or gathered."""
     if in_place:
         yield from shards(ex, x, rows)
     else:
@@ -159,15 +161,17 @@ def publish_product(
     plus: torch.Tensor | None = None,
     scaling: Scaling | None = None,
 ) -> tuple[torch.Tensor, bool]:
-    """Show all peers their rows of x @ w (+ plus) in `sum_dtype`; return this rank's own of it, and
-    whether these are in memory of their own. Of scaled fp8 there is nothing to be added.
+    """Publish to each peer its rows of x @ w (+ plus) in `sum_dtype`.
+
+    Returns this rank's own rows, and whether they have memory of their own. There is no `plus` for
+    scaled fp8.
     """
     wire = sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
     starts = offsets(rows)
     start, stop = starts[ex.rank], starts[ex.rank] + rows[ex.rank]
     if on_cpu(x) and max(rows) >= _CHUNK_ROWS and x.dtype == wire and not allocates(x, w):
-        # Own rows last: nobody waits for them, and shared memory is slower to write and to add up.
+        # Own rows last, as nobody waits for them, and in private memory, which is faster.
         for peer in (*ex.peers(), ex.rank):
             part = slice(starts[peer], starts[peer] + rows[peer])
             out = None if peer == ex.rank else shown[part]
@@ -198,11 +202,10 @@ def reduce_rows(
     residual: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """The sum (or average) of every rank's rows start.. (+ bias + residual), as `dtype`; `own` are
-    this rank's, which `overwrite` allows to be used for the sum.
+    """The sum (or average) of every rank's rows from `start` on (+ bias + residual), as `dtype`.
 
-    `own` is in `sum_dtype`, as the peers' rows are: added in rank order, with one rounding.
-    """
+    Added in rank order and rounded once. `own` are this rank's rows, in `sum_dtype` like the
+    peers'; `overwrite` allows them to be used for the sum."""
     ex.wait_all()
     shape, wire = tuple(own.shape), own.dtype
     offset = start * own.shape[1] * wire.itemsize

@@ -1,20 +1,20 @@
-"""The fused matmuls as ops of torch.library, and torch's own names for them.
+"""The fused matmuls as custom ops, under our names and torch's own.
 
     torch.ops.weft.all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce
-        what the public functions mean, of a group's name; traced calls of those come here
+        the public functions, given the name of a group; traced calls of those come here
     torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
         the gradients that communicate, computed by the engines' own backward
     torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
-        arguments and results of those of torch.ops.symm_mem
+        with the arguments and results of those of torch.ops.symm_mem
 
-How ops, fake kernels and gradients are registered: `weft.collectives.library`. An op chooses its
-engine when it runs, by the rule of the public function that it runs.
+`weft.collectives.library` registers ops, fake kernels and gradients. An op chooses its engine when
+it runs, by the rule of the public function that it calls.
 
-To add an argument to a fused matmul: what is done to the result element by element (activation,
-residual) is left to plain torch where the public function asks `is_call_traced`, and the compiler
-fuses it, forward and backward. Any other argument is added there, to the op's schema (at the end,
-with a default), to its `run`, which hands it on to the public function, and to its fake kernel if
-the result's shape or dtype depends on it; if gradients do, to `setup` and the backward op as well.
+To add an argument to a fused matmul: elementwise work on the result (activation, residual) is left
+to plain torch where the public function asks `is_call_traced`, and the compiler fuses it, forward
+and backward. Any other argument is added there, to the op's schema (at the end, with a default), to
+its `run`, which passes it on to the public function, and to its fake kernel if the shape or dtype
+of the result depends on it; if gradients do, also to `setup` and the backward op.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from weft.collectives.library import (
 )
 from weft.collectives.movement import chunk_sizes
 from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
-from weft.kernels.dense import as_rows, factors, matmul
+from weft.kernels.dense import as_rows, conjugated, matmul
 from weft.kernels.engines import choose
 
 _ops: Any = torch.ops.weft
 
 
 def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x as a matrix whose rows are in order of `dim` first, as the engines take it."""
+    """x as a matrix whose rows run along `dim` first, as the engines take it."""
     return as_rows(x.movedim(dim, 0))
 
 
 def _planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x with the strides of `planes(x, dim, ...)`: what the fake kernel said."""
+    """x with the strides of `planes(x, dim, ...)`, which the fake kernel promised."""
     return x.movedim(dim, 0).contiguous().movedim(0, dim)
 
 
 def _rows_dim(x: torch.Tensor, gather_dim: int) -> int:
-    """Dim of y along which its planes lie: that of the shards, where y has it."""
+    """The dim of y along which its planes lie: that of the shards, unless y lacks it."""
     contracted = gather_dim in (-1, x.ndim - 1)
     return 0 if contracted else gather_dim
 
@@ -103,7 +103,7 @@ def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    x, *weights = factors(*ctx.saved_tensors)
+    x, *weights = conjugated(*ctx.saved_tensors)
     dys, dgathered = (grads[:-1], grads[-1]) if ctx.keep else (grads, None)
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
     needs = [needs_x, *needs_w]
@@ -153,7 +153,7 @@ def _all_gather_matmul_backward(
 def _needed(
     grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], needs: list[bool]
 ) -> list[torch.Tensor]:
-    """The gradients asked for, each laid out in memory as `_needed_fake` says."""
+    """The gradients that are needed, each in the memory layout that `_needed_fake` promises."""
     needed = []
     for grad, of, need in zip(grads, like, needs, strict=True):
         if need and grad is not None:
@@ -168,7 +168,7 @@ def _needed_fake(like: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.
 
 
 def _spread(computed: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor | None]:
-    """What `_needed` left, with None in between."""
+    """The gradients that `_needed` returned, with None for the others."""
     left = iter(computed)
     return [next(left) if need else None for need in needs]
 
@@ -207,7 +207,7 @@ def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any)
 
 
 def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, w = factors(*ctx.saved_tensors)
+    x, w = conjugated(*ctx.saved_tensors)
     group_name, scatter_dim, reduce_op = ctx.rest
     needs = list(ctx.needs_input_grad[:3])
     computed = _ops.matmul_reduce_scatter_backward(
@@ -271,7 +271,7 @@ def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, w = factors(*ctx.saved_tensors)
+    x, w = conjugated(*ctx.saved_tensors)
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
     scaled = dy if ctx.scale is None else dy * ctx.scale
     dx = matmul(scaled, w.t()) if needs_x else None

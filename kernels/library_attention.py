@@ -1,19 +1,20 @@
-"""Attention over sharded sequences and caches as ops of torch.library.
+"""Attention over sharded sequences and caches as custom ops.
 
-    torch.ops.weft.ring_attention               what the public function means, of a group's name
+    torch.ops.weft.ring_attention               the public function, given the name of a group
     torch.ops.weft.ring_attention_backward      its gradients, by the engines' own backward
     torch.ops.weft.tokens_to_heads, heads_to_tokens
                                                 the swaps of ulysses_attention: each is the other's
                                                 gradient
-    torch.ops.weft.head_attention               the same without a ring group: on GPUs one launch
+    torch.ops.weft.head_attention               ulysses_attention without a ring group: on GPUs one
+                                                launch
     torch.ops.weft.head_attention_backward      its gradients
     torch.ops.weft.ulysses_attention            made of these: see `_ulysses_attention`
-    torch.ops.weft.flash_decode                 without a gradient, as the functions
+    torch.ops.weft.flash_decode                 without a gradient, like the functions
     torch.ops.weft.append_to_cache
 
-How ops are registered, and what traced calls assume: `weft.collectives.library`. The lengths of
-shards are found out when attention runs: its results do not depend on them. The swaps take
-them for equal where `sizes` is None, and check it. The group "" is this process by itself.
+How ops are registered, and what traced calls assume: `weft.collectives.library`. Lengths of shards
+are found when attention runs, as its results do not depend on them; the swaps take them for equal
+if `sizes` is None, and check it. The group "" is this process by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _run(attention: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """out and lse of a public function, of a group's name; the defaults are those of `_OPTIONS`."""
+    """out and lse of a public function, given the name of a group; defaults as in `_OPTIONS`."""
 
     def run(
         q: torch.Tensor,
@@ -120,7 +121,7 @@ def _plan(
     sizes: list[int] | None,
     key_sizes: list[int] | None,
 ) -> Plan:
-    """What the forward did."""
+    """The plan of the forward."""
     return plan(
         q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
         key_sizes, op,
@@ -140,7 +141,7 @@ def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     if head_exchange.in_one_launch(call):
         made = head_exchange.head_gradients(call, saved_with(args[:5], grads))
         return tuple(grad.contiguous() for grad in made)
-    # The other engines differentiate what they exchanged, which was not kept: once more.
+    # The other engines differentiate what they exchanged, which was not kept: run them again.
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in qkv]
         pairs = zip(_head_attention(*inputs, *options), grads, strict=True)
@@ -217,7 +218,7 @@ def _ulysses_attention(
     sizes: list[int] | None = None,
     key_sizes: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """On GPUs one op, else three, which keep what they exchanged for their gradients."""
+    """On GPUs one op, elsewhere three, which keep what they exchanged for their gradients."""
     if not ring_group_name and (q.is_cuda or current_engine() == "triton"):
         out, lse = _ops.head_attention(
             q, k, v, group_name, causal, scale, layout, window, cu_seqlens, sizes, key_sizes

@@ -1,7 +1,7 @@
 """Arguments of the kernels: matrices with their strides, tensor descriptors.
 
-Triton passes named tuples through to a kernel field by field, so that a kernel's argument list says
-what belongs together.
+Triton passes named tuples to a kernel field by field, so that its argument list shows what belongs
+together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from weft.kernels.chips import Tiling
 
 
 class Matrix(NamedTuple):
-    """A matrix in memory: pointer to its first element, elements from row to row and column to
-    column."""
+    """A matrix in memory: pointer to its first element, strides of its rows and columns."""
 
     ptr: Any
     stride_m: Any
@@ -26,8 +25,10 @@ class Matrix(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """fp32 factors, one a row of x (or a column of w): `stride` apart, 0 if one serves all.
-    `ptr` is None where there are none."""
+    """fp32 scales, one for each row of x or column of w, `stride` apart (0: one for all).
+
+    `ptr` is None if there are none.
+    """
 
     ptr: Any
     stride: Any
@@ -42,26 +43,26 @@ def matrix(tensor: torch.Tensor) -> Matrix:
     return Matrix(tensor, tensor.stride(0), tensor.stride(1))
 
 
-def in_order(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias or residual as a kernel takes it: its elements one after another."""
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias or residual as kernels take it: contiguous."""
     return None if x is None else x.contiguous().resolve_neg()
 
 
 def scales_of(scale: torch.Tensor | None) -> Scales:
-    """A scalar, or one factor a row or column, as a kernel takes it."""
+    """A scalar, or one scale for each row or column, as kernels take it."""
     if scale is None:
         return NO_SCALES
     flat = scale.reshape(-1)
     return Scales(flat, 0 if flat.numel() == 1 else flat.stride(0))
 
 
-# Terms of a sum that may come by descriptor: q, k and v. Triton's launcher takes none in a tuple.
+# Terms that may be read by descriptor: q, k and v. Triton's launcher takes none in a tuple.
 _TERMS = 3
 
 
 @dataclass(frozen=True)
 class Described:
-    """Descriptors of x and w of each term, of the transposes where said; all or none.
+    """Descriptors of x and w of each term, or of their transposes; all or none.
 
     Attributes:
         arguments: x and w of the first term, of the second, of the third.
@@ -73,7 +74,7 @@ class Described:
 
 
 def _describable(matrix: torch.Tensor) -> bool:
-    """Whether hardware can copy blocks of `matrix`, or of its transpose."""
+    """Whether the hardware can copy blocks of `matrix`, or of its transpose."""
     inner, outer = sorted(matrix.stride())
     aligned = outer * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
     return inner == 1 and aligned and matrix.numel() > 0 and not matrix.is_neg()
@@ -93,13 +94,13 @@ def described(
     wanted: bool,
     row_starts: Sequence[int] = (),
 ) -> Described:
-    """Descriptors of every x (M, K) and w (K, N) if they are `wanted` and all allow it.
+    """Descriptors of every x (M, K) and w (K, N), if they are `wanted` and all allow it.
 
-    Only for operands that nobody writes while the kernel runs: copies by descriptor are not
-    ordered by the acquire of a signal.
+    Only for operands that nobody writes while the kernel runs: copies by descriptor are not ordered
+    by the acquire of a signal.
 
     Args:
-        row_starts: rows of x from which tiles are counted, if not from row 0 alone.
+        row_starts: rows of x at which tiles may start, besides row 0.
     """
     x, w = xs[0], weights[0]
     alike = all(len({each.stride(1) == 1 for each in operands}) == 1 for operands in (xs, weights))
@@ -108,7 +109,7 @@ def described(
     if not all(_describable(each) for each in (*xs, *weights)):
         return Described()
     if x.stride(1) != 1 and any(start * x.element_size() % 16 for start in row_starts):
-        return Described()  # along the contiguous dim, blocks start at multiples of 16 bytes
+        return Described()  # along the contiguous dim, blocks must start at multiples of 16 bytes
     found: list[Any] = []
     for x, w in zip(xs, weights, strict=True):
         x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))

@@ -1,4 +1,4 @@
-"""nn.Linear cut over the ranks of a group: plain modules on plain tensors, no DTensor in sight.
+"""nn.Linear cut over the ranks of a group: plain modules on plain tensors, without DTensor.
 
     nn.Linear(H, F) -> act -> nn.Linear(F, H)                         one process
     ColumnParallelLinear  ->  act  ->  RowParallelLinear              rank r of W
@@ -7,8 +7,9 @@
     sequence_dim=None  x (S, H)   --------> (S, F/W) -> (S, F/W) -reduce--> (S, H)
 
 Each arrow is one fused op (`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`),
-forward and backward. `state_dict()` gives the whole weights under nn.Linear's names, so that a
-one-process model loads it, and `load_state_dict` takes whole weights and keeps this rank's part.
+forward and backward. `state_dict()` returns the whole weights under the names of nn.Linear, so that
+a one-process model can load it, and `load_state_dict` takes whole weights and keeps this rank's
+part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 from weft.collectives import Group, all_reduce, resolve
 from weft.collectives.group import GroupLike, is_traced
 from weft.kernels.autocast import autocast, outside_autocast
-from weft.kernels.dense import WeightGrad, as_rows, factors, matmul
+from weft.kernels.dense import WeightGrad, as_rows, conjugated, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.parallel_module import ParallelModule, Split
 from weft.kernels.reduced_matmul import matmul_all_reduce
@@ -55,21 +56,21 @@ class _ParallelLinear(ParallelModule):
 
         Args:
             in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
-                seed on every rank the weights are those that it would have drawn.
+                seed on every rank, the weights are those that it would have drawn.
             group: ProcessGroup, 1-D DeviceMesh, or None for the world.
             sequence_dim: dim along which the activations outside the pair are sharded; None: they
                 are whole on every rank.
-            merged_sizes: how many of the features that are cut belong to each of the layers that
-                are merged in this one (Q, K and V; gate and up), so that every rank gets its part
-                of each, side by side; None: it is one layer.
-            copies: of a ColumnParallelLinear, for each of those layers: on how many ranks, one
-                after another, every part of it lies. W // heads for K and V that have fewer heads
-                than there are ranks, so that each rank has a whole one. None: 1.
-            gather_output: of a ColumnParallelLinear; see there.
+            merged_sizes: for a layer that merges several (Q, K and V; gate and up), how many of the
+                features that are cut belong to each, so that every rank gets its part of each, side
+                by side; None: a single layer.
+            copies: for each merged layer of a ColumnParallelLinear, on how many consecutive ranks
+                each of its parts is replicated: W // heads for K and V with fewer heads than there
+                are ranks, so that each rank has a whole head. None: 1.
+            gather_output: see ColumnParallelLinear.
 
         Raises:
             ValueError: merged_sizes that do not add up to the features, copies that do not divide
-                the ranks, or copies or gather_output of a RowParallelLinear.
+                the ranks, or copies or gather_output for a RowParallelLinear.
         """
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
@@ -89,8 +90,8 @@ class _ParallelLinear(ParallelModule):
         """This rank's part of `linear`, which must hold the same values on every rank.
 
         Raises:
-            ValueError: no nn.Linear, one whose weight is quantized or a DTensor; or as the
-                constructor.
+            ValueError: not an nn.Linear, or one whose weight is quantized or a DTensor; otherwise
+                as the constructor.
 
         Example:
             Q, K and V of 4, 2 and 2 features, merged_sizes=(4, 2, 2), 2 ranks: rank 1 gets rows
@@ -129,24 +130,23 @@ class _ParallelLinear(ParallelModule):
             )
         if not isinstance(self, ColumnParallelLinear) and (gather_output or max(shared) > 1):
             raise ValueError(
-                "gather_output and copies are of a ColumnParallelLinear: a RowParallelLinear "
-                "returns all features, and with sequence_dim=None of all tokens"
+                "gather_output and copies are for a ColumnParallelLinear: a RowParallelLinear "
+                "returns all features, with sequence_dim=None for all tokens"
             )
         self.split = Split(sizes, shared, W)
         self.take(linear, ("weight", "bias"))
         self.register_parameter("weight_scale", None)
 
     def quantize(self) -> Any:
-        """Turn the weight into fp8 (e4m3) with a factor for each output feature, for inference.
+        """Turn the weight into fp8 (e4m3) with a scale for each output feature, for inference.
 
-        From now on inputs are rounded to fp8 as well, with a factor for each row as it comes, and
-        the state holds `weight` in fp8 and `weight_scale` (out_features, 1) in fp32: weight *
-        weight_scale is what was. `load_state_dict` takes such a state of the whole layer, also with
-        one factor for all of it, or for each of merged layers. Every rank must call this; it
-        returns the module.
-        """
+        From then on inputs are rounded to fp8 as well, with a scale for each row computed at run
+        time, and the state holds `weight` in fp8 and `weight_scale` (out_features, 1) in fp32,
+        whose product is the original weight. `load_state_dict` takes such a state of the whole
+        layer, also with one scale for all of it or one for each merged layer. Every rank must call
+        this; it returns the module."""
         if self.weight_scale is not None:
-            raise RuntimeError(f"this {type(self).__name__} is quantized already")
+            raise RuntimeError(f"this {type(self).__name__} is already quantized")
         with torch.no_grad():
             largest = magnitudes(self.weight)
             if self.cut["weight"] == 1 and not largest.is_meta:  # ranks have parts of its rows
@@ -157,7 +157,7 @@ class _ParallelLinear(ParallelModule):
         return self
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as the constructor does: with one seed on every rank."""
+        """Draw the parameters anew, as the constructor does, with the same seed on every rank."""
         like = self.weight
         whole = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, like.device, like.dtype
@@ -167,15 +167,17 @@ class _ParallelLinear(ParallelModule):
                 getattr(self, name).copy_(self.part(name, value))
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the nn.Linear."""
+        """The shapes of the nn.Linear."""
         out = self.out_features
         return {"weight": (out, self.in_features), "bias": (out,), "weight_scale": (out, 1)}
 
     def loaded(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """As of every module; a scale may also be one for all features, or for each layer."""
+        """As in every module; a scale may also be one for all features, or one for each layer."""
         if name == "weight_scale":
             if self.weight_scale is None:
-                raise ValueError("weight is fp8 there, with a weight_scale: call quantize() first")
+                raise ValueError(
+                    "the stored weight is fp8 with a weight_scale: call quantize() first"
+                )
             if stored.numel() == 1:
                 stored = stored.reshape(1, 1).expand(self.out_features, 1)
             elif self.cut["weight"] == 0 and stored.numel() == len(self.split.sizes):
@@ -186,7 +188,7 @@ class _ParallelLinear(ParallelModule):
         return super().loaded(name, stored)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, with what is different."""
+        """As nn.Linear's, with what differs."""
         sizes, copies = self.split.sizes, self.split.copies
         merged = f"merged_sizes={sizes}, " if len(sizes) > 1 else ""
         merged += f"copies={copies}, " if max(copies) > 1 else ""
@@ -199,7 +201,7 @@ class _ParallelLinear(ParallelModule):
 
 
 def _check_plain(linear: nn.Linear) -> None:
-    """Raise for a layer that is no nn.Linear, or of whose weight rows cannot be cut."""
+    """Raise for a layer that is not an nn.Linear, or whose weight cannot be cut by rows."""
     weight: torch.Tensor | None = getattr(linear, "weight", None)
     if not isinstance(linear, nn.Linear) or weight is None:
         raise ValueError(
@@ -224,8 +226,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Input: (*, in_features), a shard along `sequence_dim`, or whole with `sequence_dim=None`.
     Output: (*, this rank's part of out_features), whole along the sequence; with `gather_output`
-    (*, out_features) on every rank, for ranks that all do the same with it: their gradients are
-    not added up, as those of `weft.collectives.all_gather` are.
+    (*, out_features) on every rank. The ranks must then all do the same with it: their gradients
+    are not added up, unlike those of `weft.collectives.all_gather`.
 
     Example:
         >>> up = weft.ColumnParallelLinear.from_linear(mlp.up)
@@ -280,7 +282,7 @@ class RowParallelLinear(_ParallelLinear):
         """The sum over the ranks' features: this rank's part of the sequence, or all of it.
 
         Raises:
-            ValueError: an input of other features than this rank's.
+            ValueError: the input does not have this rank's features.
         """
         if x.shape[-1] != self.weight.shape[1]:
             raise ValueError(
@@ -302,7 +304,7 @@ class RowParallelLinear(_ParallelLinear):
 def _quantized_input(
     x: torch.Tensor, weight_scale: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """x in fp8, and the factors of a call with it, whose result is of x's dtype."""
+    """x in fp8, and the scales of a call with it, whose result has x's dtype."""
     rounded, scale = quantized(x, magnitudes(x))
     return rounded, {"scale_a": scale, "scale_b": weight_scale.t(), "out_dtype": x.dtype}
 
@@ -341,13 +343,13 @@ class _WholeInput(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = factors(*ctx.saved_tensors)
+        x, weight = conjugated(*ctx.saved_tensors)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = matmul_all_reduce(dy, weight, ctx.group)
         if ctx.needs_input_grad[1]:
             rows = as_rows(dy), as_rows(x)
-            # The compiler picks the library; a gradient of the gradient needs torch's own ops.
+            # A compiler picks the library itself; second-order gradients need torch's own ops.
             if is_traced(dy) or torch.is_grad_enabled():
                 return dx, rows[0].t() @ rows[1], None
             grad = WeightGrad(weight)
@@ -370,7 +372,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Scattered(torch.autograd.Function):
-    """This rank's features of what is the same on all ranks, each on one rank alone."""
+    """This rank's features of a value that is the same on all ranks, each on one rank only."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
@@ -383,7 +385,7 @@ class _Scattered(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A parameter whose copies are one: its gradient is the sum of theirs."""
+    """A replicated parameter: its gradient is the sum of those of its copies."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
@@ -396,7 +398,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of all copies, on each of them: its own mirror."""
+    """The sum of all copies, on each of them: its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, split: Split, group: Group) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Modules whose parameters are cut over the ranks of a group, and saved and loaded as a whole.
+"""Modules whose parameters are cut over the ranks of a group, and saved and loaded whole.
 
-Layers that are merged in one are cut one by one, and some of them into fewer parts than there are
-ranks: Q, K and V with 4 query heads on 2 key heads, on 4 ranks, `copies=(1, 2, 2)`:
+Layers that are merged into one are cut one by one, some of them into fewer parts than there are
+ranks: Q, K and V with 4 query heads and 2 key heads, on 4 ranks, `copies=(1, 2, 2)`:
 
     whole   q0 q1 q2 q3 | k0 k1 | v0 v1
 
@@ -24,11 +24,11 @@ from weft.collectives.movement import chunk_sizes
 
 @dataclass(frozen=True)
 class Split:
-    """How the features of merged layers lie on the ranks.
+    """How the features of merged layers are spread over the ranks.
 
     Attributes:
         sizes: features of each layer.
-        copies: on how many neighbouring ranks each part of a layer lies.
+        copies: on how many consecutive ranks each part of a layer is replicated.
         world_size: ranks.
     """
 
@@ -44,7 +44,7 @@ class Split:
 
     @cached_property
     def by_rank(self) -> list[list[int]]:
-        """How many features of each layer the ranks have: [rank][layer]."""
+        """How many features of each layer each rank has: [rank][layer]."""
         layers = list(zip(self.parts, self.copies, strict=True))
         ranks = range(self.world_size)
         return [[parts[rank // copies] for parts, copies in layers] for rank in ranks]
@@ -56,7 +56,7 @@ class Split:
         return mine[0] if len(mine) == 1 else torch.cat(mine, dim)
 
     def whole(self, part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        """What `own` was taken from, the parts brought from all ranks."""
+        """The inverse of `own`: all ranks' parts, gathered."""
         lengths = [sum(sizes) for sizes in self.by_rank]
         whole = all_gather(part, group, dim=dim, sizes=lengths)
         if len(self.sizes) > 1 or self.copies != (1,):
@@ -67,7 +67,7 @@ class Split:
         return whole.contiguous()
 
     def first_copies(self, part: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """`part`, with 0 for what a rank before this one has as well."""
+        """`part`, with 0 in place of copies that a lower rank has as well."""
         pieces = part.split(self.by_rank[rank], dim)
         kept = [
             torch.zeros_like(piece) if rank % copies else piece
@@ -76,7 +76,7 @@ class Split:
         return torch.cat(kept, dim)
 
     def summed(self, part: torch.Tensor, group: Group) -> torch.Tensor:
-        """The sum over its copies of what lies on several ranks, along dim 0."""
+        """`part`, with replicated features replaced by the sum over their copies, along dim 0."""
         pieces = list(part.split(self.by_rank[group.rank]))
         shared = [i for i, copies in enumerate(self.copies) if copies > 1]
 
@@ -94,7 +94,7 @@ class Split:
 
 
 class ParallelModule(nn.Module):
-    """Parameters cut along one dim over the ranks of a group, saved and loaded as a whole.
+    """Parameters cut along one dim over the ranks of a group, saved and loaded whole.
 
     Attributes:
         cut: the dim along which each parameter is cut over the ranks; absent: replicated.
@@ -106,7 +106,7 @@ class ParallelModule(nn.Module):
     split: Split
 
     def take(self, whole: nn.Module, names: Sequence[str]) -> None:
-        """This rank's part of the parameters `names` of a whole module."""
+        """Keep this rank's part of the parameters `names` of a whole module."""
         for name in names:
             value = getattr(whole, name)
             part = None if value is None else self.part(name, value.detach()).clone()
@@ -124,7 +124,7 @@ class ParallelModule(nn.Module):
         raise NotImplementedError
 
     def loaded(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter that is stored whole, or as that part.
+        """This rank's part of a parameter that is stored whole, or already as that part.
 
         Raises:
             ValueError: it is stored in another shape.

@@ -1,19 +1,19 @@
-"""What the kernels share that add up partial products over ranks: making a tile, adding up slots.
+"""What kernels that add up partial products over ranks share: making tiles and adding up slots.
 
-A tile of rank r's x_r @ w_r travels as a block of its own, row after row, into a slot for r;
-whoever owns it adds up the W slots in rank order, in fp32, scales, adds bias and residual, and
-rounds once.
+A tile of rank r's x_r @ w_r travels as a block of its own, row after row, into a slot for r. The
+tile's owner adds up the W slots in rank order, in fp32, scales, adds bias and residual, and rounds
+once.
 
-On the way the sums for a result in fp32 are fp32. Those for one in bf16 or fp16 keep the upper 24
-bits of theirs, rounded: an error of 2^-16, where the result's own rounding makes 2^-8 or 2^-11, and
-a quarter less for the links to carry. Four numbers, a quarter of the row apart, make three words:
+Partial sums travel in fp32 if the result is fp32. For a result in bf16 or fp16 they are rounded to
+their upper 24 bits: an error of 2^-16, against 2^-8 or 2^-11 of the result's own rounding, for a
+quarter less traffic. Four numbers, a quarter of the row apart, make three words:
 
     word 0   number 3, bits  8-15 | number 0, bits 8-31         NaN stays NaN, infinity infinity;
-    word 1   number 3, bits 16-23 | number 1, bits 8-31         from 2^128 (1 - 2^-17) on numbers
-    word 2   number 3, bits 24-31 | number 2, bits 8-31         are infinity, as rounding has it
+    word 1   number 3, bits 16-23 | number 1, bits 8-31         numbers from 2^128 (1 - 2^-17) on
+    word 2   number 3, bits 24-31 | number 2, bits 8-31         round to infinity
 
-Words are stored and loaded as fp32, bits that nobody computes with. Numbers a quarter of the row
-apart, as they lie in one thread: in tensor cores' layout it has the same columns of every quarter.
+Words are stored and loaded as fp32 but never computed with. Numbers a quarter of the row apart are
+held by one thread: in the layout of tensor cores it has the same columns of every quarter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton.language as tl
 
 from weft.kernels import splits, tiles
 from weft.kernels.chips import Tiling
-from weft.kernels.operands import in_order, matrix, scales_of
+from weft.kernels.operands import contiguous, matrix, scales_of
 from weft.kernels.scaled import Scaling
 
 
@@ -49,11 +49,11 @@ class Config:
     descriptors: bool
 
 
-class Factors(NamedTuple):
-    """x (M, K) @ w (K, N), the sum of several such products, as kernels take it.
+class Terms(NamedTuple):
+    """A sum of products x (M, K) @ w (K, N) as kernels take it.
 
-    Fields: `xs`, `ws` and `Ks`, one Matrix and one K a term; `row_scales` and `column_scales` of
-    fp8 factors (one term).
+    Fields: `xs`, `ws` and `Ks` hold a Matrix, a Matrix and a K for each term; `row_scales` and
+    `column_scales` are those of fp8 operands (one term).
     """
 
     xs: Any
@@ -73,7 +73,7 @@ class Finish(NamedTuple):
 
 @triton.jit
 def product(
-    factors,
+    terms,
     x_descs,  # of each term, or None
     w_descs,
     rows,  # (block_m,) of x, all inside
@@ -88,23 +88,23 @@ def product(
     X_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
 ):
-    """One tile of the product, or number `part` of SPLIT parts of it: (block_m, block_n) fp32."""
+    """One tile of the sum of products, or part `part` of SPLIT of it: (block_m, block_n) fp32."""
     acc = tiles.zeros(TILES.block_m, TILES.block_n)
     for i in tl.static_range(TERMS):
-        first_k, last_k = splits.part_of(factors.Ks[i], part, TILES.block_k, SPLIT)
+        first_k, last_k = splits.part_of(terms.Ks[i], part, TILES.block_k, SPLIT)
         acc, _ = tiles.accumulate(
-            acc, None, tiles.row_ptrs(factors.xs[i], rows), factors.xs[i].stride_n,
-            x_descs[i], start_m, factors.ws[i], None, w_descs[i], None, start_n, N, first_k, 0,
+            acc, None, tiles.row_ptrs(terms.xs[i], rows), terms.xs[i].stride_n,
+            x_descs[i], start_m, terms.ws[i], None, w_descs[i], None, start_n, N, first_k, 0,
             last_k, TILES, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
         )  # fmt: skip
-    if factors.row_scales.ptr is not None:
-        scales = factors.row_scales.ptr + rows.to(tl.int64) * factors.row_scales.stride
+    if terms.row_scales.ptr is not None:
+        scales = terms.row_scales.ptr + rows.to(tl.int64) * terms.row_scales.stride
         acc = tiles.times_rows(acc, scales, rows >= 0)
-    return tiles.times_columns(acc, factors.column_scales, start_n, N)
+    return tiles.times_columns(acc, terms.column_scales, start_n, N)
 
 
 def row_words(columns: int, out_dtype: torch.dtype) -> int:
-    """Words of four bytes that a row of `columns` partial sums takes on its way."""
+    """Four-byte words that a row of `columns` partial sums takes while it travels."""
     return columns * 3 // 4 if out_dtype.itemsize == 2 else columns
 
 
@@ -118,7 +118,7 @@ def _bits(x):
 
 @triton.jit
 def _word(x, last):
-    """The upper 24 bits of x, fp32, under the lower 8 of `last`."""
+    """The upper 24 bits of x, fp32, below the lowest 8 bits of `last`."""
     return ((_bits(x) >> 8) | (last << 24)).to(tl.float32, bitcast=True)
 
 
@@ -172,13 +172,13 @@ def store_block(block_ptr, acc, ROW_WORDS: tl.constexpr):
 def sum_of_slots(
     part_ptr,  # of a tile in slot 0: its first row there
     slot_stride,  # words
-    inside,  # (ROWS, 1), which rows were written; None for all
+    inside,  # (ROWS, 1), whether each row was written; None: all were
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A part of a tile, COUNT slots of it added up in order: (ROWS, COLUMNS) fp32."""
+    """Rows of a tile, added up over COUNT slots in order: (ROWS, COLUMNS) fp32."""
     rows = tl.arange(0, ROWS)[:, None] * ROW_WORDS
     if ROW_WORDS < COLUMNS:
         offs = rows + tl.arange(0, COLUMNS // 4)[None, :]
@@ -221,7 +221,7 @@ def finished(
     COLUMNS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
-    WHOLE_TILES: tl.constexpr = True,  # or only the rows inside have been written
+    WHOLE_TILES: tl.constexpr = True,  # whether rows outside have been written too
 ):
     """scale * (sum of the slots in rank order) + bias + residual, in fp32."""
     written = None if WHOLE_TILES else inside_m[:, None]
@@ -236,11 +236,11 @@ def finished(
     return total
 
 
-def factors_of(
+def terms_of(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], scaling: Scaling | None
-) -> Factors:
-    """The operands as a kernel takes them."""
-    return Factors(
+) -> Terms:
+    """The operands as kernels take them."""
+    return Terms(
         tuple(matrix(x) for x in xs),
         tuple(matrix(w) for w in weights),
         tuple(x.shape[1] for x in xs),
@@ -250,5 +250,5 @@ def factors_of(
 
 
 def finish_of(scale: float, bias: torch.Tensor | None, residual: torch.Tensor | None) -> Finish:
-    """The last steps as a kernel takes them."""
-    return Finish(scale, in_order(bias), in_order(residual))
+    """Scale, bias and residual as kernels take them."""
+    return Finish(scale, contiguous(bias), contiguous(residual))

@@ -4,11 +4,12 @@ W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
     rank r       x (M, K_r)  @  w (K_r, N)  =  partial_r (M, N)      y = partial_0 + partial_1 + ...
 
-Forward, host engine. Every rank computes its partial straight into symmetric memory and signals.
-For few bytes or two ranks each adds up all of all partials (one-shot); for more, each adds up its
-own rows, shows the sum, and copies the others' (two-shot): reads fall from W to 2 partials.
+Forward, host engine. Every rank computes its partial product in symmetric memory and signals. For
+few bytes or two ranks, each adds up all rows of all partial products (one-shot); otherwise each
+adds up its own rows, publishes the sum, and copies the others' (two-shot), which reads 2 partial
+products instead of W.
 
-Rows are added in rank order by whoever adds them, so y is bitwise the same on every rank.
+Whoever adds rows does so in rank order, so y is bitwise the same on every rank.
 
 Backward: dy is the same on every rank, as y is; dx = dy @ w^T and dw = x^T @ dy move nothing.
 
@@ -33,7 +34,7 @@ from weft.kernels.dense import (
     check_operands,
     check_residual,
     check_sum,
-    factors,
+    conjugated,
     finished,
     matmul,
     mm,
@@ -72,14 +73,14 @@ def matmul_all_reduce(
         residual: (*batch, N), dtype of the result, added once; the same on every rank.
         reduce_op: "sum", or "avg" to divide by the number of ranks (before bias and
             residual are added).
-        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
-            them. scale_a: fp32, () or (1,), or (*batch, 1), one factor a row; scale_b: fp32, () or
-            (1,), or (1, N), one a column; each rank its own. The result is of `out_dtype`,
-            torch.bfloat16 by default.
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
+            scale_a: fp32, () or (1,), or (*batch, 1), one for each row; scale_b: fp32, () or (1,),
+            or (1, N), one for each column; each rank has its own. The result has `out_dtype`, by
+            default torch.bfloat16.
 
     Returns:
         A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on
-        every rank, as it is; gradients of x and w are this rank's own, that of bias is replicated.
+        every rank, as it is; those of x and w are this rank's own, that of bias is replicated.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -127,7 +128,7 @@ def matmul_all_reduce(
 
 
 class _Call(NamedTuple):
-    """One call of a fused engine, but for its tensors, which autograd must see."""
+    """One call of a fused engine, except for its tensors, which autograd must see."""
 
     group: Group
     engine: RunnableEngine
@@ -156,11 +157,11 @@ class _MatmulAllReduce(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        x, w = factors(*ctx.saved_tensors)
+        x, w = conjugated(*ctx.saved_tensors)
         _, needs_x, needs_w, needs_b, needs_residual = ctx.needs_input_grad
         dx = dw = None
         scaled = dy * (1 / call.group.world_size) if call.average else dy
-        if torch.is_grad_enabled():  # by ops that have gradients themselves
+        if torch.is_grad_enabled():  # by ops that are differentiable themselves
             scaled = Spread.apply(scaled, call.group)
             dx = matmul(scaled, w.t()) if needs_x else None
             dw = matmul(x.t(), scaled) if needs_w else None

@@ -1,8 +1,7 @@
-"""Values that are the same on every rank of a group, before and behind autograd.
+"""Values that are the same on every rank of a group, and how autograd treats them.
 
-What is one value for all ranks has one gradient, the same on every rank. Between such a value and
-what ranks have of their own, forward and backward are each other's mirror, however often one
-differentiates:
+A replicated value has one gradient, the same on every rank. Between such a value and the ranks' own
+values, forward and backward mirror each other, however often one differentiates:
 
                forward                     gradient
     Spread     nothing                     sum over ranks      one value -> each rank's own use
@@ -20,7 +19,7 @@ from weft.kernels.dense import SumOp
 
 
 class Spread(torch.autograd.Function):
-    """A value that is the same on every rank and used by each for its own part."""
+    """A replicated value that each rank uses for its own part."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -33,7 +32,7 @@ class Spread(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The sum (or average) of every rank's x, used as one value by all ranks."""
+    """The sum (or average) of every rank's x, a replicated value."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, reduce_op: SumOp) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""dk and dv of ring attention: every rank makes its part for all keys, their owners add them up.
+"""dk and dv of ring attention: every rank makes a part for all keys, and their owners add them up.
 
-Legend as in `ring_keys`. What the queries of one rank add to the keys of another is a part; dk and
-dv are sums of parts over the ranks. The half of this generation on every rank holds, behind its
-published keys, W slots, one a source rank, each with that rank's part of dk and dv of the own keys:
+Legend as in `ring_keys`. What the queries of one rank contribute to the keys of another is a part;
+dk and dv are sums of parts over the ranks. The half of this generation on every rank holds, behind
+its published keys, W slots, one for each source rank, with that rank's part of dk and dv of the
+keys that live here:
 
     slot of s      [dk | dv] x [heads] x [rows of the largest shard] x SLOT_PITCH     fp32
 
@@ -10,15 +11,15 @@ published keys, W slots, one a source rank, each with that rank's part of dk and
            then  d(keys of 1) --> rank 1, slot 0              then  d(keys of 2) --> rank 2, slot 1
     rank 0: dk, dv = slot 0 + slot 1 + slot 2, in that order: bitwise the same in every run
 
-Tiles of dkv_n keys of one head are numbered alike on all ranks: tile u of owner d is made by the
-program with number (u + d * tiles a shard) % P among those that compute. So what program p of the
-owner adds up was made by p of each peer. Tiles that no query of a rank sees are left out by that
+Tiles of dkv_n keys of one head have the same numbers on all ranks: tile u of owner d is made by
+number (u + d * tiles a shard) % P of the P programs that compute. So program p adds up on the
+owner what program p has made on each peer. Tiles that no query of a rank sees are left out, by that
 rank and by the sum.
 
 Protocol, steps 2 and 4 of `ring_flash_backward`
   `make_dkv`: for the owners rank, rank+1, ...: wait for the owner's keys, make the tiles, store
-  them in the owner's slot `rank`, signal the word (0, rank, program) of its pad: release at system
-  scope; where there is nothing to make, too.
+  them in the owner's slot `rank`, and signal the word (0, rank, program) of its pad, even if there
+  was nothing to make: release at system scope.
   `reduce_dkv`: wait for the words (0, r, program) of all peers r (acquire, system scope); add up.
 """
 
@@ -37,8 +38,8 @@ from weft.kernels.attention_tiles import (
     head_ptr,
     interval,
     load_rows,
-    pairs_seen,
     seen_pairs,
+    seen_pairs_transposed,
     visible,
 )
 from weft.kernels.ring_keys import (
@@ -46,7 +47,6 @@ from weft.kernels.ring_keys import (
     await_results,
     compute_program,
     count_tiles,
-    having,
     head_keys,
     is_needed,
     key_spans,
@@ -54,6 +54,7 @@ from weft.kernels.ring_keys import (
     shard_bytes,
     span_of,
     tile_of,
+    wait_for_source,
 )
 from weft.kernels.sharded_sequence import Geometry
 
@@ -61,7 +62,7 @@ _INTERPRETED = signals.Constant(signals.INTERPRETED)
 
 
 class Queries(NamedTuple):
-    """Of B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta`, (B, H, n) fp32."""
+    """For B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta` (B, H, n) fp32."""
 
     q: Any
     dout: Any
@@ -72,7 +73,7 @@ class Queries(NamedTuple):
 
 
 class HeadQueries(NamedTuple):
-    """Of one head: a row of each of `Queries`, and elements from row to row of q and dout."""
+    """Pointers to one head of each of `Queries`, and the strides of the rows of q and dout."""
 
     q: Any
     stride_q: Any
@@ -83,8 +84,10 @@ class HeadQueries(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where parts lie: `offset` bytes into a half, for shards of at most `rows` keys. `stagger`:
-    tiles of a shard, by which owners' tiles are dealt to programs in turn."""
+    """Where parts lie: `offset` bytes into a half, for shards of at most `rows` keys.
+
+    `stagger` is the number of tiles of a shard, by which the owners' tiles are dealt to programs.
+    """
 
     offset: Any
     rows: Any
@@ -92,7 +95,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(k: torch.Tensor, geometry: Geometry, dkv_n: int) -> Slots:
-    """The slots for keys like `k` (B, H_kv, m, D): behind the published ones, in whole lines."""
+    """The slots for keys like `k` (B, H_kv, m, D), aligned behind the published ones."""
     heads, rows = k.shape[0] * k.shape[1], max(geometry.k_sizes)
     offset = -(-shard_bytes(heads, rows, k.shape[3], k.dtype) // 128) * 128
     tiles_most = max(sum(-(-span.length // dkv_n) for span in held) for held in geometry.k_spans)
@@ -100,20 +103,20 @@ def slots_of(k: torch.Tensor, geometry: Geometry, dkv_n: int) -> Slots:
 
 
 def slots_bytes(k: torch.Tensor, geometry: Geometry) -> int:
-    """Of a half, for the slots and what aligns them."""
+    """Size of the slots in a half, alignment included."""
     heads, rows = k.shape[0] * k.shape[1], max(geometry.k_sizes)
     return 128 + len(geometry.k_sizes) * shard_bytes(heads, rows, k.shape[3], torch.float32)
 
 
 @triton.jit
 def in_base_2(lse):
-    """log-sum-exps times log2(e); 0 for queries that see nothing, whose scores are all masked."""
+    """log-sum-exps times log2(e), or 0 for queries that see nothing, whose scores are masked."""
     return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
 
 
 @triton.jit
 def head_queries(queries, batch, head, shift):
-    """What belongs to one head, from row `shift` on, as `ring_keys.head_keys` counts them."""
+    """What belongs to one head, from row `shift` on, counted as in `ring_keys.head_keys`."""
     shift = tl.cast(shift, tl.int64)
     q, dout = queries.q, queries.dout
     at = (batch * queries.H + head) * queries.n + shift
@@ -143,7 +146,7 @@ def _slot_size(slots, ring, SHAPE: tl.constexpr):
 
 @triton.jit
 def _first_tile(owner, slots, program, programs):
-    """The first tile of an owner's keys that is this program's; it makes every programs-th."""
+    """The first tile of an owner's keys that is this program's; the next one is P later."""
     return (program + programs - owner * slots.stagger % programs) % programs
 
 
@@ -164,12 +167,11 @@ def add_to_dkv(
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """What queries begin .. end - 1 add, of which a .. b - 1 see all the keys.
+    """Add what queries begin .. end - 1 contribute; queries a .. b - 1 see all keys of the tile.
 
-    One loop with a branch: three loops, each with its addresses in registers, spill. Where a tile
-    has as many keys as wgmma wants rows, but fewer queries, scores are made keys by queries, as dk
-    and dv take them; elsewhere that spills.
-    """
+    One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
+    tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
+    the way dk and dv use them; elsewhere that spills."""
     BLOCK_N: tl.constexpr = k.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
@@ -192,13 +194,15 @@ def add_to_dkv(
             ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
         if (start < a) | (start >= b):
             if KEYS_FIRST:
-                seen = pairs_seen(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+                seen = seen_pairs_transposed(
+                    start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N
+                )
                 seen &= (rows < end)[None, :]
             else:
                 seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
                 seen &= (rows < end)[:, None]
-            # Keys of the tile that nobody here sees were not fetched: whatever they are, nan too,
-            # must not be used.
+            # Keys of the tile that nobody here sees were not fetched: they may be anything, even
+            # NaN, and must not be used.
             p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
         if KEYS_FIRST:
             dv = tiles.dot(tiles.rounded(p, dout.dtype), dout, dv)
@@ -211,7 +215,7 @@ def add_to_dkv(
 
 @triton.jit
 def make_dkv(
-    come,
+    arrivals,
     slots,
     queries,
     seen_by,  # Sight of the keys
@@ -220,7 +224,7 @@ def make_dkv(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The parts that the own queries make, to all owners; `come` as `having` leaves it."""
+    """The parts that the own queries contribute, sent to all owners. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
@@ -233,9 +237,9 @@ def make_dkv(
         owner = (rank + step) % SHAPE.world_size
         count = count_tiles(spans_ptr, owner, SPANS, BLOCK_N) * keys.heads
         if is_needed(table, rank, owner, 0, rows_of(table, owner, SHAPE), SHAPE):
-            come = having(come, step, ring, SHAPE)
-        if (come >> step & 1) == 0:
-            count = 0  # nothing is seen of it, or it did not come in time
+            arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+        if (arrivals >> step & 1) == 0:
+            count = 0  # its keys are not seen, or did not arrive in time
         for tile in range(_first_tile(owner, slots, program, programs), count, programs):
             head = tile % keys.heads
             position, row, length = tile_of(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
@@ -243,9 +247,9 @@ def make_dkv(
             if is_needed(table, rank, owner, row, stop, SHAPE):
                 batch = tl.cast(head // keys.H_KV, tl.int64)
                 kv_head = tl.cast(head % keys.H_KV, tl.int64)
-                held = head_keys(ring, owner, batch, kv_head, 0, SHAPE)
-                k = load_rows(held.k, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
-                v = load_rows(held.v, row, stop, held.stride, BLOCK_N, D, BLOCK_D)
+                kv = head_keys(ring, owner, batch, kv_head, 0, SHAPE)
+                k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
+                v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
                 lowest, highest = (
                     visible(position, seen_by),
                     visible(position + length - 1, seen_by),
@@ -254,9 +258,9 @@ def make_dkv(
                 for shared in range(SPANS * sharing):
                     start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
                     begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
-                    q_of = kv_head * sharing + shared // SPANS
+                    q_head = kv_head * sharing + shared // SPANS
                     dk, dv = add_to_dkv(
-                        dk, dv, k, v, position, head_queries(queries, batch, q_of, q_row - start),
+                        dk, dv, k, v, position, head_queries(queries, batch, q_head, q_row - start),
                         begin, a, b, end, ring.sees, scale * LOG2_E, SHAPE, BLOCK_M,
                     )  # fmt: skip
                 at = _slot_ptr(slots, ring, owner, rank, SHAPE)
@@ -266,7 +270,7 @@ def make_dkv(
                 tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
         if step > 0:
             announce_results(ring, owner, SHAPE)
-    return come
+    return arrivals
 
 
 @triton.jit
@@ -279,12 +283,12 @@ def reduce_dkv(
     BLOCK_N: tl.constexpr,
     REDUCE_N: tl.constexpr,
 ):
-    """dk and dv of the own keys, once the parts of all ranks have come."""
+    """dk and dv of the rank's own keys, once the parts of all ranks have arrived."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
-    # Own tiles too were stored by other threads than the ones that read them next.
+    # Other threads stored this rank's own tiles than will read them next.
     tl.debug_barrier()
     if await_results(ring, SHAPE):
         m = rows_of(table, rank, SHAPE)

@@ -1,9 +1,9 @@
 """ring_attention, forward, in one launch: softmax(q @ k^T * scale) @ v over all ranks' keys.
 
 Legend as in `ring_keys`; rank r holds n_r rows of queries for each of B * H heads. bf16, fp16 or
-fp32 in and out, fp32 scores, softmax and sums; probabilities are rounded to v's dtype.
+fp32 in and out; scores, softmax and sums are fp32, probabilities are rounded to v's dtype.
 
-Data, for W = 3, on rank 1 (capital: symmetric memory, half of this generation g):
+Data, for W = 3, on rank 1 (capitals are symmetric memory, in the half of this generation g):
 
     rank 0             rank 1                                             rank 2
     k v -> K_0 V_0     k v -> K_1 V_1 (peers read them)                   k v -> K_2 V_2
@@ -11,11 +11,11 @@ Data, for W = 3, on rank 1 (capital: symmetric memory, half of this generation g
              +------ copied once --------^            ^------ copied once ---------+
                        a tile of q: own keys first, from k and v in place; then 2's, then 0's
 
-Protocol: copy programs publish and fetch keys as `ring_keys` says. The other programs make tiles of
-BLOCK_M queries of one head, each over all keys that it sees: an online softmax, the own keys first,
-then those of rank+1, rank+2, ...: as they arrive. A source that no query of the tile sees is
-skipped; a wait stands before the loop over a source's keys, never in it. The last program to end
-sets GENERATION.
+Protocol: copy programs publish and fetch keys as described in `ring_keys`. Each other program makes
+tiles of BLOCK_M queries of one head by online softmax over all keys that they see: the rank's own
+keys first, then those of rank+1, rank+2, ... as they arrive. Sources that no query of the tile sees
+are skipped; waits stand before the loop over a source's keys, never in it. The last program to
+finish sets GENERATION.
 
 Why it neither races nor deadlocks: copy program p waits for copy programs p of its peers, which
 signal before they wait; the others wait for copy programs of their own launch, which have smaller
@@ -37,16 +37,16 @@ from weft.kernels import tiles
 from weft.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
-    averaged,
+    contiguous_rows,
+    empty_softmax,
     head_ptr,
     heads_of,
-    in_rows,
     interval,
     load_rows,
-    nothing_seen,
+    normalized,
     seen_pairs,
+    softmax_step,
     visible,
-    weighed,
 )
 from weft.kernels.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.ring_keys import (
@@ -55,11 +55,10 @@ from weft.kernels.ring_keys import (
     copy_programs,
     count_tiles,
     fetch_keys,
-    having,
     head_keys,
     key_spans,
     keys_of,
-    nothing_came,
+    no_arrivals,
     publish_keys,
     shape_for,
     shard_bytes,
@@ -67,6 +66,7 @@ from weft.kernels.ring_keys import (
     span_of,
     tables,
     tile_of,
+    wait_for_source,
 )
 from weft.kernels.sharded_sequence import Geometry
 
@@ -91,10 +91,10 @@ def config_for(
         )
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
-        # What the chip's largest tiles leave room for spills here, 8 to 112 bytes.
+        # Larger tiles, or more warps, spill 8 to 112 bytes here.
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
-        num_warps = 4 if rows <= 16 or D <= 64 or chip.name.startswith("gfx") else 8
+        num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
     return Config(
         block_m,
         block_n,
@@ -104,15 +104,15 @@ def config_for(
         copy_m=32,
         num_warps=num_warps,
         num_stages=num_stages,
-        all_registers=not chip.name.startswith("gfx"),
+        all_registers=not chip.is_amd,
     )
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
-    """Rows of queries, rows of keys, warps and stages: the largest tried that spill nowhere."""
+    """Rows of queries, rows of keys, warps and stages: the largest tried without spills."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        return 32, 16, 4 if D <= 64 or chip.name.startswith("gfx") else 8, 1
+        return 32, 16, 4 if D <= 64 or chip.is_amd else 8, 1
     family = chip.name if chip.name in ("sm_80", "sm_90", "gfx942") else "sm_100"
     return {
         "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},
@@ -125,7 +125,7 @@ def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
 def workspace_for(
     k: torch.Tensor, group: Group, geometry: Geometry, extra_bytes: int = 0
 ) -> Workspace:
-    """The group's workspace with room for the largest shard of keys and values, and some more."""
+    """The group's workspace with room for the largest shard of keys and values, and more."""
     nbytes = shard_bytes(k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype)
     return workspace(group, nbytes + extra_bytes, channel="ring", device=k.device)
 
@@ -147,9 +147,9 @@ def _add_keys(
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Keys begin .. end - 1 added to the softmax, of which all the queries see a .. b - 1.
+    """Add keys begin .. end - 1 to the softmax; all queries of the tile see keys a .. b - 1.
 
-    One loop with a branch: three loops, each with its addresses in registers, spill.
+    One loop with a branch: three loops, each with its addresses in registers, would spill.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
@@ -160,15 +160,15 @@ def _add_keys(
         if (start < a) | (start >= b):
             seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
             scores = tl.where(seen, scores, float("-inf"))
-        top, total, weights, fade = weighed(top, total, scores)
+        top, total, weights, rescale = softmax_step(top, total, scores)
         v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * fade[:, None])
+        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
     return top, total, acc
 
 
 @triton.jit
 def attend(
-    come,
+    arrivals,
     q_ptr,  # row 0 of a head
     stride_q,
     position,  # of the tile's first query
@@ -181,26 +181,28 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of queries over all keys that it sees: `come` as `having` leaves it, and what
-    `averaged` returns."""
+    """Attention of one tile of queries to all keys that it sees.
+
+    Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
+    """
     SPANS: tl.constexpr = SHAPE.spans
     q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
     lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
-    top, total, acc = nothing_seen(BLOCK_M, SHAPE.block_d)
+    top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
             start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
             begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
-                come = having(come, step, ring, SHAPE)
-                held = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
+                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 top, total, acc = _add_keys(
-                    top, total, acc, q, position, held, begin, a, b, end, ring.sees,
+                    top, total, acc, q, position, kv, begin, a, b, end, ring.sees,
                     ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
-    out, lse = averaged(top, total, acc)
-    return come, out, lse
+    out, lse = normalized(top, total, acc)
+    return arrivals, out, lse
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -239,20 +241,20 @@ def _ring_attention_kernel(
         signal_published(ring, SHAPE)
         fetch_keys(ring, SHAPE)
     else:
-        come = nothing_came(SHAPE) | 1  # bit `step`: that source's keys are here
+        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
         tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
         for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
             head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
-            # The last queries see the most where attention is causal: longest tiles first.
+            # In causal attention the last queries see the most: longest tiles first.
             position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
-            batch, q_of = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+            batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
-            come, out, lse = attend(
-                come, head_ptr(q, batch, q_of), q.stride_m, position, row, length, batch, kv_head,
-                ring, SHAPE, BLOCK_M, BLOCK_N,
+            arrivals, out, lse = attend(
+                arrivals, head_ptr(q, batch, q_head), q.stride_m, position, row, length, batch,
+                kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            # From row 0 of the head: offsets that are the same for all tiles would be kept in
-            # registers through them all.
+            # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
+            # throughout.
             at, stop = tl.cast(head, tl.int64) * n, row + length
             tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
             rows = row + tl.arange(0, BLOCK_M)
@@ -282,14 +284,14 @@ def launch_ring_attention(
     config = config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
-    k, v = in_rows(k, v)
+    k, v = contiguous_rows(k, v)
     table, sees, _ = tables(geometry, ws.rank, q.device)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
     _ring_attention_kernel[(config.programs,)](
         out,
         lse,
-        heads_of(in_rows(q)),
+        heads_of(contiguous_rows(q)),
         keys_of(k, v, geometry),
         sees,
         table,

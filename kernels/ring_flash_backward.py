@@ -1,4 +1,4 @@
-"""ring_attention, backward, in one launch: dq stays with its rank, dk and dv go to their owners.
+"""ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
 
 Legend as in `ring_keys` and `ring_flash`. With p = exp(scores - lse), the final probabilities:
 
@@ -6,15 +6,16 @@ Legend as in `ring_keys` and `ring_flash`. With p = exp(scores - lse), the final
     delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
 
 Protocol
-  1. Copy programs publish keys, make delta and announce it in the own words (1, rank, p), then
-     fetch keys, as `ring_keys` says.
+  1. Copy programs publish keys, make delta and announce it in the rank's own words (1, rank, p),
+     then fetch keys, as described in `ring_keys`.
   2. The other programs make parts of dk and dv and send them to their owners: see `ring_dkv`.
-  3. Tiles of dq, over all keys, which have come by now.
-  4. Wait for all peers' parts of dk and dv of the own keys, and add them up: see `ring_dkv`.
-  5. Take a ticket; the last program sets GENERATION.
+  3. They make tiles of dq, over all keys, which are here by now.
+  4. They wait for all peers' parts of dk and dv of the rank's own keys and add them up: see
+     `ring_dkv`.
+  5. All programs take a ticket; the last one sets GENERATION.
 
-Why it neither races nor deadlocks: as for `ring_flash`; and nobody waits in step 4 before it has
-signalled everything in step 2, where it waits for copy programs only.
+Why it neither races nor deadlocks: as in `ring_flash`; and no program waits in step 4 before it has
+signalled everything in step 2, where it waits only for copy programs.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from weft.collectives.workspace import link_of
 from weft.kernels import ring_flash, tiles
 from weft.kernels.attention_tiles import (
     LOG2_E,
+    contiguous_rows,
     head_ptr,
     heads_of,
-    in_rows,
     interval,
     load_rows,
     row_sum,
@@ -58,17 +59,17 @@ from weft.kernels.ring_keys import (
     copy_programs,
     count_tiles,
     fetch_keys,
-    having,
     head_keys,
     key_spans,
     keys_of,
-    nothing_came,
+    no_arrivals,
     publish_keys,
     shape_for,
     signal_published,
     span_of,
     tables,
     tile_of,
+    wait_for_source,
 )
 from weft.kernels.sharded_sequence import Geometry
 
@@ -117,7 +118,7 @@ def config_for(
         copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,
         num_warps=num_warps,
         num_stages=num_stages,
-        all_registers=not chip.name.startswith("gfx"),
+        all_registers=not chip.is_amd,
     )
 
 
@@ -125,9 +126,9 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
     """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
-        wide_warps = 4 if chip.name.startswith("gfx") else 8
+        wide_warps = 4 if chip.is_amd else 8
         return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, wide_warps, 1)
-    if chip.name.startswith("gfx"):
+    if chip.is_amd:
         return (32, 64, 64, 32, 4, 1) if D <= 128 else (16, 32, 32, 16, 4, 1)
     if chip.name.startswith("sm_10"):
         return {
@@ -210,7 +211,7 @@ def _add_to_dq(
 
 @triton.jit
 def sum_dq(
-    come,
+    arrivals,
     queries,  # HeadQueries
     position,  # of the tile's first query
     row,  # where that is, of `length`
@@ -222,7 +223,7 @@ def sum_dq(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of dq, over all keys that its queries see; `come` as `having` leaves it."""
+    """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
@@ -239,19 +240,19 @@ def sum_dq(
             start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
             begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
-                come = having(come, step, ring, SHAPE)
-                held = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
+                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 dq = _add_to_dq(
-                    dq, q, dout, lse, delta, position, held, begin, a, b, end, ring.sees,
+                    dq, q, dout, lse, delta, position, kv, begin, a, b, end, ring.sees,
                     ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
-    return come, dq * ring.scale
+    return arrivals, dq * ring.scale
 
 
 @triton.jit
 def _make_dq(
     dq_ptr,
-    come,
+    arrivals,
     queries,
     ring,
     B,
@@ -269,11 +270,11 @@ def _make_dq(
     for tile in range(program, tiles_m * B * H, programs):
         head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
         position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
-        batch, q_of = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+        batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
-        come, dq = sum_dq(
-            come, head_queries(queries, batch, q_of, 0), position, row, length, batch, kv_head,
-            ring, SHAPE, BLOCK_M, BLOCK_N,
+        arrivals, dq = sum_dq(
+            arrivals, head_queries(queries, batch, q_head, 0), position, row, length, batch,
+            kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
         tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
@@ -313,10 +314,14 @@ def _ring_attention_backward_kernel(
         announce(ring, rank, SHAPE)
         fetch_keys(ring, SHAPE)
     else:
-        # Bit `step`: that source's keys are here; bit 0: delta is.
-        come = having(nothing_came(SHAPE), 0, ring, SHAPE)
-        come = make_dkv(come, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n)
-        _make_dq(dq_ptr, come, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n)
+        # Bit 0 stands for delta; the rank's own keys need no wait.
+        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = make_dkv(
+            arrivals, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n
+        )
+        _make_dq(
+            dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
+        )
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
     if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
         signals.set_generation(link.signal_ptrs, rank, generation)
@@ -328,7 +333,8 @@ def launch_ring_attention_backward(
     """Enqueue the gradients of `ring_flash.launch_ring_attention`.
 
     Args:
-        saved: its operands, what it returned, and the gradients of that, grad_out of any strides.
+        saved: operands and results of the forward, and gradients of the results; grad_out may have
+            any strides.
         ws: `workspace_for` the keys.
 
     Returns:
@@ -339,7 +345,7 @@ def launch_ring_attention_backward(
     config = config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
-    k, v = in_rows(k, v)
+    k, v = contiguous_rows(k, v)
     table, sees, seen_by = tables(geometry, ws.rank, q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
@@ -350,7 +356,12 @@ def launch_ring_attention_backward(
         out,
         None if grad_lse is None else grad_lse.contiguous(),
         Queries(
-            heads_of(in_rows(q)), heads_of(in_rows(grad_out)), lse, torch.empty_like(lse), H, n
+            heads_of(contiguous_rows(q)),
+            heads_of(contiguous_rows(grad_out)),
+            lse,
+            torch.empty_like(lse),
+            H,
+            n,
         ),
         keys_of(k, v, geometry),
         sees,

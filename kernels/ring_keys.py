@@ -1,4 +1,4 @@
-"""Keys and values on their way round: what the attention kernels over sharded sequences share.
+"""Exchange of keys and values: what the attention kernels over sharded sequences share.
 
 Legend: W ranks; rank s holds m_s rows of keys and of values for each of B * H_kv heads, D wide, in
 one or two spans (see `sharded_sequence`). PITCH is D rounded up to 16 bytes' worth of elements.
@@ -9,19 +9,19 @@ one or two spans (see `sharded_sequence`). PITCH is D rounded up to 16 bytes' wo
 `ring_flash` fetches all heads, `heads_flash` those that its rank computes.
 
 Protocol, shared by forward and backward; programs 0 .. C-1 copy, the others compute
-  1. Copy program p publishes every C-th chunk of rows of the own shard, and signals the word
+  1. Copy program p publishes every C-th chunk of rows of the rank's own shard and signals the word
      (0, rank, p) of every peer's pad: release at system scope.
   2. Copy program p, for the peers rank+1, rank+2, ...: waits for the peer's word (0, peer, p)
-     (acquire: chunks p, p+C, .. may be read), copies those of them that some query here sees to
-     `gathered`, signals the own word (1, peer, p): release at device scope. Peers of whose keys
-     nothing is seen come last, and nothing of them is copied.
-  3. A compute program waits for the words (1, source, 0 .. C-1) before its first use of a source,
-     once in a launch: it remembers in a bit mask which have come.
+     (acquire, after which chunks p, p+C, .. may be read), copies those that some query here sees to
+     `gathered`, and signals the rank's own word (1, peer, p): release at device scope. Peers of
+     whose keys nothing is seen come last, and nothing is copied from them.
+  3. A compute program waits for the words (1, source, 0 .. C-1) before it first uses a source, once
+     in a launch: a bit mask, `arrivals`, remembers which sources are here.
 
-A remote row crosses the link once. Read in place it would cross once for each tile of queries that
-sees it: 128 flops of a 128-row tile for each byte, where a link of 450 GB/s feeds a chip of
-600 TFLOP/s from 1,300 on. So `gathered` holds the keys and values of all ranks; q, out and their
-gradients are never more than a shard.
+A remote row crosses the link once. Read in place, it would cross once for each tile of queries that
+sees it: a 128-row tile makes 128 flops of each byte, where a chip of 600 TFLOP/s needs 1,300 to
+keep up with a link of 450 GB/s. So `gathered` holds the keys and values of all ranks, while q, out
+and their gradients are never more than a shard.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class Shape:
 
     Attributes:
         world_size: W.
-        spans: of a shard, 1 or 2.
+        spans: spans of a shard, 1 or 2.
         head_dim: D.
-        pitch, fp32_pitch: elements from one row to the next, of published keys and of fp32 parts.
-        block_d: D rounded up to a power of two, 16 at least.
-        copy_programs: programs that publish and fetch keys. copy_m: rows that they move at a time.
+        pitch, fp32_pitch: elements from one row to the next, of published keys and of fp32 partial
+            sums.
+        block_d: D rounded up to a power of two, at least 16.
+        copy_programs, copy_m: programs that publish and fetch keys, and rows that they move at a
+            time.
     """
 
     world_size: int
@@ -73,7 +75,7 @@ class RingOptions(LaunchOptions):
     Attributes:
         group_heads: heads whose tiles run together, to share keys in L2.
         programs: grid, copy programs included.
-        copy_programs: how many of them fetch keys. copy_m: rows that they move at a time.
+        copy_programs, copy_m: programs that fetch keys, and rows that they move at a time.
     """
 
     group_heads: int
@@ -83,9 +85,11 @@ class RingOptions(LaunchOptions):
 
 
 class Keys(NamedTuple):
-    """Keys and values of B * H_KV = `heads` heads: `k` and `v` of this rank, (B, H_KV, m, D) with
-    the same `strides` from one batch, head and row to the next; `gathered`, all ranks', of the
-    `fetched` heads of each batch from `first` on."""
+    """Keys and values of B * H_KV = `heads` heads.
+
+    Fields: this rank's `k` and `v` (B, H_KV, m, D), with the same `strides` of batch, head and row;
+    `gathered`, all ranks' keys and values of the `fetched` heads of each batch from `first` on.
+    """
 
     k: Any
     v: Any
@@ -98,9 +102,11 @@ class Keys(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A call, as its kernel knows it: the way to the peers, what `tables` says of all ranks'
-    shards, the own rank, the number of the call, the keys (Keys), what queries see of them (Sight)
-    and the scale of the scores."""
+    """One call as its kernel knows it.
+
+    Fields: the way to the peers, the words of `tables`, this rank, the number of the call, the keys
+    (Keys), what queries see of them (Sight) and the scale of the scores.
+    """
 
     link: Any
     table: Any
@@ -112,7 +118,7 @@ class Ring(NamedTuple):
 
 
 class HeadKeys(NamedTuple):
-    """Keys and values of one head: a row of each, and elements from row to row."""
+    """Pointers to a row of the keys and of the values of one head, and the stride of their rows."""
 
     k: Any
     v: Any
@@ -126,16 +132,16 @@ def pitch_of(D: int, dtype: torch.dtype) -> int:
 
 
 def shard_bytes(heads: int, rows: int, D: int, dtype: torch.dtype) -> int:
-    """Of a published shard of `heads` heads (B * H_kv) and `rows` rows."""
+    """Size of a published shard of `heads` heads (B * H_kv) and `rows` rows."""
     return 2 * heads * rows * pitch_of(D, dtype) * dtype.itemsize
 
 
 def copy_programs(
     chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int
 ) -> int:
-    """Programs that copy: as few as bring a shard while the others attend to one.
+    """How many programs copy: just enough to fetch a shard while the others attend to one.
 
-    A program brings 32 GB/s (64 KiB a load, 2 us); the chip attends at some 400 TFLOP/s. An eighth
+    A program fetches 32 GB/s (64 KiB a load, 2 us); the chip attends at some 400 TFLOP/s. An eighth
     of the cores fills the link.
     """
     if W == 1 or chip is INTERPRETER:
@@ -148,19 +154,19 @@ def copy_programs(
 def tables(
     geometry: Geometry, rank: int, device: torch.device, all_queries: bool = False
 ) -> tuple[torch.Tensor, Sight, Sight]:
-    """What kernels of `rank` must know of a geometry, on their device: the same on every rank, but
-    virtual ranks in one process must not share the tensors.
+    """What the kernels of `rank` need to know of a geometry, in tensors on their device.
+
+    The values are the same on every rank, but virtual ranks of one process must not share tensors.
 
     Args:
-        all_queries: every rank attends for the queries of all, not for its own only.
+        all_queries: whether every rank attends for the queries of all, not only for its own.
 
     Returns:
         int32 words: start, row and length of the spans of every rank's queries, then of its keys;
-        base of every rank's keys, and of its queries, where those of all ranks lie one after
-        another, in rows; for every (rank, source, span of source) the first row that is needed and
-        the one after the last.
-        And what queries see of keys, and who sees keys of queries; where documents are packed, with
-        start and stop of the document of every token.
+        the first row of every rank's keys, and of its queries, where those of all ranks lie one
+        after another; for every (rank, source, span of source) the first row that is needed and the
+        one after the last. Then what queries see of keys, and which queries see a key; if documents
+        are packed, with the start and stop of every token's document.
     """
     W = len(geometry.q_sizes)
 
@@ -194,7 +200,7 @@ def tables(
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:
-    """Of the kernels, for keys `k` (B, H_kv, m, D), with `copies` programs that fetch them."""
+    """The Shape of keys `k` (B, H_kv, m, D), with `copies` programs that fetch them."""
     D = k.shape[3]
     return Shape(
         world_size=len(geometry.k_sizes),
@@ -211,8 +217,7 @@ def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> 
 def keys_of(
     k: torch.Tensor, v: torch.Tensor, geometry: Geometry, heads: range | None = None
 ) -> Keys:
-    """The own shard (B, H_kv, m, D) as kernels take it, and room for those `heads` of everyone's:
-    None for all."""
+    """The rank's own shard (B, H_kv, m, D) as kernels take it, and room for others' `heads`."""
     B, H_kv, _, D = k.shape
     heads = range(H_kv) if heads is None else heads
     remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
@@ -229,7 +234,7 @@ def span_of(spans_ptr, rank, span, SPANS: tl.constexpr):
 
 @triton.jit
 def key_spans(table_ptr, SHAPE: tl.constexpr):
-    """The words of the keys' spans; those of the queries begin the table."""
+    """The words of the keys' spans, which follow those of the queries."""
     return table_ptr + SHAPE.world_size * SHAPE.spans * 3
 
 
@@ -244,7 +249,7 @@ def count_tiles(spans_ptr, rank, SPANS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of tile number `tile` of `rank`: position and row of its first token, number of tokens."""
+    """Position and row of the first token, and number of tokens, of a tile of `rank`."""
     start, row, length = span_of(spans_ptr, rank, 0, SPANS)
     if SPANS == 2:
         first_tiles = tiles.cdiv(length, BLOCK)
@@ -299,15 +304,15 @@ def base_of(table_ptr, source, QUERIES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _fetched_heads(keys):
-    """Of all batches."""
+    """Heads that are fetched, over all batches."""
     return keys.heads // keys.H_KV * keys.fetched
 
 
 @triton.jit
 def head_keys(ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
-    """The keys and values of one head of `source`, once they have come: row `shift` of each.
+    """The keys and values of one head of `source`, once they have arrived, from row `shift` on.
 
-    For rows counted by position, `shift` is the row less the position of some token.
+    To address rows by position in the sequence, pass the row less the position of some token.
     """
     keys, shift = ring.keys, tl.cast(shift, tl.int64)
     if source == ring.rank:
@@ -323,23 +328,25 @@ def head_keys(ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
 
 @triton.jit
 def first_chunk(head, chunks, SHAPE: tl.constexpr):
-    """Of the `chunks` of a published head, the first that is this program's, to fetch as to
-    publish: it waits for its namesake alone, which must have published all that it fetches."""
+    """The first of the `chunks` of a head that this program copies, to fetch as to publish.
+
+    It waits for its namesakes alone, so they must have published all that it fetches.
+    """
     before = head * chunks % SHAPE.copy_programs
     return (tl.program_id(0) + SHAPE.copy_programs - before) % SHAPE.copy_programs
 
 
 @triton.jit
 def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
-    """`rows` rows of `heads` = B * H heads of x (Heads), every chunk that is this program's."""
+    """Publish `rows` rows of `heads` = B * H heads of x (Heads): the chunks of this program."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
     for unit in range(tl.program_id(0), heads * chunks, SHAPE.copy_programs):
         head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
-        batch, of_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+        batch, head_in_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         tiles.copy_block(
             to_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
-            head_ptr(x, batch, of_batch) + first * x.stride_m,
+            head_ptr(x, batch, head_in_batch) + first * x.stride_m,
             tl.minimum(COPY_M, rows - first),
             SHAPE.head_dim,
             SHAPE.pitch,
@@ -352,18 +359,18 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
-    """The keys or values of `source` that are needed here, every chunk that is this program's."""
+    """Fetch the keys or values of `source` that are needed here: the chunks of this program."""
     COPY_M: tl.constexpr = SHAPE.copy_m
     keys, chunks = ring.keys, tiles.cdiv(rows, COPY_M)
     for head in range(_fetched_heads(keys)):
-        of_all = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
-        for chunk in range(first_chunk(of_all, chunks, SHAPE), chunks, SHAPE.copy_programs):
+        global_head = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
+        for chunk in range(first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.copy_programs):
             first = chunk * COPY_M
             last = tl.minimum(first + COPY_M, rows)
             if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
                 tiles.copy_block(
                     out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
-                    shard_ptr + (tl.cast(of_all, tl.int64) * rows + first) * SHAPE.pitch,
+                    shard_ptr + (tl.cast(global_head, tl.int64) * rows + first) * SHAPE.pitch,
                     last - first,
                     SHAPE.head_dim,
                     SHAPE.pitch,
@@ -431,7 +438,7 @@ def fetch_shard(ring, source, SHAPE: tl.constexpr):
 
 @triton.jit
 def announce(ring, source, SHAPE: tl.constexpr):
-    """Tell the programs of this launch that this one is done with its share of `source`."""
+    """Tell the programs of this launch that this one has fetched its share of `source`."""
     word = signals.slot_ptr(
         ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, tl.program_id(0)
     )
@@ -440,13 +447,13 @@ def announce(ring, source, SHAPE: tl.constexpr):
 
 @triton.jit
 def compute_program(SHAPE: tl.constexpr):
-    """This program's number among those that compute, and how many they are."""
+    """This program's number among those that compute, and how many there are."""
     return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
 
 
 @triton.jit
 def announce_results(ring, owner, SHAPE: tl.constexpr):
-    """Tell `owner` that all that this program makes for it is there."""
+    """Tell `owner` that all results that this program makes for it are in place."""
     word = signals.slot_ptr(
         ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
     )
@@ -455,7 +462,7 @@ def announce_results(ring, owner, SHAPE: tl.constexpr):
 
 @triton.jit
 def await_results(ring, SHAPE: tl.constexpr):
-    """Until program number p of every peer has announced its results. False on a time-out."""
+    """Wait until program p of every peer has announced its results. False on a time-out."""
     return signals.wait_for_peers(
         ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
         ring.link.max_polls,
@@ -463,25 +470,27 @@ def await_results(ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def nothing_came(SHAPE: tl.constexpr):
-    """No bit set of `having`'s `come`, which has a bit a rank: as short a word as will do, for it
-    is kept in registers."""
+def no_arrivals(SHAPE: tl.constexpr):
+    """An `arrivals` word for `wait_for_source` with no bit set.
+
+    It has one bit per rank and stays in registers, so it is as short as the group allows.
+    """
     return tl.cast(0, tl.int32 if SHAPE.world_size <= 32 else tl.int64)
 
 
 @triton.jit
-def having(come, step, ring, SHAPE: tl.constexpr):
-    """Step 3: `come`, after a wait for the keys of rank + step if they had not come yet.
+def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
+    """Step 3: wait for the keys of rank + step unless they have arrived; return the new `arrivals`.
 
     Args:
-        come: bit `step`: the keys of rank + step are here. See `nothing_came`.
+        arrivals: bit `step` is set once the keys of rank + step are here. See `no_arrivals`.
     """
-    if (come >> step & 1) == 0:
+    if (arrivals >> step & 1) == 0:
         source = (ring.rank + step) % SHAPE.world_size
         arrived = signals.wait_for_own(
             ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
             SHAPE.copy_programs - 1, ring.generation, ring.link.max_polls,
             triton.next_power_of_2(SHAPE.copy_programs),
         )  # fmt: skip
-        come |= tl.where(arrived, tl.cast(1, come.dtype) << step, 0)
-    return come
+        arrivals |= tl.where(arrived, tl.cast(1, arrivals.dtype) << step, 0)
+    return arrivals

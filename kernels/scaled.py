@@ -1,9 +1,9 @@
-"""Matmuls of scaled fp8: y = (x * scale_a) @ (w * scale_b), as torch._scaled_mm means it.
+"""Matmuls of scaled fp8: y = (x * scale_a) @ (w * scale_b), as in torch._scaled_mm.
 
-x (.., K) and w (K, N) are torch.float8_e4m3fn. Factors are fp32: one for all of an operand, or one
-for each row of x, (.., 1), and each column of w, (1, N). Products and sums are fp32; factors come
-after the sum, then the bias, then one rounding to `out_dtype`. Forward only: a gradient of fp8
-numbers would itself have to be scaled.
+x (.., K) and w (K, N) are torch.float8_e4m3fn. Scales are fp32: one for a whole operand, or one for
+each row of x, (.., 1), and each column of w, (1, N). Products and sums are fp32; the scales are
+applied to the sum, then the bias, then it is rounded once to `out_dtype`. Forward only: gradients
+in fp8 would need scales of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Scaling:
-    """Checked factors of one call.
+    """Checked scales of one call.
 
     Attributes:
-        rows: (.., 1), one factor a row of x.
-        columns: of each weight, () or (1, N).
+        rows: (.., 1), one for each row of x.
+        columns: for each weight, () or (1, N).
         out_dtype: of the result.
     """
 
@@ -37,12 +37,12 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in fp8, and the fp32 factors that give it back; `largest` is the magnitude that must fit.
+    """x in fp8, and the fp32 scales that undo it; `largest` is the magnitude that must fit.
 
     Example: [1., -4.] with largest 4. gives [112, -448] and 4 / 448.
     """
-    factors = largest.float().clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FP8).max
-    return (x.float() / factors).to(FP8), factors
+    scales = largest.float().clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FP8).max
+    return (x.float() / scales).to(FP8), scales
 
 
 def scaling_of(
@@ -54,21 +54,21 @@ def scaling_of(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None,
     out_dtype: torch.dtype | None,
 ) -> Scaling | None:
-    """The factors of a call, checked; None for one that is not of fp8.
+    """The scales of a call, checked; None for one that is not fp8.
 
     Args:
-        others: bias and residual: of `out_dtype`, and a gradient of theirs is none of ours either.
+        others: bias and residual, which must not need gradients either.
 
     Raises:
-        ValueError: factors without fp8, fp8 without factors, or of other shapes.
-        NotImplementedError: another format of fp8; a gradient is wanted.
+        ValueError: scales without fp8, fp8 without scales, or scales of other shapes.
+        NotImplementedError: another fp8 format, or a gradient is needed.
     """
     for each in (x, *weights):
         if not isinstance(each, torch.Tensor):
             raise ValueError(f"{op} multiplies tensors, got {type(each).__name__}")
     if x.dtype != FP8:
         if x.dtype.itemsize == 1 and x.is_floating_point():
-            raise NotImplementedError(f"of the fp8 formats {op} takes {FP8}, got {x.dtype}")
+            raise NotImplementedError(f"the only fp8 format {op} takes is {FP8}, got {x.dtype}")
         if scale_a is not None or scale_b is not None or out_dtype not in (None, x.dtype):
             raise ValueError(
                 f"scale_a, scale_b and out_dtype go with x and w of {FP8}, got {x.dtype}"
@@ -79,23 +79,23 @@ def scaling_of(
     columns = list(scale_b) if isinstance(scale_b, Sequence) else [scale_b]
     if not all(isinstance(scale, torch.Tensor) for scale in (scale_a, *columns)):
         raise ValueError(
-            "scale_a and scale_b must be tensors, torch.tensor(1.0) one factor for all"
+            "scale_a and scale_b must be tensors, such as torch.tensor(1.0) for a whole operand"
         )
     if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if len(columns) != len(weights):
         raise ValueError(
-            f"scale_b must hold one entry a weight, got {len(columns)} for {len(weights)}"
+            f"scale_b must have one entry per weight, got {len(columns)} for {len(weights)}"
         )
     if scale_a.numel() != 1 and scale_a.shape != (*x.shape[:-1], 1):
         raise ValueError(
-            f"scale_a must be one factor, or {(*x.shape[:-1], 1)}, one a row of x, got "
+            f"scale_a must be one scale, or {(*x.shape[:-1], 1)}, one per row of x, got "
             f"{tuple(scale_a.shape)}"
         )
     for scale, w in zip(columns, weights, strict=True):
         if scale.numel() != 1 and scale.shape != (1, w.shape[-1]):
             raise ValueError(
-                f"scale_b must be one factor, or {(1, w.shape[-1])}, one a column of w, got "
+                f"scale_b must be one scale, or {(1, w.shape[-1])}, one per column of w, got "
                 f"{tuple(scale.shape)}"
             )
     for scale in (scale_a, *columns):
@@ -107,17 +107,17 @@ def scaling_of(
     tensors = (x, *weights, scale_a, *columns, *others)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise NotImplementedError(
-            f"{op} of {FP8} has no gradient: call it under torch.no_grad(), or on bfloat16"
+            f"{op} of {FP8} has no gradient: call it under torch.no_grad(), or with bfloat16"
         )
     rows = scale_a.reshape(-1)[:1].expand(*x.shape[:-1], 1) if scale_a.numel() == 1 else scale_a
     return Scaling(rows, columns, out_dtype or torch.bfloat16)
 
 
 def refuse_traced(scaling: Scaling | None) -> None:
-    """Raise NotImplementedError if a call that is traced has factors."""
+    """Raise NotImplementedError for an fp8 call that is traced."""
     if scaling is not None:
         raise NotImplementedError(
-            f"calls of {FP8} are not traced: take them out of what is compiled, with "
+            f"calls with {FP8} cannot be traced: keep them out of what is compiled, with "
             f"torch.compiler.disable"
         )
 
@@ -148,11 +148,10 @@ def _scaled_mm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """By torch._scaled_mm where it takes the call, else in fp32.
+    """By torch._scaled_mm where it supports the call, else in fp32.
 
-    It needs a GPU with fp8, sizes that 16 divides and a w that is contiguous along K; on a CPU it
-    computes number by number.
-    """
+    It needs a GPU with fp8, sizes divisible by 16 and a w that is contiguous along K; its CPU
+    version computes one element at a time."""
     K, N = w.shape
     if (
         x.is_cuda

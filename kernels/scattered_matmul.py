@@ -7,14 +7,14 @@ W ranks; rank r holds K_r of the K columns of x, and those rows of w:
                  partial_0   partial_1          y_0  = (partial_0 + partial_1)[rows of rank 0]
                                                 y_1  = (partial_0 + partial_1)[rows of rank 1]
 
-Forward, host engine. Every rank computes all of its partial straight into symmetric memory and
-signals; it then adds up its own rows of all partials, in place on the peers and in rank order. One
-large matmul, no copy: what is moved is moved by the sum.
+Forward, host engine. Every rank computes all of its partial product in symmetric memory and
+signals; it then adds up its own rows of all partial products, in place on the peers and in rank
+order. One large matmul and no copy: the sum itself moves the data.
 
-Backward: with dy = the gathered gradient, dx = dy @ w^T and dw = x^T @ dy: both consume one gather,
-as in the forward of `gathered_matmul`.
+Backward: dx = dy @ w^T and dw = x^T @ dy for the gathered gradient dy; both use one gather, as in
+the forward of `gathered_matmul`.
 
-The triton engine is in `gemm_reduce_scatter`; its backward is `all_gather_gemm`'s kernels.
+The triton engine is in `gemm_reduce_scatter`; its backward uses the kernels of `all_gather_gemm`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.kernels.dense import (
     check_operands,
     check_residual,
     check_sum,
-    factors,
+    conjugated,
     finished,
     matmul,
     mm,
@@ -73,18 +73,18 @@ def matmul_reduce_scatter(
         w: (K_r, N): the rows of the weight that go with them.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: (N,), added once; the same on every rank.
-        residual: this rank's chunk, shape and dtype of the result, added to it.
-        scatter_dim: dim of the result (*batch, N) that is cut; trailing ranks may get none of it.
+        residual: added to this rank's chunk of the result, whose shape and dtype it has.
+        scatter_dim: dim of the result (*batch, N) that is cut; trailing ranks may get nothing.
         reduce_op: "sum", or "avg" to divide by the number of ranks (before bias and
             residual are added).
-        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as torch._scaled_mm has
-            them. scale_a: fp32, () or (1,), or (*batch, 1), one factor a row; scale_b: fp32, () or
-            (1,), or (1, N), one a column; each rank its own. The result is of `out_dtype`,
-            torch.bfloat16 by default.
+        scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
+            scale_a: fp32, () or (1,), or (*batch, 1), one for each row; scale_b: fp32, () or (1,),
+            or (1, N), one for each column; each rank has its own. The result has `out_dtype`, by
+            default torch.bfloat16.
 
     Returns:
-        A new tensor, added up in fp32 in rank order; with `scatter_dim` > 0 it may be
-        non-contiguous. Gradients: of x and w this rank's own; of bias the sum over all rows, the
+        A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
+        Gradients: those of x and w are this rank's own; that of bias is the sum over all rows, the
         same on every rank. Fused like the forward.
 
     Raises:
@@ -163,7 +163,7 @@ def scatter_problem(x: torch.Tensor, w: torch.Tensor, group: Group, scatter_dim:
 
 
 class _ScatteredSum(torch.autograd.Function):
-    """reduce_scatter of partial sums. Their gradients are of `dtype`, and travel so."""
+    """reduce_scatter of partial sums. The gradients are cast to `dtype` before they travel."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class _ScatteredSum(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """One call of a fused engine, but for its tensors, which autograd must see."""
+    """One call of a fused engine, except for its tensors, which autograd must see."""
 
     group: Group
     rows: list[int]  # of every rank's chunk
@@ -202,11 +202,11 @@ class Gradient(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """Of dy, ahead of its gather: the bias, added after the division, wants it whole."""
+        """Of dy, before its gather; the bias, added after the division, needs dy undivided."""
         return self.group.world_size if self.average and any(self.needs[:2]) else 1
 
 
-# Of x, w and bias; None where it is not needed.
+# For x, w and bias; None where it is not needed.
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -231,7 +231,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        x, w = factors(*ctx.saved_tensors)
+        x, w = conjugated(*ctx.saved_tensors)
         *needs, needs_residual = ctx.needs_input_grad[1:]
         record_backward("matmul_reduce_scatter", call.engine, "all_gather")
         given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
@@ -361,7 +361,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
 
 
 def _differentiable_backward(given: Gradient) -> _Gradients:
-    """The same by ops that have gradients themselves."""
+    """The same by ops that are differentiable themselves."""
     x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
     dx = matmul(whole, w.t()) if needs_x else None

@@ -7,16 +7,17 @@ W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences
                                     ...
 
 Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
-its own keys, then to each peer's in place, as that peer signals: rank + 1 first. Partial results
-merge by log-sum-exp (`chunk_attention`). Keys that no query here sees are not read.
+its own keys, then to each peer's in place once that peer has signalled, rank + 1 first. Partial
+results are merged by log-sum-exp (`chunk_attention`). Keys that no query here sees are not read.
 
-Backward. Keys are shown again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t: its
-dq stays here, and its dk and dv are written to symmetric memory, where their owner reads them at
-the end of the step. An owner so adds up its own part, then those of rank - 1, rank - 2, ..: always
-in that order, so that gradients are bitwise the same from run to run. No rank ever holds more than
-two shards beside its own, however many ranks there are.
+Backward. Keys are published again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t:
+dq is added up here, and dk and dv are written to symmetric memory, where their owner reads them at
+the end of the step. So an owner adds up its own part, then those of rank - 1, rank - 2, .., always
+in that order, and gradients are bitwise the same from run to run. No rank ever holds more than two
+shards besides its own, however many ranks there are.
 
-The triton engine is in `ring_flash` and `ring_flash_backward`, the generic in `gathered_attention`.
+The triton engine is in `ring_flash` and `ring_flash_backward`, the generic one in
+`gathered_attention`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import Exchange, Group, exchange, resolve
+from weft.collectives.collective_ops import check_sizes
 from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.kernels.autocast import autocast
@@ -43,7 +45,7 @@ from weft.kernels.sharded_sequence import (
     pieces_between,
 )
 
-# The kernels remember in the bits of an int64 whose keys have come.
+# The kernels keep a bit for each rank, in an int64.
 _MOST_RANKS = 64
 _WIDEST = 256
 
@@ -73,20 +75,20 @@ def ring_attention(
             query head h uses head h // (H / H_kv).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         causal: the query at position i of the whole sequence sees the keys at positions <= i.
-            Positions count from 0 in queries and keys alike, also if there are more of the one than
-            of the other: `is_causal` of torch's scaled_dot_product_attention.
+            Queries and keys both count from position 0, even if there are more of one than of the
+            other: `is_causal` of torch's scaled_dot_product_attention.
         scale: of the scores; None: 1 / sqrt(D).
         layout: which tokens a rank holds. "contiguous": those after the lower ranks'. "zigzag":
-            chunks r and 2 W - 1 - r of 2 W, which makes causal work even; lengths are then those of
+            chunks r and 2 W - 1 - r of 2 W, which balances causal work; lengths are then those of
             `weft.kernels.zigzag_sizes`, and `to_zigzag` reorders a whole sequence.
         window: the query at position i sees no keys before i - window: flash-attention's
             `window_size` = (window, -1). A pair (left, right) limits both sides; -1 is no limit.
-        cu_seqlens: where packed documents begin in the whole sequence, 0 first, and last its
-            length, the same on every rank; a query sees its own document only. For every row of the
-            batch alike, as many queries as keys, in either layout. A tensor on a GPU costs a sync.
+        cu_seqlens: where packed documents begin in the whole sequence, from 0 to its length, the
+            same on every rank and for all of the batch; a query sees only its own document. Needs
+            as many queries as keys, in either layout. A tensor on a GPU costs a sync.
         return_lse: also return the log-sum-exp of each query's scores.
-        sizes, key_sizes: n and m of every rank, where known (`key_sizes` defaults to `sizes`);
-            None: the ranks tell each other, which costs a few us.
+        sizes, key_sizes: n and m of every rank, if known (`key_sizes` defaults to `sizes`);
+            None: the ranks exchange them, which costs a few us.
 
     Returns:
         out (B, H, n, D), contiguous, dtype of q; with `return_lse` the pair (out, lse), lse
@@ -131,7 +133,7 @@ def as_op_arguments(
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from the arguments of a call, alike on all ranks."""
+    """What follows from the arguments of a call, the same on all ranks."""
 
     group: Group
     geometry: Geometry
@@ -153,7 +155,7 @@ def plan(
     key_sizes: Sequence[int] | None,
     op: str = "ring_attention",
 ) -> Plan:
-    """Check the arguments of `ring_attention`, or of `op`, and find out what it is to do.
+    """Check the arguments of `ring_attention`, or of `op`, and plan the call.
 
     Raises:
         ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
@@ -181,7 +183,7 @@ def plan(
     W = where.world_size
     share = -(-sum(q_sizes) // W)
     moved = 2 * B * k.shape[1] * D * (total - total // W)
-    if op == "ulysses_attention":  # heads of q, k and v come, and out goes
+    if op == "ulysses_attention":  # receives heads of q, k and v, sends out
         moved = 2 * B * (H + k.shape[1]) * D * max(share, total // W) * (W - 1) // W
     problem = Problem(
         op,
@@ -190,7 +192,7 @@ def plan(
         K=2 * D,
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
-        refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, here are {W}",
+        refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
         host_refusal=_host_refusal(q, scale),
         kernel_refusal=too_wide(D, _WIDEST) if where.on_gpus(q.device) else "",
     )
@@ -199,8 +201,8 @@ def plan(
 
 def _host_refusal(q: torch.Tensor, scale: float) -> str:
     if q.device.type != "cpu":
-        return "its pieces are torch's CPU kernel"
-    return "" if scale > 0 else f"torch's CPU kernel masks before it scales, here by {scale}"
+        return "it uses torch's CPU kernel"
+    return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -244,7 +246,7 @@ def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None) -> tuple[int, ..
     documents = tuple(int(start) for start in starts)
     if not documents or documents[0] != 0 or list(documents) != sorted(documents):
         raise ValueError(
-            f"cu_seqlens must begin with 0 and never fall, got {documents[:8]}"
+            f"cu_seqlens must begin with 0 and never decrease, got {documents[:8]}"
             f"{' ...' if len(documents) > 8 else ''}"
         )
     return documents
@@ -271,11 +273,7 @@ def _sizes(
         raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")
     lengths = [tuple(sizes), tuple(sizes if key_sizes is None else key_sizes)]
     for name, held, length in zip(("sizes", "key_sizes"), lengths, mine, strict=True):
-        if len(held) != group.world_size or held[group.rank] != length:
-            raise ValueError(
-                f"{name} holds the length of every rank's shard along dim 2: got {list(held)} for "
-                f"{group.world_size} ranks, with {length} here (rank {group.rank})"
-            )
+        check_sizes(name, held, group, 2, length)
     return lengths[0], lengths[1]
 
 
@@ -300,7 +298,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What a backward is given: the forward's operands and results, and their gradients."""
+    """What a backward is given: the forward's operands and results, and the results' gradients."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -332,7 +330,7 @@ def ring_gradients(call: Plan, saved: Saved) -> Gradients:
 
 
 def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Show this rank's k and v (B, H_kv, m, D) to all peers."""
+    """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
     if ex.world_size == 1:
         return
     shown = ex.local((2, *k.shape), k.dtype)
@@ -344,14 +342,14 @@ def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
 def _peers_keys(
     ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`peer`'s k and v, in place, once it has shown them."""
+    """`peer`'s k and v, in place, once it has published them."""
     ex.wait(peer)
     shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
     return shown[0], shown[1]
 
 
 def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
-    """Of k and v of `rank` together, or of their gradients."""
+    """Shape of k and v of `rank` together, or of their gradients."""
     return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
 
 

@@ -3,16 +3,16 @@
 W ranks; rank r holds n_r tokens of a sequence of S = sum of n_r. Its *spans* are the pieces of the
 sequence that it holds, in the order of its rows:
 
-    "contiguous"   one span, after those of the lower ranks; lengths as they come
-    "zigzag"       the sequence cut in 2 W chunks (torch.chunk's rule): rank r holds chunks r and
-                   2W - 1 - r, so that causal work is even. For W = 2:
+    "contiguous"   one span, after those of the lower ranks, of any length
+    "zigzag"       the sequence is cut into 2 W chunks (torch.chunk's rule): rank r holds chunks r
+                   and 2W - 1 - r, which balances causal work. For W = 2:
 
                    sequence   | 0 | 1 | 2 | 3 |      rank 0: | 0 | 3 |      rank 1: | 1 | 2 |
 
-A query at position i sees the keys at positions lo(i) <= j < hi(i): those at most `before` to its
-left and `after` to its right, inside its document where sequences are packed. Both bounds grow with
-i, so what a run of queries sees of a span is an interval too, and the kernels need no more than
-these few numbers.
+A query at position i sees the keys at positions lo(i) <= j < hi(i): at most `before` to its left
+and `after` to its right, and only within its document if sequences are packed. Both bounds grow
+with i, so that what a run of queries sees of a span is an interval too, and kernels need only these
+few numbers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from weft.collectives.movement import chunk_sizes, offsets
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 
-UNBOUNDED = 1 << 30  # a reach without limit; positions and sums of two stay in int32
+UNBOUNDED = 1 << 30  # no limit; positions, and sums of two, still fit in int32
 
-# Queries that share an explicit mask: its bytes, not the arithmetic, are what they bound.
+# Queries that share an explicit mask, which bounds its size.
 _MASK_ROWS = 512
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start` .. `start + length` of the sequence, on rows `row` .. of a rank."""
+    """Tokens `start` .. `start + length` - 1 of the sequence, on rows `row` .. of a rank."""
 
     start: int
     row: int
@@ -49,7 +49,7 @@ class Span:
 
 
 def zigzag_sizes(length: int, world_size: int) -> list[int]:
-    """Tokens of a sequence of `length` that each rank holds in the zigzag layout.
+    """How many tokens of a sequence of `length` each rank holds in the zigzag layout.
 
     Example: 10 tokens, 2 ranks: chunks of 3, 3, 3, 1 give [4, 6].
     """
@@ -58,7 +58,7 @@ def zigzag_sizes(length: int, world_size: int) -> list[int]:
 
 
 def to_zigzag(x: torch.Tensor, world_size: int, dim: int) -> torch.Tensor:
-    """A whole sequence, reordered: split by `zigzag_sizes` along `dim`, it gives the shards.
+    """Reorder a whole sequence so that splitting it by `zigzag_sizes` along `dim` gives the shards.
 
     Example: 2 ranks, [0 1 2 3 4 5 6 7] becomes [0 1 6 7 2 3 4 5].
     """
@@ -120,7 +120,7 @@ class Visibility:
         """First token of the document at `position`, and the one after its last."""
         if self.documents is None:
             return 0, self.keys
-        # Empty documents begin where the next one does: the last of them holds the token.
+        # Empty documents begin where the next one does; the last of these holds the token.
         i = bisect_right(self.documents, position)
         return self.documents[i - 1], self.documents[i]
 
@@ -129,7 +129,7 @@ class Visibility:
         return max(position - self.before, self.document(position)[0])
 
     def hi(self, position: int) -> int:
-        """The key after the last one that it sees. Not above `lo` if it sees none."""
+        """One after the last key that it sees; not above `lo` if it sees none."""
         return min(position + self.after + 1, self.document(position)[1])
 
 
@@ -151,10 +151,11 @@ class Piece:
 
 
 def pieces(queries: Span, keys: Span, sees: Visibility, mask_rows: int = _MASK_ROWS) -> list[Piece]:
-    """What `queries` see of `keys`, each pair in one piece: few pieces, and few pairs not seen.
+    """What `queries` see of `keys`, each pair in exactly one piece: few pieces, few unseen pairs.
 
-    Example: 4 causal queries from position 2 on and keys from 0 on: queries 0..4 see keys 0..2, and
-    causally keys 2..6.
+    Example: 4 causal queries from position 2 on and keys from 0 on: queries 0..4 see keys 0..2
+        fully
+    and keys 2..6 causally.
     """
     found: list[Piece] = []
 
@@ -199,7 +200,7 @@ def pieces(queries: Span, keys: Span, sees: Visibility, mask_rows: int = _MASK_R
 
 @dataclass(frozen=True)
 class Geometry:
-    """A call of an attention over sharded sequences, by all that ranks know alike.
+    """A call of attention over sharded sequences, by what every rank knows.
 
     Attributes:
         q_sizes, k_sizes: rows of every rank.
@@ -221,7 +222,7 @@ class Geometry:
 
 @lru_cache(maxsize=4096)
 def pieces_between(geometry: Geometry, rank: int, source: int) -> tuple[Piece, ...]:
-    """What the queries of `rank` see of the keys of `source`; neighbours are joined."""
+    """What the queries of `rank` see of the keys of `source`; adjacent pieces are joined."""
     found = [
         piece
         for queries in geometry.q_spans[rank]
@@ -240,7 +241,7 @@ def pieces_between(geometry: Geometry, rank: int, source: int) -> tuple[Piece, .
 
 
 def _join(a: Piece, b: Piece) -> Piece | None:
-    """One full piece in place of two whose rows follow each other."""
+    """One full piece in place of two with adjacent rows."""
     if a.kind == b.kind == "full":
         if a.queries == b.queries and a.keys[1] == b.keys[0]:
             return Piece(a.queries, (a.keys[0], b.keys[1]), "full")
@@ -250,9 +251,9 @@ def _join(a: Piece, b: Piece) -> Piece | None:
 
 
 def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
-    """One causal piece in place of two, and of what the second's queries see of the first's keys.
+    """One causal piece in place of two, and of the square between them.
 
-    Such are a rank's two chunks in the zigzag layout.
+    A rank's two chunks in the zigzag layout give these.
     """
     square = a.queries[1] - a.queries[0] == a.keys[1] - a.keys[0]
     if (a.kind, b.kind, c.kind) != ("causal", "full", "causal") or not square:
@@ -265,8 +266,8 @@ def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
 
 
 def needed_rows(geometry: Geometry, ranks: Sequence[int], source: int) -> list[tuple[int, int]]:
-    """For each span of `source`: first row of keys that a query of `ranks` may see, and the one
-    after the last; (0, 0) if none. All rows that are seen lie between, and perhaps some others.
+    """For each span of `source`, the first row of keys that a query of `ranks` may see and the one
+    after the last; (0, 0) if none. All seen rows lie between them, perhaps with some unseen ones.
     """
     sees = geometry.sees
     needed = []

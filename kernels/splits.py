@@ -1,15 +1,15 @@
-"""Split-K: several programs share one tile, each a part of K, where there are few tiles.
+"""Split-K: where there are few tiles, several programs share one, each taking a part of K.
 
     program     0         1         2       |   3         4         5          SPLIT = 3
     tile        0         0         0       |   1         1         1
     K           0..a      a..b      b..K    |   0..a      a..b      b..K
 
-Protocol: all but the last program of a tile store their part of the sum in scratch memory of the
-device and signal the own word (0 or 1, rank, program), which no peer writes: release at device
-scope. The last one waits for those words (acquire) and adds in the order of K, its own part last:
-the same bits in every run. It waits for programs with smaller numbers only.
+Protocol: all programs of a tile but the last store their partial sum in scratch memory of the
+device and signal the rank's own word (0 or 1, rank, program), which no peer writes: release at
+device scope. The last one waits for those words (acquire) and adds in the order of K, its own part
+last, which gives the same bits in every run. It waits only for programs with smaller numbers.
 
-A program has at most one tile: the words say of which call they are, not of which tile.
+A program has at most one tile, since a word tells the call, but not the tile, that it is about.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def programs_a_tile(count: int, K: int, tiling: Tiling, chip: Chip) -> int:
 
 
 def scratch_for(count: int, split: int, like: torch.Tensor, tiling: Tiling) -> torch.Tensor | None:
-    """Memory for the parts of `count` sums of a tile each, or None if nothing is split."""
+    """Memory for `split` partial tiles of each of `count` sums, or None if nothing is split."""
     if split == 1:
         return None
     size = count * split * tiling.block_m * tiling.block_n
@@ -40,7 +40,7 @@ def scratch_for(count: int, split: int, like: torch.Tensor, tiling: Tiling) -> t
 
 @triton.jit
 def part_of(K, part, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
-    """Where part number `part` of K begins and ends, in whole steps; the last ends with K."""
+    """Where part number `part` of K begins and ends, in whole steps; the last one ends at K."""
     if SPLIT == 1:
         first, last = 0, K
     else:
@@ -64,9 +64,9 @@ def add_up(
     WORLD_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The sums of all parts and True in the program of the last one; else nothing and False.
+    """In the program of the last part, the sums of all parts and True; else nothing and False.
 
-    Also False if a part did not come in time, which is then recorded. Without a second sum, the
+    Also False if a part did not arrive in time, which is then recorded. Without a second sum, the
     first is returned twice.
     """
     ROWS: tl.constexpr = acc.shape[0]

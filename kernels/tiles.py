@@ -1,8 +1,8 @@
 """Tile arithmetic shared by the fused kernels.
 
-Sizes: an output of (M, N) is cut into tiles of (BLOCK_M, BLOCK_N), the contraction into steps of
-BLOCK_K. Tiles at the edge read rows and columns modulo the size, so that the loop over K needs a
-mask for its last step at most, and nothing of theirs outside the output is stored.
+An output of (M, N) is cut into tiles of (BLOCK_M, BLOCK_N), the contraction into steps of BLOCK_K.
+Tiles at the edge read rows and columns modulo the size, so that the loop over K needs a mask for
+its last step at most; what they compute outside the output is not stored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.collectives.signals import INTERPRETED, Constant
 _INTERPRETED = Constant(INTERPRETED)
 
 
-# Triton's own tl.zeros is a kernel: interpreted only if triton was imported that way, and torch may
-# have imported it before.
+# Not tl.zeros: it is a jit function of Triton's own, interpreted only if TRITON_INTERPRET was set
+# when triton was imported, which torch may have done before us.
 @triton.jit
 def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """An empty sum: (BLOCK_M, BLOCK_N) fp32."""
@@ -28,7 +28,7 @@ def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of tile number `tile`, walking down GROUP_M rows before the next column.
+    """Row and column of tile number `tile`, going down GROUP_M rows before the next column.
 
     Tiles that run together then share rows of one operand and columns of the other in L2.
 
@@ -43,7 +43,7 @@ def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def wrapped(start, size, BLOCK: tl.constexpr):
-    """The BLOCK indices from `start` on, modulo `size`: always inside."""
+    """The BLOCK indices from `start` on, modulo `size`, so always inside."""
     return (start + tl.arange(0, BLOCK)) % size
 
 
@@ -51,7 +51,7 @@ def wrapped(start, size, BLOCK: tl.constexpr):
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32.
 
-    Of fp8 the matrix units of sm_90 keep 14 bits of a sum: it is added to acc block by block.
+    For fp8 the matrix units of sm_90 keep 14 bits of a sum, which is added to acc block by block.
     """
     COARSE_K: tl.constexpr = a.shape[1] if a.dtype == tl.float8e4nv else 0
     if _INTERPRETED:
@@ -61,10 +61,10 @@ def dot(a, b, acc):
 
 @triton.jit
 def _widened(x):
-    # The interpreter holds bf16 and fp8 as integers and would multiply those.
+    # The interpreter stores bf16 and fp8 as integers and would multiply those.
     wide = x.to(tl.float32)
     if x.dtype == tl.float8e4nv:
-        # It also reads the two NaNs of this format as the number that would come after 448.
+        # It also reads this format's two NaNs as the number that would follow 448.
         wide = tl.where(tl.abs(wide) > 448.0, float("nan"), wide)
     return wide
 
@@ -78,7 +78,7 @@ def row_ptrs(matrix, rows):
 @triton.jit
 def read_described(desc, row, column, TRANSPOSED: tl.constexpr):
     """The block at (row, column) of a matrix, given a descriptor of it or of its transpose."""
-    # One return: Triton's compiler looks at what follows a return in a branch, too.
+    # One return: Triton also compiles what follows a return in a branch.
     return desc.load([column, row]).T if TRANSPOSED else desc.load([row, column])
 
 
@@ -104,9 +104,9 @@ def accumulate(
     w2_desc,
     start_n,
     N,
-    first_k,  # column of a that comes first, and row of w
-    shift_k,  # w's row shift_k goes with column 0 of a
-    K,  # columns of a, up to here
+    first_k,  # first column of a
+    shift_k,  # the row of w that goes with column 0 of a
+    K,  # one after the last column of a
     TILES: tl.constexpr,
     EVEN_K: tl.constexpr,
     A_TRANSPOSED: tl.constexpr,
@@ -114,8 +114,8 @@ def accumulate(
 ):
     """acc + a[:, first_k:K] @ w[first_k + shift_k:, start_n:start_n + BLOCK_N], `second` likewise.
 
-    Operands come by descriptor where there is one, else by pointers of any stride. Descriptors read
-    zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
+    Operands are read by descriptor where there is one, else by pointers of any stride. Descriptors
+    read zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
     Without a second w, the first sum is returned twice: Triton 3.6 cannot return None.
     """
     BLOCK_K: tl.constexpr = TILES.block_k
@@ -164,7 +164,7 @@ def accumulate(
 
 @triton.jit
 def block_offsets(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets inside a tile that is kept on its own: its rows one after another, no padding."""
+    """Offsets within a tile stored as a block of its own: row after row, no padding."""
     return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
 
@@ -172,8 +172,9 @@ def block_offsets(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def halves(values):
     """The left and the right half of the columns.
 
-    Stores go by halves of wide tiles: the addresses and masks of a whole one, 128 x 256, do not fit
-    beside it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
+    Wide tiles are stored by halves: addresses and masks of a whole one, 128 x 256, do not fit
+        beside
+    it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
@@ -182,7 +183,7 @@ def halves(values):
 
 @triton.jit
 def beside(left, right):
-    """(ROWS, COLUMNS) twice as (ROWS, 2 COLUMNS): what `halves` takes apart."""
+    """The inverse of `halves`: (ROWS, COLUMNS) twice as (ROWS, 2 COLUMNS)."""
     ROWS: tl.constexpr = left.shape[0]
     COLUMNS: tl.constexpr = left.shape[1]
     return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
@@ -190,7 +191,7 @@ def beside(left, right):
 
 @triton.jit
 def store_block(block_ptr, acc):
-    """Keep a tile on its own, as `block_offsets` says."""
+    """Store a tile as a block of its own, as in `block_offsets`."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     if COLUMNS > 128:
@@ -213,7 +214,7 @@ def _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_
 
 @triton.jit
 def store(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
-    """out[start_m:, start_n:] = values, as far as it lies inside (M, N), rounded once."""
+    """out[start_m:, start_n:] = values, rounded once, within (M, N)."""
     rows = start_m + tl.arange(0, values.shape[0])
     store_rows(out_ptr, values, rows, rows < M, start_n, N, stride_m, stride_n)
 
@@ -223,13 +224,13 @@ def store_rows(
     out_ptr,
     values,  # (rows, columns) fp32
     rows,  # of out
-    inside_m,  # which of them to store
+    inside_m,  # whether to store each of them
     start_n,
     N,
     stride_m,
     stride_n,
 ):
-    """out[rows, start_n:] = values, as far as it lies inside N columns, rounded once."""
+    """out[rows, start_n:] = values, rounded once, within N columns."""
     rows = rows.to(tl.int64)
     if values.shape[1] > 128:
         left, right = halves(values)
@@ -241,10 +242,10 @@ def store_rows(
 
 
 @triton.jit
-def times_rows(acc, factor_ptrs, inside_m):
-    """acc, each row by the fp32 factor that it has a pointer to; acc if there are none."""
-    if factor_ptrs is not None:
-        acc *= tl.load(factor_ptrs, mask=inside_m, other=0.0)[:, None]
+def times_rows(acc, scale_ptrs, inside_m):
+    """acc with each row multiplied by the fp32 scale it has a pointer to, if there are any."""
+    if scale_ptrs is not None:
+        acc *= tl.load(scale_ptrs, mask=inside_m, other=0.0)[:, None]
     return acc
 
 
@@ -257,10 +258,10 @@ def _times_columns(acc, scales, start_n, N):
 
 @triton.jit
 def times_columns(acc, scales, start_n, N):
-    """acc, each column by its fp32 factor; acc if there are none."""
+    """acc with each column multiplied by its fp32 scale, if there are any."""
     if scales.ptr is not None:
         if acc.shape[1] > 128:
-            # As in `halves`: a thread may hold a whole row, and then all factors too.
+            # For the reason in `halves`: a thread with a whole row would hold all scales too.
             left, right = halves(acc)
             left = _times_columns(left, scales, start_n, N)
             acc = beside(left, _times_columns(right, scales, start_n + acc.shape[1] // 2, N))
@@ -281,7 +282,7 @@ def with_bias(acc, bias_ptr, start_n, N):
 
 @triton.jit
 def _sigmoid(z):
-    # Not tl.sigmoid: it is a kernel of Triton's own, interpreted only if triton was imported so.
+    # Not tl.sigmoid, for the reason that `zeros` is not tl.zeros.
     return 1.0 / (1.0 + tl.exp(-z))
 
 
@@ -319,7 +320,7 @@ def copy_block(
 ):
     """out[:rows, :columns] = in[:rows, :columns], where rows of `out` are contiguous.
 
-    The next block is under way while one is stored: a link has no pause.
+    The next block is loaded while one is stored, which keeps a link busy.
     """
     across = tl.maximum(cdiv(columns, BLOCK_N), 1)
     blocks = (cdiv(rows, BLOCK_M) * across).to(tl.int32)
@@ -335,7 +336,7 @@ def copy_block(
 
 @triton.jit
 def _place_of(number, across, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a block, and which of them there are. Blocks go along the rows."""
+    """Rows and columns of a block, and a mask of those inside. Blocks go along the rows."""
     offs_m = (number // across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     offs_n = (number % across) * BLOCK_N + tl.arange(0, BLOCK_N)
     return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)

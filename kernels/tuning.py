@@ -1,18 +1,18 @@
-"""Tuned launches of the fused matmuls: a table a chip, before the heuristics, and its search.
+"""Tuned launches of the fused matmuls: tables of chips, used before heuristics, and their search.
 
     kernels/tuned/<chip>.json     what `weft tune` writes; $WEFT_TUNED names another folder
         {"chip": "sm_90", "entries": [
           {"op": "all_gather_matmul", "M": 8192, "N": 3584, "K": 8192, "dtype": "bfloat16", "W": 8,
            "choice": {"tiling": {"block_m": 128, ...}}, ...}]}
 
-An entry holds for all M of the same power of two, rounded up, and for its N, K, dtype and W alone.
-K is 0 for ops whose ranks may differ in it. The heuristic derives grids and workspaces from the
-tiles, chosen or not, so that any choice is one that a kernel can run.
+An entry holds for all M that round up to its power of two, and for its N, K, dtype and W alone. K
+is 0 for ops whose ranks may differ in it. The heuristic derives grids and workspaces from the
+tiles, whoever chose them, so that kernels can run any choice.
 
-Ranks must come to the same launch: the choice depends on what all ranks know alike, and on the
-table, which is read once. The search is a protocol of all ranks as well: the same candidates in the
-same order, each run by all ranks at once, scored by the slowest rank. A candidate that fails on any
-rank, or gives another result than the heuristic's, counts on none.
+Ranks must arrive at the same launch: the choice depends on what every rank knows, and on the table,
+which is read once. The search involves all ranks as well: the same candidates in the same order,
+each run by all ranks at once and scored by the slowest. A candidate that fails on any rank, or
+whose result differs from the heuristic's, is out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _OWN_FOLDER = Path(__file__).resolve().parent / "tuned"
 class Choice:
     """What a table says of one problem; None leaves it to the heuristic.
 
-    Only what ranks may differ in, as columns of a weight may be uneven: an entry for N is none for
-    the rank that has N - 1.
+    It holds only what ranks may differ in: columns of a weight may be uneven, and a rank with N - 1
+    does not find the entry for N.
 
     Attributes:
         copy_programs: how many programs fetch shards.
@@ -98,7 +98,7 @@ def trying(choice: Choice) -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Where tables lie."""
+    """Where the tables are."""
     return Path(settings.tuned() or _OWN_FOLDER)
 
 
@@ -107,7 +107,7 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
     """The table of `chip` in the folder `where` ("": ours); empty if there is none. Read once.
 
     Raises:
-        ValueError: a file that is no such table.
+        ValueError: the file is not such a table.
     """
     path = (Path(where) if where else _OWN_FOLDER) / f"{chip}.json"
     if not path.exists():
@@ -117,9 +117,9 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
         table = {}
         for entry in content["entries"]:
             key = Key(**{field.name: entry[field.name] for field in fields(Key)})
-            said = dict(entry["choice"])
-            tiling = said.pop("tiling", None)
-            table[key] = Choice(tiling=Tiling(**tiling) if tiling else None, **said)
+            choice = dict(entry["choice"])
+            tiling = choice.pop("tiling", None)
+            table[key] = Choice(tiling=Tiling(**tiling) if tiling else None, **choice)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a table of tuned launches ({type(error).__name__}: {error}): make it "
@@ -129,11 +129,11 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
 
 
 def write(path: Path, chip: str, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Write a table, or add to one: an entry replaces the one of the same key. A line an entry."""
+    """Write a table, or add to one, replacing entries of the same key. One line for each entry."""
     every = {_identity(entry): entry for entry in entries}
     if path.exists():
         load.cache_clear()
-        load(str(path.parent), chip)  # ValueError if it is no table
+        load(str(path.parent), chip)  # ValueError if it is not a table
         kept = json.loads(path.read_text())["entries"]
         every = {_identity(entry): entry for entry in kept} | every
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def candidates(
 
     Args:
         start: the heuristic's tiles. Tiles that do not fit the chip's memory are left out.
-        copies: whether programs of the kernel fetch shards, and not copy engines or nobody.
+        copies: whether programs of the kernel fetch shards.
     """
     blocks = [(start.block_m, start.block_n, start.block_k, start.num_warps)]
     if chip.name == "interpreter":
@@ -190,7 +190,7 @@ def _copy_programs(chip: Chip) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate's score: us of the slowest rank, infinite if it failed, and then why."""
+    """A candidate's score: us of the slowest rank, or infinity and why it failed."""
 
     choice: Choice
     us: float
@@ -204,10 +204,10 @@ def search(
     gather: Callable[[Any], list[Any]],
     tolerance: float,
 ) -> tuple[Trial, list[Trial]]:
-    """Try `choices` on all ranks; the best, the same on every rank, and all.
+    """Try `choices` on all ranks. Returns the best, the same on every rank, and all trials.
 
     Args:
-        choices: the same on every rank. The first one's result is what the others must come to.
+        choices: the same on every rank. Results must agree with that of the first one.
         call: the op, on this rank.
         measure: us that a call takes on this rank; starts together on all ranks.
         gather: the values of all ranks.
@@ -228,7 +228,7 @@ def search(
                 scale = float(expected.abs().max()) if expected.numel() else 1.0
                 off = float((got - expected).abs().max()) if got.numel() else 0.0
                 wrong = not off <= tolerance * scale
-            except (OutOfResources, PTXASError, RuntimeError) as error:  # too much of something
+            except (OutOfResources, PTXASError, RuntimeError) as error:  # too few resources
                 failure, wrong = f"{type(error).__name__}: {error}", False
             failures = gather(failure)
             if any(failures) and not all(failures):
@@ -244,7 +244,7 @@ def search(
 
 
 def entry_of(key: Key, best: Trial, heuristic: Trial) -> dict[str, Any]:
-    """An entry of a table, with the times that speak for it."""
+    """An entry of a table, with the times that justify it."""
     return asdict(key) | {
         "choice": {name: value for name, value in asdict(best.choice).items() if value},
         "us": round(best.us, 2),

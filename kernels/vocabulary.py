@@ -1,11 +1,11 @@
-"""The two ends of a language model whose vocabulary is cut over the ranks: plain modules.
+"""Both ends of a language model whose vocabulary is cut over the ranks: plain modules.
 
-V values in all; rank r has V_r of them (by torch.chunk), their rows of the embedding and the head:
+A vocabulary of V; rank r has V_r of it (by torch.chunk), as rows of the embedding and the head:
 
-    tokens (*)  -- rows of own values, else 0 -->  partial_r (*, H)  -- sum over ranks -->  (*, H)
+    tokens (*)  -- own rows, else 0 ----------->   partial_r (*, H)  -- sum over ranks -->  (*, H)
     x (*, H)    -- ColumnParallelLinear ------->   logits_r (*, V_r) -- largest of all -->  (*)
 
-What moves for the next token is one number and its place a row and rank, and not the logits.
+To choose the next token, each rank sends one number and its place for each row, not the logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class VocabParallelEmbedding(ParallelModule):
     """nn.Embedding with its rows cut over the ranks (by torch.chunk).
 
     Input: tokens (*), the same on every rank. Output: (*, embedding_dim), a shard along
-    `sequence_dim`, or whole on every rank with `sequence_dim=None`. The layers of a checkpoint are
-    whole, as those of ColumnParallelLinear are.
+    `sequence_dim`, or whole on every rank with `sequence_dim=None`. State is saved and loaded
+    whole, as that of ColumnParallelLinear.
 
     Example:
         4 rows on 2 ranks, tokens [1, 3]: rank 0 gives row 1 and 0, rank 1 gives 0 and row 3; the
@@ -52,9 +52,9 @@ class VocabParallelEmbedding(ParallelModule):
 
         Args:
             num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole nn.Embedding.
-                With the same seed on every rank the weights are those that it would have drawn.
+                With the same seed on every rank, the weights are those that it would have drawn.
             group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-            sequence_dim: dim of the result that is sharded over the ranks; None: none.
+            sequence_dim: dim of the result that is sharded over the ranks; None: it is whole.
         """
         super().__init__()
         like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -72,8 +72,7 @@ class VocabParallelEmbedding(ParallelModule):
         """This rank's part of `embedding`, which must hold the same values on every rank.
 
         Raises:
-            ValueError: it is none of nn.Embedding, or renormalizes, counts or sparsely updates its
-                rows.
+            ValueError: it is not an nn.Embedding, or has max_norm, scale_grad_by_freq or sparse.
         """
         plain = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
         if not plain or embedding.scale_grad_by_freq or embedding.sparse:
@@ -94,15 +93,15 @@ class VocabParallelEmbedding(ParallelModule):
         self.take(whole, ("weight",))
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """That of the nn.Embedding."""
+        """The shape of the nn.Embedding."""
         return {"weight": (self.num_embeddings, self.embedding_dim)}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens.
 
         Raises:
-            ValueError: a token that is none of the vocabulary (checked on the CPU only: on a GPU it
-                would stop the host).
+            ValueError: a token outside the vocabulary (checked on a CPU only: on a GPU the host
+                would have to wait).
         """
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = (int(end) for end in tokens.aminmax())
@@ -116,7 +115,7 @@ class VocabParallelEmbedding(ParallelModule):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        # A rank without rows has a part in the backward, too.
+        # A rank without rows must take part in backward, too.
         weight = self.weight if rows else functional.pad(self.weight, (0, 0, 0, 1))
         found = functional.embedding((tokens - first).masked_fill(~own, 0), weight, padding)
         found = found.masked_fill(~own.unsqueeze(-1), 0)
@@ -126,7 +125,7 @@ class VocabParallelEmbedding(ParallelModule):
         return total
 
     def extra_repr(self) -> str:
-        """As nn.Embedding's, with what is different."""
+        """As nn.Embedding's, with what differs."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return (
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, "
@@ -136,23 +135,23 @@ class VocabParallelEmbedding(ParallelModule):
 
 @torch.no_grad()
 def vocab_parallel_argmax(logits: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """The place of the largest of all ranks' logits, as torch.argmax(cat(logits, -1), -1).
+    """The index of the largest of all ranks' logits, as torch.argmax(cat(logits, -1), -1).
 
-    To draw from softmax(logits / t) instead, pass logits / t + g with noise g of each rank's own,
+    To sample from softmax(logits / t) instead, pass logits / t + g, where each rank draws its own
     g = -torch.empty_like(logits).exponential_().log() (the Gumbel-max trick).
 
     Args:
-        logits: (*, V_r), this rank's values, as a ColumnParallelLinear returns them. V_r may differ
+        logits: (*, V_r), this rank's part, as a ColumnParallelLinear returns it. V_r may differ
             from rank to rank and be 0; the rest is the same on every rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        (*) int64, bitwise the same on every rank; the first of equal ones. No host waits for it.
+        (*) int64, bitwise the same on every rank; the first of equal ones. The host does not wait.
 
     Example:
         [0., 2.] on rank 0 and [5., 1.] on rank 1 give 2 on both.
     """
-    # While a graph is traced all shards are taken for as long as this one.
+    # While a graph is traced, all shards are taken to be as long as this one.
     sizes = None if is_call_traced(logits) else [1] * resolve(group).world_size
     if logits.shape[-1]:
         best, at = logits.max(-1)

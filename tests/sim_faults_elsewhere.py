@@ -185,8 +185,8 @@ IN_ATTENTION = [
     fault(
         "queries do not wait for keys",
         ring_keys,
-        "if (come >> step & 1) == 0:",
-        "if (come >> step & 1) == 2:",
+        "if (arrivals >> step & 1) == 0:",
+        "if (arrivals >> step & 1) == 2:",
         (*RINGS, *HEADS),
     ),
     fault(

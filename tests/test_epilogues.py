@@ -98,7 +98,7 @@ def residual_body(engine: Any, dtype: torch.dtype) -> None:
         check(op.__name__, y, cut(want), W * K, W)
         assert torch.equal(residual.grad, dy)
         check(f"{op.__name__} dx", x.grad, want_dx, N, 1)
-        with pytest.raises(ValueError, match="residual must be as the result"):
+        with pytest.raises(ValueError, match="residual must be like the result"):
             op(x, ws[rank], residual=residual[:, 1:])
 
 
@@ -160,9 +160,9 @@ def fp8_body(engine: Any, by_row: bool) -> None:
         with pytest.raises(ValueError, match=r"out_dtype must be .* got torch\.int32"):
             weft.matmul_all_reduce(xs[rank], ws[rank], **scales, out_dtype=torch.int32)
         wrong: list[tuple[str, dict[str, Any]]] = [
-            ("one entry a weight, got 2", {"scale_b": [sb[rank], sb[rank]]}),
-            (r"scale_a must be one factor, or \(19, 1\)", {"scale_a": torch.ones(M)}),
-            (r"scale_b must be one factor, or \(1, 24\)", {"scale_b": torch.ones(N)}),
+            ("one entry per weight, got 2", {"scale_b": [sb[rank], sb[rank]]}),
+            (r"scale_a must be one scale, or \(19, 1\)", {"scale_a": torch.ones(M)}),
+            (r"scale_b must be one scale, or \(1, 24\)", {"scale_b": torch.ones(N)}),
             (r"must be torch\.float32 on cpu", {"scale_b": torch.ones(1).double()}),
         ]
         for message, given in wrong:
@@ -170,7 +170,7 @@ def fp8_body(engine: Any, by_row: bool) -> None:
                 weft.matmul_all_reduce(xs[rank], ws[rank], **(scales | given))
         with pytest.raises(ValueError, match=r"go with x and w of torch\.float8_e4m3fn"):
             weft.matmul_all_reduce(xs[rank].float(), ws[rank].float(), **scales)
-        with pytest.raises(NotImplementedError, match="of the fp8 formats"):
+        with pytest.raises(NotImplementedError, match="the only fp8 format"):
             other = xs[rank].float().to(torch.float8_e5m2)
             weft.matmul_all_reduce(other, ws[rank], **scales)
         with pytest.raises(ValueError, match="multiplies tensors, got list"):
@@ -178,7 +178,7 @@ def fp8_body(engine: Any, by_row: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_row", [False, True], ids=["one factor", "by row"])
+@pytest.mark.parametrize("by_row", [False, True], ids=["one scale", "by row"])
 def test_scaled_fp8(ranks: Any, virtual_ranks: Any, engine: str, by_row: bool) -> None:
     run = virtual_ranks if engine == "triton" else ranks
     run(2, fp8_body, engine, by_row)

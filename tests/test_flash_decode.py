@@ -302,7 +302,7 @@ def errors() -> None:
         weft.flash_decode(q.clone().requires_grad_(), k, k, lengths)
     new = torch.randn(2, 2, 1, 8)
     for more, text in [
-        ((new, new[:, :1]), "k and v must be alike"),
+        ((new, new[:, :1]), "k and v must match"),
         ((q, q), "must hold the 2 key heads"),
         ((new.double(), new.double()), "k_cache must have k's dtype"),
     ]:

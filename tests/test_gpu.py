@@ -117,7 +117,7 @@ LONG = (
 )
 
 
-# The host engine's pieces are torch's CPU kernel.
+# The host engine uses torch's CPU kernel.
 @pytest.mark.parametrize("engine", ["generic", "triton"])
 def test_ring_attention(gpu_ranks: GpuRanks, engine: str) -> None:
     W = gpu_ranks.world_size

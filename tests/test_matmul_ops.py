@@ -337,7 +337,7 @@ def misuse_body() -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         (r"w must be \(K, N\) with K = 6", lambda: gather(x, w.t())),
         ("at least one", lambda: gather(x, [])),
-        ("one entry a weight, got 2 for 1", lambda: gather(x, [w], bias=[n, n])),
+        ("one entry per weight: 2 for 1", lambda: gather(x, [w], bias=[n, n])),
         ("x and w must be of a floating-point", lambda: reduce(x.long(), w.long())),
         (r"w must be torch\.float32 on cpu", lambda: scatter(x, w.double())),
         (r"bias must be torch\.float32", lambda: reduce(x, w, bias=n.double())),

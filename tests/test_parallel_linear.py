@@ -130,7 +130,7 @@ def merged_body() -> None:
         wholes = {name: torch.randn_like(value) for name, value in state.items()}
         part.load_state_dict(wholes)
         torch.testing.assert_close(part.state_dict(), wholes)
-    with pytest.raises(ValueError, match="gather_output and copies are of a ColumnParallelLinear"):
+    with pytest.raises(ValueError, match="gather_output and copies are for a ColumnParallelLinear"):
         weft.RowParallelLinear(6, 15, gather_output=True)
     for layers in ([7, 4], [-1, 16], []):
         with pytest.raises(ValueError, match="merged_sizes must add up to the 15 features"):
@@ -198,7 +198,7 @@ def copied_body(sequence_dim: int | None) -> None:
     for wrong in ((1, 2), (1, 3, 1), (1, 0, 1)):
         with pytest.raises(ValueError, match="copies must hold, for each of 3 merged layers"):
             weft.ColumnParallelLinear(6, 24, merged_sizes=layers, copies=wrong)
-    with pytest.raises(ValueError, match="gather_output and copies are of a Column"):
+    with pytest.raises(ValueError, match="gather_output and copies are for a Column"):
         weft.RowParallelLinear(24, 6, copies=(2,))
 
 
@@ -215,7 +215,7 @@ def fp8_body(sequence_dim: int | None) -> None:
     model = parallel(whole, sequence_dim)
     for layer in (model[0], model[2]):
         assert layer.quantize() is layer and "fp8" in repr(layer)
-        with pytest.raises(RuntimeError, match="quantized already"):
+        with pytest.raises(RuntimeError, match="already quantized"):
             layer.quantize()
     state = model.state_dict()
     for name in ("0.", "2."):

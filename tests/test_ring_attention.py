@@ -21,7 +21,7 @@ from weft.kernels import (
     to_zigzag,
     zigzag_sizes,
 )
-from weft.kernels.attention_tiles import in_rows
+from weft.kernels.attention_tiles import contiguous_rows
 from weft.kernels.chips import KNOWN
 from weft.kernels.sequence_attention import attention_reference
 
@@ -317,7 +317,7 @@ MISUSE = {
     "must be of a floating-point dtype": {"dtype": torch.int64, "v_dtype": torch.int64},
     'layout must be "contiguous" or "zigzag"': {"layout": "striped"},
     "window must be": {"window": -3},
-    "must begin with 0 and never fall": {"cu_seqlens": [0, 4, 3]},
+    "must begin with 0 and never decrease": {"cu_seqlens": [0, 4, 3]},
     "cu_seqlens must end with the number of tokens": {"cu_seqlens": [0, 4]},
     "sizes holds the length": {"sizes": [4]},
     "key_sizes needs sizes": {"key_sizes": [5]},
@@ -344,11 +344,11 @@ def test_kernels_read_keys_and_values_by_the_same_strides() -> None:
     v = (k + 1).transpose(1, 2).contiguous().transpose(1, 2)
     pairs = (k, v), (v, k), (v[..., ::2], k[..., ::2]), (k, torch._neg_view(k))
     for given in pairs:
-        read = in_rows(*given)
+        read = contiguous_rows(*given)
         assert read[0].stride() == read[1].stride() and read[0].stride(3) == 1
         for x, wanted in zip(read, given, strict=True):
             assert torch.equal(x, wanted) and not x.is_neg()
-    assert in_rows(v).data_ptr() == v.data_ptr()
+    assert contiguous_rows(v).data_ptr() == v.data_ptr()
 
 
 def zigzag_sizes_body() -> None:
