@@ -10,9 +10,9 @@ import os as _os
 
 import torch as _torch
 
-# Kernels are interpreted where there is no GPU. Triton settles this when a kernel is decorated, its
-# own ones when it is imported: hence here, before any module of ours can import it.
-# `python -m weft.kernels.aot` opts out of it with TRITON_INTERPRET=0.
+# Kernels are interpreted where there is no GPU. Triton decides this when a kernel is decorated, for
+# its own functions on import: hence here, before any of our modules can import it.
+# `python -m weft.kernels.aot` opts out with TRITON_INTERPRET=0.
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
 

@@ -1,8 +1,8 @@
 """The collectives: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier.
 
-They return new tensors, are differentiable, take any strides, and treat uneven and empty shards by
-the rule of torch.chunk. Reductions add in fp32 (integers: in their own type) in rank order with one
-rounding at the end, so that results are bitwise the same from run to run and from rank to rank.
+They return new tensors, are differentiable, take any strides, and handle uneven and empty shards by
+the rule of torch.chunk. Reductions add in fp32 (integers in their own type) in rank order and round
+once at the end, so that results are bitwise the same from run to run and from rank to rank.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def all_gather(
 
     Args:
         x: this rank's shard; all sizes but that of `dim` are the same on every rank.
-        sizes: length of every rank's shard along `dim`, if known; None: the ranks tell each other.
-        out: where the result goes; a new tensor if None. As in torch, no gradient goes through it:
-            a ValueError if one is wanted.
+        sizes: length of every rank's shard along `dim`, if known; None: the ranks exchange them.
+        out: where the result goes; a new tensor if None. As in torch, it is not differentiable.
 
     Returns:
         The whole, the same on every rank. With `dim` other than 0 it may be non-contiguous.
         Its gradient is summed over the ranks and scattered back.
 
     Raises:
+        ValueError: `sizes` or `out` do not fit, or a gradient through `out` is needed.
         MismatchError: the ranks' other sizes or dtypes differ.
         PeerTimeout: a rank did not come.
 
@@ -62,10 +62,10 @@ def all_gather(
 def known_sizes(
     x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None, op: str = "all_gather"
 ) -> list[int]:
-    """Lengths of all ranks' shards of `x` along `dim`: `sizes` after a check, or exchanged.
+    """Lengths of all ranks' shards of `x` along `dim`: `sizes`, checked, or exchanged.
 
     Raises:
-        ValueError: `sizes` is not one length a rank, or this rank's is another.
+        ValueError: `sizes` does not have one length for each rank, or this rank's is another.
     """
 
     def call() -> str:
@@ -83,7 +83,7 @@ def known_sizes(
 
 
 def check_sizes(name: str, sizes: Sequence[int], group: Group, dim: int, length: int) -> None:
-    """Raise ValueError unless `sizes` has one length a rank, and this rank's is `length`."""
+    """Raise ValueError unless `sizes` has a length for each rank, `length` for this one."""
     if len(sizes) != group.world_size or sizes[group.rank] != length:
         raise ValueError(
             f"{name} holds the length of every rank's shard along dim {dim}: got {list(sizes)} for "
@@ -94,18 +94,18 @@ def check_sizes(name: str, sizes: Sequence[int], group: Group, dim: int, length:
 def even_sizes(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None
 ) -> list[int]:
-    """`sizes`, or where a traced graph took the shards for equally long: their length, checked.
+    """`sizes`; if None, the common length that a traced graph assumed, after checking it.
 
     Raises:
-        ValueError: on every rank, if they are not.
+        ValueError: on every rank, if the lengths differ.
     """
     if sizes is not None:
         return list(sizes)
     lengths = known_sizes(x, resolve(group), dim, None)
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"a traced graph takes shards for equally long unless it is told otherwise: along dim "
-            f"{dim} they have lengths {lengths}. Pass sizes="
+            f"a traced graph assumes shards of equal length unless it is given sizes=: along dim "
+            f"{dim} they have lengths {lengths}"
         )
     return lengths
 
@@ -142,8 +142,7 @@ def reduce_scatter(
         out: where the result goes; a new tensor if None.
 
     Returns:
-        The chunk. Gradients, for "sum" and "avg": the
-        gathered (and divided) gradient of the chunks.
+        The chunk. Its gradient, for "sum" and "avg", is gathered (and divided).
 
     Raises:
         ValueError: an unknown `reduce_op`, or "avg" of integers.
@@ -210,8 +209,8 @@ def all_reduce(
         out: where the result goes, `x` itself allowed; a new contiguous tensor if None.
 
     Returns:
-        The reduction, bitwise the same on every rank. Gradients, for "sum" and "avg": the
-        gradients of all ranks, reduced likewise.
+        The reduction, bitwise the same on every rank. The ranks' gradients, for "sum" and "avg",
+        are reduced likewise.
 
     Raises:
         ValueError: an unknown `reduce_op`, or "avg" of integers.
@@ -260,11 +259,11 @@ def all_to_all(
         out: where the result goes; a new tensor if None.
 
     Returns:
-        A tensor of sum(output_split_sizes) rows. Its gradient goes the way back.
+        A tensor of sum(output_split_sizes) rows. Its gradient is sent back.
 
     Raises:
-        ValueError: splits that do not add up to the rows of `x`, or equal shares that do not
-        divide. MismatchError: on every rank, where what one sends is not what another expects.
+        ValueError: splits that do not add up to the rows of `x`, or shares that do not divide.
+        MismatchError: on every rank, if one rank does not send what another expects.
     """
     if is_call_traced(x):
         name = group_name(group)
@@ -357,7 +356,7 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         total = _apply(_AllReduce, grad, ctx.group, "sum")
         if ctx.group.rank != ctx.src:
-            # Zeros that come from the sum: to differentiate them is a call of all ranks, too.
+            # Zeros that depend on the sum: differentiating them is a call of all ranks, too.
             everywhere = torch.ones((), dtype=torch.bool, device=total.device)
             total = total.masked_fill(everywhere, 0)
         return total, None, None
@@ -388,14 +387,14 @@ def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], x: torch.Tensor, *args: Any) -> Any:
-    """`function` of `x`; its forward alone, 8 us less, where no gradient is wanted."""
+    """`function` of `x`, or only its forward, which saves 8 us, if no gradient is needed."""
     if x.requires_grad and torch.is_grad_enabled():
         return function.apply(x, *args)
     return cast(Any, function).forward(SimpleNamespace(), x, *args)
 
 
 def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` with dim 0 in the place of `dim`."""
+    """`x` with `dim` moved to the front."""
     return x.movedim(dim, 0) if dim else x
 
 
@@ -416,8 +415,8 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> No
 def _refuse_gradient(x: torch.Tensor, out: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError(
-            "a call with out= has no gradient, and one is wanted of x or out: leave it out, or "
-            "call under torch.no_grad()"
+            "a call with out= has no gradient, but x or out requires one: leave out= away, or call "
+            "under torch.no_grad()"
         )
 
 

@@ -1,9 +1,9 @@
-"""What this machine can do: rates that the choice of engine is made from, measured once and kept.
+"""What this machine can do: rates by which engines are chosen, measured once and kept.
 
-The first call that has to choose measures them, all ranks of its group at the same time (0.3 s),
-and rank 0 keeps the result in WEFT_CACHE_DIR, or where nothing can be written there in the user's
-own folder for temporary files. Every rank uses rank 0's numbers, so that all ranks choose alike.
-`weft bench calibrate` measures again, as does deleting the file.
+The first call that has to choose measures them, on all ranks of its group at the same time (0.3 s).
+Rank 0 keeps the result in WEFT_CACHE_DIR or, if that cannot be written, in a folder of the user's
+own for temporary files. Every rank uses rank 0's numbers, so that all choose alike. `weft bench
+calibrate` measures again, as does deleting the file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Machine:
         flops: matmul rate by dtype.
         copy: bytes per us that a rank reads from a peer's memory or its own; 0 where symmetric
             memory does not reach.
-        sync_us: an exchange of nothing.
+        sync_us: an empty exchange.
         wire: bytes per us that a rank receives in the process group's all-gather.
-        wire_us: an all-gather of nothing in the process group.
+        wire_us: an empty all-gather in the process group.
     """
 
     flops: dict[str, float]
@@ -62,8 +62,10 @@ class Machine:
         return 2 * M * N * K / self.flops_of(dtype)
 
     def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
-        """Time of an (M, K) @ (K, N) on one rank: its multiplications, or reading and writing its
-        operands (a copy does both at once) where that takes longer, as of few rows."""
+        """Time of an (M, K) @ (K, N) on one rank.
+
+        That is its multiplications or, if longer as with few rows, reading and writing its operands
+        (a copy does both at once)."""
         touched = (M * K + K * N + M * N) * dtype.itemsize
         return max(self.flops_us(M, N, K, dtype), touched / max(2 * self.copy, 1e-9))
 
@@ -76,7 +78,7 @@ class Machine:
         return self.wire_us + nbytes / max(self.wire, 1e-9)
 
 
-# Of virtual ranks: to measure them would say nothing, and every rank must choose alike.
+# For virtual ranks, whose measurements would mean nothing and who must all choose alike.
 _NOMINAL = Machine({str(torch.float32): 1e5}, 1e4, 10.0, 1e3, 200.0)
 
 _machines: dict[tuple[Group, str], Machine] = {}
@@ -186,21 +188,24 @@ def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
 
 
 def onednn_is_quicker() -> bool:
-    """Whether oneDNN multiplies fp32 on this CPU so much quicker than what torch.mm calls that its
-    errors, up to 2.3 times as large, are worth it."""
+    """Whether oneDNN multiplies fp32 on this CPU so much faster than what torch.mm uses that its
+    errors, up to 2.3 times as large, are worth it.
+    """
     return float(_compared_matmuls()["onednn_gain"]) > 1.5
 
 
 def bfloat16_gain() -> float:
-    """How many times as quick as fp32 torch.mm multiplies bf16 on this CPU: below 1 without
-    instructions for it."""
+    """How many times as fast as fp32 torch.mm multiplies bf16 on this CPU: below 1 without
+    instructions for it.
+    """
     return float(_compared_matmuls()["bfloat16_gain"])
 
 
 @lru_cache(maxsize=1)
 def _compared_matmuls() -> dict[str, Any]:
-    """Measured once on a machine and kept: what is chosen by it rounds differently, and results
-    must be the same from run to run, and from rank to rank."""
+    """Measured once on a machine and kept: the libraries that it decides on round differently, and
+    results must be the same from run to run, and from rank to rank.
+    """
     name = f"matmul-{_digest(_cpu_name(), torch.__version__, 'onednn_gain')}.json"
     kept = _load(name, _UNMEASURED)
     if kept is None:
@@ -212,13 +217,13 @@ def _compared_matmuls() -> dict[str, Any]:
                 "onednn_gain": fp32_us / _timed(lambda: _onednn_square(x), 9) if onednn else 0.0,
                 "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
             }
-        # Of ranks that measure at the same time, one is believed by all.
+        # Of ranks that measure at the same time, all use the results of one.
         _save(name, measured, first=True)
         kept = _load(name, measured) or _UNMEASURED
     return kept
 
 
-# Where nothing can be kept: slower than need be, and alike on all ranks.
+# Where nothing can be kept: not the fastest choice, but the same on all ranks.
 _UNMEASURED = {"onednn_gain": 0.0, "bfloat16_gain": 0.0}
 
 
@@ -228,20 +233,24 @@ def _onednn_square(x: torch.Tensor) -> torch.Tensor:
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
-    """x @ x by the library that the ops take."""
+    """x @ x by the library that the ops use."""
     fp32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     return _onednn_square(x) if fp32_on_cpu and onednn_is_quicker() else x @ x
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device | None = None) -> float:
-    """Median time of a call in us, after one that is not counted. On a GPU it is the device's: what
-    the host takes to enqueue is hidden behind earlier work, as it is in a model's step."""
+    """Median time of a call in us, after one that is not counted.
+
+    On a GPU it is device time: what the host takes to enqueue is hidden behind earlier work, as in
+        a
+    model's step.
+    """
     gpu = device is not None and device.type == "cuda"
     call()
     times = []
     for _ in range(repeats):
         if gpu:
-            times.append(device_us(call, lead=call))  # in which ranks wait for the last one
+            times.append(device_us(call, lead=call))  # ranks wait for each other in `lead`
             continue
         start = time.perf_counter()
         call()
@@ -250,8 +259,10 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
 
 
 def device_us(call: Callable[[], object], lead: Callable[[], object] | None = None) -> float:
-    """What `call` takes on the current GPU, which waits for the host to enqueue it; without `lead`,
-    which is enqueued before it."""
+    """What `call` takes on the current GPU, which waits until the host has enqueued it.
+
+    `lead` is enqueued before it and does not count.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START_CYCLES)

@@ -1,4 +1,4 @@
-"""Small things that kernels need and Triton lacks, or has only where it is not interpreted."""
+"""Small functions that kernels need and Triton lacks, or has only in compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weft.collectives.signals import INTERPRETED, Constant
 _INTERPRETED = Constant(INTERPRETED)
 
 
-# Triton's own tl.cdiv is a kernel: interpreted only if triton was imported that way, and torch may
-# have imported it before.
+# Not tl.cdiv: it is a jit function of Triton's own, interpreted only if TRITON_INTERPRET was set
+# when triton was imported, which torch may have done before us.
 @triton.jit
 def cdiv(a, b):
     """a / b, rounded up."""

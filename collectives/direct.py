@@ -1,13 +1,14 @@
 """Reading a peer's private memory: one copy instead of two.
 
 Through shared memory a byte is copied twice, into it and out of it, and the second copy fetches
-what another core has just written. Linux copies between the memories of two processes at once
-(process_vm_readv, "cross-memory attach"), at about the rate of memcpy from 64 KiB on:
+what another core has just written. Linux can copy from the memory of one process to that of another
+directly (process_vm_readv, "cross-memory attach"), from 64 KiB on at about the rate of memcpy:
 
-    each rank   tells where its tensor lies  ->  reads pieces of the others'  ->  waits for readers
+    each rank   announces its tensor's address  ->  reads pieces of the others'  ->  waits for
+    readers
 
-Processes may do so if they belong to one user and nothing (Yama, seccomp) forbids it: whether it
-works is tried once a group, and symmetric memory is used where it does not.
+Processes may do so if they belong to one user and nothing (Yama, seccomp) forbids it. Whether it
+works is tried once for each group; where it does not, symmetric memory is used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _read(pid: int, address: int, into: int, nbytes: int) -> int:
-    """Copy `nbytes` from `address` in process `pid`. Returns 0, or the number of the error."""
+    """Copy `nbytes` from `address` in process `pid`. Returns 0, or the error number."""
     if not hasattr(_libc, "process_vm_readv"):
         return errno.ENOSYS
     done = 0
@@ -65,7 +66,7 @@ def reaches(group: Group) -> bool:
         return settings.direct_reads()
     known = _reaches.get(group)
     if known is None:
-        # A pid may be another process's where ranks live in containers: the value read decides.
+        # In containers a pid may belong to another process: the value read decides.
         nonce = torch.tensor([secrets.randbits(62)], device="cpu")
         told = group.gather_objects((nonce.data_ptr(), nonce.item()), "direct reads")
         seen = torch.zeros_like(nonce)
@@ -114,7 +115,8 @@ class Readable:
             )
 
     def done(self) -> None:
-        """Collective: afterwards nobody reads this rank's `x` any more. Making another `Readable`
-        of the group has the same effect.
+        """Collective: after it nobody reads this rank's `x` any more.
+
+        Making another `Readable` of the group has the same effect.
         """
         agree(self._group, self._op, 0)

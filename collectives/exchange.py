@@ -28,15 +28,14 @@ from weft.errors import MismatchError, PeerTimeout
 
 _CPU = torch.device("cpu")
 _END_WORD = pad.LINE - 1  # of virtual ranks' lines
-_FAILED = -1  # in the place of what tells a call
+_FAILED = -1  # in place of the signature of a call
 
 
 class Exchange:
     """One call on a workspace on the CPU. Made by `exchange`.
 
-    Beside each signal stands which call it is of, so that ranks whose calls differ do not add up or
-    hand out what is not meant so.
-    """
+    Each signal is accompanied by the call's signature, so that ranks whose calls differ do not add
+    up or return unrelated data."""
 
     def __init__(self, ws: Workspace, op: str, nbytes: int | None = None) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
@@ -62,14 +61,16 @@ class Exchange:
             self._abandon()
 
     def _abandon(self) -> None:
-        """This rank has failed amid the call, and may go on to others: peers must not take the
-        signals of those for this one's, and read what it has never written."""
+        """Tell the peers that this rank has failed during the call.
+
+        It may go on to other calls, whose signals they must not take for this one's.
+        """
         self._call = _FAILED
         for peer in self.peers():
             if self._waiter.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank] < self.generation:
                 self.signal(peer)
         self._call = None
-        with suppress(PeerTimeout):  # the error of this rank tells more
+        with suppress(PeerTimeout):  # this rank's own error is more useful
             self.wait_all()
 
     def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Exchange:
     def put(self, source: torch.Tensor, start: int, stop: int, offset: int = 0) -> None:
         """Copy elements `start` to `stop` of the contiguous `source` into this rank's memory.
 
-        `offset` is where they go, in bytes. Small copies by address take a tenth of those by op.
+        They go to `offset`, in bytes. Small copies by address take a tenth of the time of an op.
         """
         self._copy(source, start, stop, self.rank, offset, write=True)
 
@@ -122,7 +123,7 @@ class Exchange:
         self._waiter.post(peer, self.generation)
 
     def _call_word(self, source: int) -> int:
-        # Two, in turn as the halves are.
+        # Two words, used in turn like the halves.
         return pad.HOST_SLOTS + pad.LINE * source + 1 + self._parity
 
     def signal_all(self) -> None:
@@ -131,11 +132,12 @@ class Exchange:
             self.signal(peer)
 
     def wait(self, peer: int) -> None:
-        """Until `peer` has signalled: what it wrote before is visible.
+        """Wait until `peer` has signalled: what it wrote before is then visible.
 
         Raises:
-            PeerTimeout: it did not in time, or died.
-            MismatchError: it makes another call, or one of other sizes, or has failed amid this.
+            PeerTimeout: it did not signal in time, or died.
+            MismatchError: it makes another call or one of other sizes, or has failed during this
+                one.
         """
         if peer in self._pending:
             self._waiter.wait(peer, self.generation, self.op)
@@ -146,13 +148,13 @@ class Exchange:
             self.wait_all()  # the next call needs all signals of this one
             if told == _FAILED:
                 raise MismatchError(
-                    f"{self.op}: rank {peer} has failed amid the call, its own error tells why. "
+                    f"{self.op}: rank {peer} failed during the call; its own error tells why. "
                     f"The next call finds all ranks in step"
                 )
             raise MismatchError(_differs(self.rank, self.op, peer))
 
     def wait_all(self) -> None:
-        """`wait` for every peer that was not waited for yet."""
+        """`wait` for every peer that has not been waited for."""
         for peer in sorted(self._pending):
             self.wait(peer)
 
@@ -175,7 +177,7 @@ class _VirtualStreamExchange(Exchange):
 class StreamExchange(Exchange):
     """One call on a workspace on a GPU: each step is enqueued in the current stream.
 
-    A captured graph may be replayed with any parity, so calls end with a barrier instead of
+    A captured graph may be replayed with either parity, so calls end with a barrier instead of
     alternating halves.
     """
 
@@ -239,8 +241,10 @@ def exchange(
 def exchange_on(
     ws: Workspace, op: str, device: torch.device, nbytes: int | None = None
 ) -> Exchange:
-    """One call on a workspace, of tensors on `device`; if `nbytes` are given, CPU ranks compare it
-    with `op`."""
+    """One call on a workspace, of tensors on `device`.
+
+    If `nbytes` is given, CPU ranks compare it, together with `op`.
+    """
     if ws.addresses:
         return Exchange(ws, op, nbytes)
     if device.type != "cpu":
@@ -263,7 +267,7 @@ def _signature(op: str) -> int:
 def agree(group: GroupLike, op: str, value: int) -> list[int]:
     """Every rank's `value`, in rank order, after checking that all make the same call `op`.
 
-    Host memory only, whatever the tensors' device: 3 us on top of waiting for the last rank.
+    Uses host memory only, whatever the tensors' device: 3 us on top of waiting for the last rank.
 
     Args:
         op: what must be the same on every rank, as text: name, dtype, fixed sizes.
@@ -276,8 +280,8 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
         return [value]
     ws = workspace(where, channel="agree", device=_CPU)
     ws.check(op)
-    # An `Exchange`, less what takes time in Python. Two words of the line that holds the signal
-    # itself, in turn as the halves are: one message, and no data to fetch.
+    # A pared-down `Exchange`: two words of the cache line that holds the signal, used in turn like
+    # the halves, so that there is one message and no data to fetch.
     waiter, own, signature = ws.waiter, ws.own, _signature(op)
     generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
     word = pad.HOST_SLOTS + 1 + 2 * (generation & 1)
@@ -301,8 +305,7 @@ _RECORD_BYTES = 1024
 
 
 def check_call(group: Group, describe: Callable[[], str]) -> None:
-    """With WEFT_CHECK=1: compare calls, as `describe` tells of them, across the ranks before
-    anything else is signalled.
+    """With WEFT_CHECK=1, compare descriptions of the call across the ranks before anything else.
 
     Raises:
         MismatchError: on every rank, naming the ranks that differ and what each of them calls.

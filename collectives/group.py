@@ -46,7 +46,7 @@ class Process:
         return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[1])
 
     def alive(self) -> bool:
-        """False once the process has ended (a zombie has ended), or its pid is another's."""
+        """False once the process has ended (or is a zombie), or its pid belongs to another."""
         try:
             state, start_time = _stat(str(self.pid))
         except FileNotFoundError:
@@ -61,7 +61,7 @@ def _stat(pid: str) -> tuple[str, str]:
 
 
 class Ranks(Protocol):
-    """Ranks that are not processes, as `weft.sim` runs them: what they bring along.
+    """What ranks that are not processes, as `weft.sim` runs them, must provide.
 
     If they stand for GPUs, `chip` is the name of one and `rates` a `weft.collectives.cost.Machine`;
     else empty and None. Memory is on `device` if nothing else is asked for; `sharing` of them run
@@ -88,12 +88,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that take part in a call. Made by `resolve`, one object a process group.
+    """The ranks that take part in a call. Made by `resolve`, one object for each process group.
 
     Attributes:
         pg: the process group; None if virtual.
         rank, world_size: this rank's number in the group, and how many there are.
-        ranks: global rank of each, in group order.
+        ranks: the global rank of each, in group order.
         processes: where each runs; empty where symmetric memory does not reach.
         why: why symmetric memory does not reach; empty where it does.
         virtual: what runs the ranks if they are not processes.
@@ -109,7 +109,7 @@ class Group:
 
     @property
     def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
-        """The symmetric memory behind the group's default device; None where none reaches."""
+        """The symmetric memory of the group's default device; None where it does not reach."""
         if self.why:
             return None
         if self.virtual is not None:
@@ -121,7 +121,7 @@ class Group:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def on_gpus(self, device: torch.device) -> bool:
-        """Whether tensors on `device` are a GPU's, or stand for such in a simulation."""
+        """Whether tensors on `device` are on a GPU, or stand for such in a simulation."""
         return device.type == "cuda" or bool(self.virtual is not None and self.virtual.chip)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
@@ -137,7 +137,7 @@ class Group:
         if not self.why:
             _arrive(self)
         told: list[Any] = [None] * self.world_size
-        with unwatched(self):  # set-up is no communication of the program's
+        with unwatched(self):  # set-up does not count as communication of the program
             dist.all_gather_object(told, (what, value), group=self.pg)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
@@ -151,7 +151,7 @@ class Group:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Found again by its name: in another process the group must have been made, too.
+        # Found again by its name, so another process must have made the group, too.
         return resolve, (group_name(self),)
 
     def __repr__(self) -> str:
@@ -159,8 +159,11 @@ class Group:
 
 
 def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
-    """For what is done once and kept: dispatch modes must not see it. Selective checkpoints count
-    ops, and expect as many when they compute a module again; the simulator sees virtual ranks'."""
+    """For work that is done once and kept, which dispatch modes must not see.
+
+    Selective checkpoints count ops, and expect as many when they recompute a module. The simulator,
+    however, sees those of virtual ranks.
+    """
     virtual = group is not None and group.virtual is not None
     watched: Any = _disable_current_modes
     return nullcontext() if virtual else watched()
@@ -170,11 +173,10 @@ _arrivals: Counter[str] = Counter()
 
 
 def _arrive(group: Group) -> None:
-    """Wait until every rank is here: a process group would wait for its own time-out, of half an
-    hour, and then name nobody.
+    """Wait until every rank is here.
 
-    Keys are counted on, as a store outlives the groups that are made with it; a rank that gives up
-    takes its key back.
+    A process group would wait for its own time-out, half an hour, and then name nobody. Keys are
+    numbered, as a store outlives the groups made with it; a rank that gives up removes its key.
     """
     _, store = dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))
     if store is None:
@@ -203,7 +205,7 @@ class _Here(threading.local):
     world: Group | None = None
 
 
-# The world of a thread that runs a virtual rank.
+# The world of the virtual rank that a thread runs.
 here = _Here()
 
 
@@ -221,10 +223,10 @@ def virtual_rank(world: Group) -> Iterator[None]:
 
 
 def resolve(group: GroupLike = None) -> Group:
-    """The `Group` of a ProcessGroup or its name, a 1-D DeviceMesh, or None for the world: on a
-    virtual rank, that of the virtual ranks.
+    """The `Group` of a ProcessGroup or its name, a 1-D DeviceMesh, or None for the world (on a
+    virtual rank, that of the virtual ranks).
 
-    The first call for a process group is collective: its ranks tell each other where they run.
+    The first call for a process group is collective: its ranks exchange where they run.
 
     Raises:
         ValueError, RuntimeError: as `process_group`.
@@ -239,7 +241,7 @@ def resolve(group: GroupLike = None) -> Group:
         virtual: Group = pg.weft_group  # type: ignore[attr-defined]  # one of `weft.sim`
         return virtual
     known = _groups.get(pg.group_name)
-    # Names are used again after destroy_process_group: the object decides.
+    # Names are reused after destroy_process_group, so compare the object.
     if known is None or known.pg is not pg:
         _forget_destroyed()
         known = _groups[pg.group_name] = _describe(pg)
@@ -247,8 +249,10 @@ def resolve(group: GroupLike = None) -> Group:
 
 
 def _forget_destroyed() -> None:
-    """Drop what is kept for groups that destroy_process_group has ended, workspaces above all: a
-    program that makes groups anew would hold the memory of all that it ever had."""
+    """Drop what is kept for destroyed groups, above all workspaces.
+
+    A program that keeps making groups would otherwise hold the memory of all it ever had.
+    """
     gone = {group for group in _groups.values() if _is_destroyed(group.pg)}
     for kept in kept_by_group:
         for key, value in list(kept.items()):
@@ -257,11 +261,11 @@ def _forget_destroyed() -> None:
 
 
 _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_of_parent: list[dict[Any, Any]] = []  # what is on a GPU is the parent's to free
+_of_parent: list[dict[Any, Any]] = []  # kept alive: GPU memory is the parent's to free
 
 
 def _after_fork() -> None:
-    """A child of a rank is none: what it would signal, peers would take for its parent's."""
+    """A forked child is not a rank: peers would take its signals for those of its parent."""
     if dist.is_initialized():
         _inherited.update(dist.distributed_c10d._world.pg_map)
     for kept in kept_by_group:
@@ -275,7 +279,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _refuse_inherited(pg: dist.ProcessGroup) -> None:
     if pg in _inherited:
         raise RuntimeError(
-            "this process was forked from a rank, and is none itself: spawn it instead, or have it "
+            "this process was forked from a rank and is not one: spawn it instead, or have it "
             "call torch.distributed.destroy_process_group and init_process_group"
         )
 
@@ -286,7 +290,7 @@ def _parts(key: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1)
 def alone() -> Group:
-    """This process by itself: for what is the last step of a call that others had a part in."""
+    """A group of this process alone."""
     return Group(None, 0, 1, (0,), (Process.here(),))
 
 
@@ -294,9 +298,9 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
     """The process group behind `group`, without any communication.
 
     Raises:
-        ValueError: an n-d mesh, or a group that this rank is not in.
-        RuntimeError: None while torch.distributed is not initialised; a mesh or a name whose group
-            was destroyed.
+        ValueError: an n-d mesh, or a group without this rank.
+        RuntimeError: None before torch.distributed is initialised; a mesh or a name whose group was
+            destroyed.
     """
     if group is None:
         if not dist.is_initialized():
@@ -310,7 +314,7 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
     if isinstance(group, str):
         c10d: Any = dist.distributed_c10d
         return _existing(lambda: c10d._resolve_process_group(group))
-    # Not `group.mesh`: a mesh computes that tensor anew each time, which takes 30 us.
+    # Not `group.mesh`: a mesh recomputes that tensor each time, which takes 30 us.
     if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
             raise ValueError(
@@ -329,7 +333,7 @@ _NO_MEMBER = "this rank is not in the group: only its members may make the call"
 def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     try:
         return find()
-    except IndexError:  # what a mesh has for ranks outside of it
+    except IndexError:  # what a mesh raises on ranks outside of it
         raise ValueError(_NO_MEMBER) from None
     except RuntimeError as error:
         raise RuntimeError(
@@ -339,11 +343,12 @@ def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def is_traced(x: torch.Tensor | None = None) -> bool:
-    """Whether a call is traced rather than run: by torch.compile or export, or with an `x` that
-    stands for a tensor. Then it must go through torch.ops.weft.
+    """Whether a call is traced rather than run, and so must go through torch.ops.weft.
+
+    That is under torch.compile or export, or if `x` stands for a tensor.
 
     Raises:
-        ValueError: `x` is no tensor.
+        ValueError: `x` is not a tensor.
     """
     compiling = torch.compiler.is_compiling()
     if compiling or x is None or type(x) in _PLAIN:
@@ -354,19 +359,19 @@ def is_traced(x: torch.Tensor | None = None) -> bool:
 
 
 def is_call_traced(x: torch.Tensor) -> bool:
-    """`is_traced(x)` for a public function, which is to run otherwise.
+    """`is_traced(x)` for a public function, after checking that it can run otherwise.
 
     Raises:
-        ValueError: `x` is no tensor, or not dense.
-        NotImplementedError: torch.func or forward-mode differentiation is at work, which knows
-            nothing of what comes from peers.
+        ValueError: `x` is not a tensor, or not dense.
+        NotImplementedError: under torch.func or forward-mode differentiation, which cannot
+            differentiate what comes from peers.
     """
     if is_traced(x):
         return True
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "calls of weft have gradients by torch.autograd alone, not by torch.func (grad, vmap, "
-            "jvp, ..) or forward-mode differentiation: use torch.autograd.grad"
+            "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
+            "..) or in forward mode: use torch.autograd.grad"
         )
     if x.layout is not torch.strided:
         raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
@@ -412,7 +417,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
 def _why_gpus_do_not_reach(group: Group) -> str:
     """Why a rank's GPU cannot address another's memory, the same on every rank; empty if all can.
 
-    Of a GPU that this process does not see torch tells later on.
+    For a GPU that this process does not see, torch finds out later.
     """
     numbers = {_gpu(i): i for i in range(torch.cuda.device_count())}
     own, why = torch.cuda.current_device(), ""
@@ -428,7 +433,7 @@ def _gpu(number: int) -> str:
 
 
 def moves_gpu_tensors(pg: Any) -> bool:
-    """Whether a process group is made for what is on GPUs."""
+    """Whether a process group is meant for tensors on GPUs."""
     return torch.cuda.is_available() and not backends_of(pg) <= {"gloo", "mpi"}
 
 
@@ -442,12 +447,12 @@ def backends_of(pg: Any) -> set[str]:
 
 
 _spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks
-_made: dict[tuple[Group | None, tuple[int, ...]], int] = {}  # how many of them, ever
-# Everything that is kept by group. A process group that outlives destroy_process_group() until the
-# interpreter ends may abort the process, so `close` empties them all.
+_made: dict[tuple[Group | None, tuple[int, ...]], int] = {}  # how many of them so far
+# All caches whose keys are groups, which `close` empties: a process group that is still referenced
+# when the interpreter ends may abort the process.
 kept_by_group: list[dict[Any, Any]] = [_groups, _spanning]
-# What empties the caches of things that are found out for a mesh or a layout. Meshes hold process
-# groups, so that `close` calls these as well.
+# Functions that empty caches by mesh or layout. Meshes hold process groups, so `close` calls these
+# as well.
 forget_meshes: list[Callable[[], object]] = []
 
 
@@ -482,12 +487,11 @@ def ranks_group(ranks: tuple[int, ...]) -> Group:
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group that only its members make.
 
-    torch names such a group by the number of groups that a process knows, so that members which
-    know different numbers wait for each other forever. It gets a name that they agree on.
-    """
+    torch would name it by the number of groups that a process knows, and members that know
+    different numbers would wait for each other forever. It gets a name that they agree on."""
     number = _made[here.world, ranks] = _made.get((here.world, ranks), 0) + 1
     name = f"weft {ranks} {number}"
-    if here.world is not None:  # virtual ranks share a process, and agree on what is before the @
+    if here.world is not None:  # virtual ranks share a process; they compare what precedes the @
         name += f"@{id(here.world)}"
     with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
         pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)

@@ -1,18 +1,18 @@
 """Collectives as kernels, for a GPU: one launch, one or two crossings of the links.
 
 Legend: W ranks; a *piece* is what one rank has for one other, contiguous elements of its input.
-Every rank stores its pieces in the memory of those they are for, so that data cross a link once and
-nobody waits for an answer: for few bytes that is all the time there is.
+Every rank stores its pieces in the memory of the ranks they are for, so that data crosses a link
+once and nobody waits for an answer; for few bytes the crossing is all the time there is.
 
     all_gather, all_to_all       rank r: its piece for p --> slot r of p    p: slots --> output
     reduce_scatter, all_reduce   rank r: its piece for p --> slot r of p    p: slot 0 + slot 1 ...
-      of few bytes (one shot)      (the piece is all of the input where all is reduced by all)
+      of few bytes (one shot)      (each piece is the whole input if all ranks reduce everything)
     all_reduce, two shots        as reduce_scatter, then: sum --> finished area of every rank
 
 A half of the workspace is W slots of one piece; for two shots, W finished pieces follow. Elements
-are added in rank order, in fp32 if they are of a half type, with one rounding.
+are added in rank order, half types in fp32, and rounded once.
 
-Protocol, in each program p of P; it moves the blocks b of every piece with b % P == p, of all
+Protocol, in each program p of P; it moves the blocks b of every piece with b % P == p, for all
 peers at once: a tile has a row for each.
   1. Store blocks in slot `rank` of each peer; signal all their words (0, rank, p): release at
      system scope.
@@ -24,7 +24,7 @@ peers at once: a tile has a row for each.
 Why it neither races nor deadlocks: a program signals all that it has before it waits, and p waits
 for p alone. Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold, because each
 program signals every peer after this rank's last call has ended, and waits for every peer. The
-output may be the input: a program overwrites only blocks that it alone has read, before.
+output may be the input: a program overwrites only blocks that it has read, and no other program.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REDUCED = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-# By their bytes: what is only copied is copied in the widest that its addresses allow.
+# By size in bytes: data that is only copied is copied in the widest words its addresses allow.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SLOT_ALIGN = 128
 
@@ -71,18 +71,18 @@ class Config:
 # One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
 # about 3 us: in virtual time they meet at some 230 KiB on 8 x H100.
 _ONE_SHOT_BYTES = 224 << 10
-# Beyond, the rings and trees of the process group's library are as quick and leave the cores alone.
+# Beyond this, the process group's rings and trees are as fast and leave the cores free.
 _MOST_BYTES = 4 << 20
-# A thread of 256 then has 16 bytes of each rank under way, and 64 programs what a link of 450 GB/s
-# carries to 8 ranks in about 4 us.
+# Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
+# GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
 
 
 def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> Config:
-    """The launch of `op`; it depends on nothing but what is the same on every rank.
+    """The launch of `op`, from what is the same on every rank.
 
     Args:
-        nbytes: of the largest piece in one shot: for all_reduce, of the input.
+        nbytes: size of the largest piece in one shot: for all_reduce, of the input.
     """
     interpreted = device.type == "cpu"
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
@@ -90,7 +90,7 @@ def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> C
     piece = -(-nbytes // world_size) if two_shot else nbytes
     block, most = _BLOCK_BYTES, _PROGRAMS
     if interpreted:
-        # Up to eight blocks a program: an interpreted block takes as long however wide it is.
+        # Up to eight blocks a program: an interpreted block takes equally long however wide it is.
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
     return Config(block, max(1, min(most, -(-piece // block))), 4 if interpreted else 8, two_shot)
 
@@ -114,7 +114,7 @@ def workspace_bytes(nbytes: int, world_size: int, config: Config) -> int:
 
 
 class Pieces(NamedTuple):
-    """One piece a rank of a tensor: where it begins and its size, (W,) each, in elements."""
+    """One piece of a tensor for each rank: start and size, (W,) each, in elements."""
 
     starts: Any
     sizes: Any
@@ -122,7 +122,7 @@ class Pieces(NamedTuple):
 
 @triton.jit
 def _slot_ptr(link, owner, slot, slot_size, generation, dtype: tl.constexpr):
-    """Where a slot of `owner`, or from slot W on a finished piece, begins."""
+    """Where a slot of `owner` begins or, from slot W on, a finished piece."""
     half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, dtype)
     return tl.multiple_of(half + slot * tl.cast(slot_size, tl.int64), 16)
 
@@ -135,21 +135,23 @@ def _piece_ptr(ptr, pieces, rank, WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr)
 
 @triton.jit
 def _vectors(size, ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr):
-    """How many of `size` elements make up whole accesses of ALIGN bytes."""
+    """How many of `size` elements fill whole accesses of ALIGN bytes."""
     return size // (ALIGN // ITEM_BYTES) * (ALIGN // ITEM_BYTES)
 
 
 @triton.jit
 def _copy_pieces(dst, src, sizes, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """dst[i][:sizes[i]] = src[i][:sizes[i]] for all i, the blocks of this program. All begin at
-    multiples of ALIGN bytes."""
+    """dst[i][:sizes[i]] = src[i][:sizes[i]] for all i, the blocks of this program.
+
+    All begin at multiples of ALIGN bytes.
+    """
     blocks = cdiv(signals.greatest(sizes), BLOCK)
     whole = _vectors(sizes, ALIGN, src.dtype.element_ty.primitive_bitwidth // 8)[:, None]
     dst, src, sizes = dst[:, None], src[:, None], sizes[:, None]
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        # Less than a vector is left of a piece, in the block that it is a part of: ranks may differ
-        # in ALIGN.
+        # The rest of a piece, less than a vector, belongs to the block it lies in, as ranks may
+        # differ in ALIGN.
         rest = tl.cast(whole, tl.int64) + tl.arange(0, 16)[None, :]
         is_rest = (rest < sizes) & (whole // BLOCK == block)
         values = tl.load(src + offs, mask=offs < whole)
@@ -170,7 +172,7 @@ def _send_pieces(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Step 1: each peer's piece of x to its slot `rank`, and tell all."""
+    """Step 1: store each peer's piece of x in its slot `rank`, and signal all."""
     lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
     slots = _slot_ptr(link, peers, rank, slot_size, generation, x_ptr.dtype.element_ty)
     sizes = tl.where(lanes < WORLD_SIZE - 1, element(pieces.sizes, peers, WORLD_SIZE), 0)
@@ -191,7 +193,7 @@ def _receive_pieces(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """The peers' pieces to out, once announced: from slots in phase 0, finished pieces in 1."""
+    """Copy the peers' pieces to out once announced: slots in phase 0, finished pieces in 1."""
     if signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl.program_id(0), generation, link.max_polls
     ):
@@ -312,8 +314,9 @@ def _reduce_kernel(
     OP: tl.constexpr,
     TWO_SHOT: tl.constexpr,
 ) -> None:
-    """out = the pieces for this rank, reduced; if TWO_SHOT, those for every rank, each reduced by
-    that one. Sizes in elements. Grid: Config.programs.
+    """out = the pieces for this rank, reduced; if TWO_SHOT, all pieces, each reduced by its rank.
+
+    Sizes in elements. Grid: Config.programs.
 
     Example: 2 ranks, x = [1 2 3] on both, pieces ((0, 2), (2, 1)): out = [2 4] on rank 0 and [6] on
     rank 1; if TWO_SHOT, [2 4 6] on both.

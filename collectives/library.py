@@ -1,7 +1,7 @@
-"""The collectives as ops of torch.library: torch.ops.weft.all_gather and the others.
+"""The collectives as custom ops: torch.ops.weft.all_gather and the others.
 
     weft.collectives.all_gather(x, group)
-        plain tensors          the call itself, past torch's dispatcher
+        plain tensors          the call itself, bypassing torch's dispatcher
         torch.compile, export, fake and other wrapped tensors
                                torch.ops.weft.all_gather(x, group_name)
                                    fake kernel     shapes and strides of the result
@@ -11,11 +11,12 @@
 A group is known by its name, as in torch's functional collectives. Ops are ordered effects: the
 compiler keeps their number and order, which must be the same on every rank.
 
-Nobody can ask the peers for the lengths of their shards while a graph is traced. There `sizes=None`
-of a gather means that all shards are as long as this rank's; that is checked each time the op runs.
+While a graph is traced, the peers cannot be asked for the lengths of their shards: `sizes=None` of
+a gather then means that all shards are as long as this rank's, which is checked whenever the op
+runs.
 
 A new op: `define(schema, run, fake)`, and `differentiate(name, ...)` if it has a gradient. A new
-argument of an op: into its schema, its `run` and its fake kernel, with a default at the end.
+argument of an op goes into its schema, its `run` and its fake kernel, with a default at the end.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def define(
 
     Args:
         schema: name, arguments and results, as torch.library writes them.
-        run: what it does, with plain tensors; its results are new tensors.
-        fake: empty tensors of the shapes, dtypes and strides that `run` returns.
-        ordered: whether it must keep its place among such ops; not so where it writes into its
-            arguments, and exchanges no data.
+        run: computes it on plain tensors and returns new ones.
+        fake: returns empty tensors with the shapes, dtypes and strides of `run`.
+        ordered: whether it must keep its place among such ops; not if it writes to its arguments
+            and exchanges no data.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=[torch.Tag.needs_fixed_stride_order])
@@ -58,9 +59,9 @@ def define(
 def differentiate(
     name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> None:
-    """Register the gradient of an op: `backward(ctx, *grads)`, of what `setup_context` kept.
+    """Register the gradient of an op: `backward(ctx, *grads)`, with what `setup_context` kept.
 
-    `backward` returns one gradient an argument.
+    `backward` returns one gradient for each argument.
     """
 
     def of_passed(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -73,7 +74,7 @@ def differentiate(
 
 
 def compose(schema: str, run: Callable[..., Any]) -> None:
-    """Register an op that is made of other ops: it needs neither fake kernel nor gradient."""
+    """Register an op that is made of other ops, so needs neither fake kernel nor gradient."""
     _library.define(schema)
     _library.impl(schema.partition("(")[0], run, "CompositeImplicitAutograd")
 
@@ -92,13 +93,13 @@ def gathered_sizes(length: Any, group_name: str, sizes: Sequence[Any] | None) ->
 
 
 def planes(x: torch.Tensor, shape: Sequence[Any], dim: int) -> torch.Tensor:
-    """Empty, of x's dtype and of `shape`, whose planes across `dim` lie one after another."""
+    """Empty, with x's dtype and `shape`, its planes across `dim` one after another in memory."""
     rest = list(shape)
     return x.new_empty([rest.pop(dim), *rest]).movedim(0, dim)
 
 
 def resized(x: torch.Tensor, dim: int, length: Any) -> list[Any]:
-    """x's shape, with `length` for `dim`."""
+    """The shape of x, with `length` for `dim`."""
     shape = list(x.shape)
     shape[dim] = length
     return shape

@@ -1,14 +1,14 @@
 """How the bytes of a collective move: no gradients, no checks of arguments.
 
-CPU ranks exchange what is small through symmetric memory, in windows small enough to stay in the
-cache between the rank that writes them and the ranks that read them:
+CPU ranks exchange small data through symmetric memory, in windows small enough to stay in the cache
+between the rank that writes them and the ranks that read them:
 
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
-Reductions do so at any size, as they read the peers' windows in place. What is only copied, if it
-is large, is read straight from the peers' memory (see `direct`), where the system lets them: the
-parts that an all-reduce has summed, too.
-Where symmetric memory does not reach, and on GPUs, the process group does it.
+Reductions do so at any size, as they read the peers' windows in place. Large data that is only
+copied, including the reduced parts of an all-reduce, is read straight from the peers' memory where
+the system allows it (see `direct`). Where symmetric memory does not reach, and on GPUs, the process
+group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
 """
@@ -41,7 +41,7 @@ REDUCIBLE = frozenset({
 })  # fmt: skip
 
 _WINDOW_BYTES = 1 << 20  # half of the smallest L2 cache in use; see `weft bench collectives`
-_DIRECT_BYTES = 256 << 10  # a copy from which one less is worth a second meeting
+_DIRECT_BYTES = 256 << 10  # from this size on, saving a copy is worth a second synchronization
 _DIST_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -94,7 +94,7 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
         with exchange(group, (stop - start) * x.element_size(), "all_gather", x.device) as ex:
             ex.put(x, *_cut(start, stop - start, x.numel()))
             ex.signal_all()
-            # Its own part like the others', from the cache.
+            # This rank's own part is read back like the others', from the cache.
             for peer in (group.rank, *ex.peers()):
                 ex.wait(peer)
                 begin, end = _cut(start, stop - start, numels[peer])
@@ -143,9 +143,9 @@ def _reduce_window(
     stop: int,
     op: ReduceOp,
 ) -> None:
-    """into = the elements `start` to `stop` of this rank's part of every rank's x, reduced.
+    """into = elements `start` to `stop` of this rank's part of every rank's x, reduced.
 
-    The ranks' parts of x are of `numels` elements, one after the other.
+    The ranks' parts of x have `numels` elements and lie one after another.
     """
     starts, length, rank = offsets(numels), stop - start, group.rank
     slot_bytes = -(-length * x.element_size() // 64) * 64
@@ -156,13 +156,13 @@ def _reduce_window(
             ex.signal(peer)
         first = starts[rank] + start
         own = x.view(-1)[first : first + len(into)]
-        if rank > 1 and own.data_ptr() == into.data_ptr():  # terms before it are stored there
+        if rank > 1 and own.data_ptr() == into.data_ptr():  # earlier terms are stored there first
             own = own.clone()
         _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
 
 
-# With more ranks than this, what is larger is reduced in parts, one by each rank, who hands it on
-# (two-shot); what is smaller by every rank (one-shot).
+# With more ranks than this, each rank reduces one part of larger data and passes it on (two-shot);
+# every rank reduces all of smaller data (one-shot).
 _ONE_SHOT_RANKS = 2
 _ONE_SHOT_BYTES = 32 << 10
 
@@ -225,7 +225,7 @@ def _two_shot(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) ->
 
 
 def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:
-    """Every rank's contribution in rank order: peers' in place, after waiting for them."""
+    """Every rank's contribution in rank order, the peers' in place, after waiting for them."""
     ex.wait_all()
     shape = tuple(own.shape)
     return [
@@ -282,8 +282,8 @@ def _all_to_all_into(
     told: bool,
 ) -> None:
     row = math.prod(x.shape[1:])
-    # Equal shares are the same on every rank; told ones every rank must hear of. A GPU's host does
-    # not stop for that: shares that it does not know are the library's.
+    # Equal shares are known to every rank; explicit ones must be exchanged. The host of a GPU does
+    # not wait for that: shares that it does not know are left to the process group.
     engine, table = settings.current_engine(), [sends]
     unknown = told and (bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto"))
     if told and not unknown:
@@ -327,7 +327,7 @@ def _all_to_all_into(
 
 
 def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[list[int]]:
-    """What every rank sends to every rank, after checking that it is what that one expects."""
+    """What every rank sends to every rank, after checking that the receivers expect it."""
     shape = (2, group.world_size)
     with exchange(group, 16 * group.world_size, "all_to_all") as ex:
         ex.local(shape, torch.int64).copy_(torch.tensor([sends, receives], device="cpu"))
@@ -378,8 +378,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """x as its values lie in contiguous memory: not as a conjugate or negative that is yet to be
-    made."""
+    """x as values in contiguous memory, with pending conjugation or negation carried out."""
     x = x.contiguous()
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
@@ -392,7 +391,7 @@ def _moved(
     given: torch.Tensor | None,
     *args: Any,
 ) -> torch.Tensor:
-    """What `move(out, x, group, *args)` makes of a contiguous x; in `given`, where that is one."""
+    """The result of `move(out, x, group, *args)` for a contiguous x, in `given` if there is one."""
     out = given if given is not None and _plain(given) is given else x.new_empty(shape)
     x = _plain(x)
     if group.world_size == 1:
@@ -407,8 +406,8 @@ _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
 def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
-    """How a collective runs: by kernels, through symmetric memory from the host, or by the process
-    group. `nbytes` of its largest piece; the same on every rank, as the answer must be.
+    """How a collective runs: by kernels, from the host through symmetric memory, or by the process
+    group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
     """
     engine = settings.current_engine()
     way: Way
@@ -460,7 +459,7 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
 
 
 def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
-    """Have the links add up every rank's x, where they can: the same answer on every rank."""
+    """Have the switch add up every rank's x if it can; the same answer on every rank."""
     from weft.collectives import multimem
 
     if not x.is_cuda or x.dtype not in multimem.DTYPES:
@@ -476,7 +475,7 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
 
 
 def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
-    """Whether a transfer of `numel` elements between two ranks goes without symmetric memory."""
+    """Whether a transfer of `numel` elements between two ranks bypasses symmetric memory."""
     large = numel * x.element_size() >= _DIRECT_BYTES
     return large and x.device.type == "cpu" and direct.reaches(group)
 
@@ -492,7 +491,8 @@ def _window_elements(dtype: torch.dtype) -> int:
 
 def _windows(numel: int, dtype: torch.dtype, share: int = 1) -> list[tuple[int, int]]:
     """Equal windows of at most _WINDOW_BYTES / `share`: a short last one would cost as much as a
-    full one."""
+    full one.
+    """
     count = -(-numel * share // _window_elements(dtype))
     if count <= 1:
         return [(0, numel)] if numel else []
@@ -501,12 +501,12 @@ def _windows(numel: int, dtype: torch.dtype, share: int = 1) -> list[tuple[int, 
 
 
 def _part_windows(sizes: list[int], group: Group, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Windows of the ranks' parts, of these sizes, of which a rank writes one for each."""
+    """Windows of the ranks' parts; a rank writes one for each rank at a time."""
     return _windows(max(sizes), dtype, group.world_size)
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
-    """x as process groups take it: as bytes, where its dtype is none of theirs."""
+    """x as process groups take it: as bytes if they do not support its dtype."""
     if x.dtype in REDUCIBLE and x.dtype != torch.int16:
         return x
     return x.unsqueeze(-1).view(torch.uint8)
@@ -514,7 +514,7 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
 
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
     parts, x = [sendable(part) for part in parts], sendable(x)
-    # Gloo takes equal sizes only: shorter shards travel padded.
+    # Gloo takes equal sizes only, so shorter shards are padded.
     longest = max(len(part) for part in parts)
     even = all(len(part) == longest for part in parts)
     padded = x if even else x.new_zeros((longest, *x.shape[1:]))
@@ -528,14 +528,14 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
 
 
 def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
-    # The sum of half-precision values is rounded at every step there; add in fp32 as we do.
+    # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
     out = x.float() if half else x.int() if x.dtype == torch.int16 else x.clone()
     dist.all_reduce(out, _DIST_OPS["sum" if op == "avg" else op], group=group.pg)
     if op == "avg":
         out.div_(group.world_size)
     if op in ("max", "min") and x.is_floating_point():
-        # Of a number and NaN process groups take either.
+        # Between a number and NaN, process groups may choose either.
         spoilt = x.isnan().to(torch.uint8)
         dist.all_reduce(spoilt, dist.ReduceOp.MAX, group=group.pg)
         out.masked_fill_(spoilt.bool(), torch.nan)

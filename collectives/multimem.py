@@ -6,14 +6,14 @@ then the result.
     rank r: x --> own half         share r: sum over ranks, by the switch --> result of every rank
 
 Each byte crosses the link of a rank once each way, whatever W, where two shots move 2 (W - 1) / W.
-The order of the additions is the switch's own: the one exception to rank order, and therefore asked
-for by WEFT_MULTIMEM=1. All ranks get the same bits still, as each element is added up once.
+The switch chooses the order of the additions, the one exception to rank order, so this runs only
+with WEFT_MULTIMEM=1. All ranks still get the same bits, as each element is added up once.
 
 Protocol, in each program p of P; it moves the blocks b of every share for which b % P == p.
-  1. Store the blocks of x in the own half; signal the words (0, rank, p) of all peers: release at
-     system scope. Wait for the words (0, r, p): acquire at system scope.
-  2. Reduce its blocks of the own share through the multicast address; store them there, which
-     reaches all ranks. Signal the words (1, rank, p), wait for the words (1, r, p).
+  1. Store the blocks of x in the rank's own half; signal the words (0, rank, p) of all peers:
+     release at system scope. Wait for the words (0, r, p): acquire at system scope.
+  2. Reduce its blocks of the rank's own share through the multicast address and store them there,
+     which reaches all ranks. Signal the words (1, rank, p), wait for the words (1, r, p).
   3. Copy its blocks of the result out. Take a ticket; the last program sets GENERATION.
 Deadlock and races: as in `kernel_collectives`.
 
@@ -33,7 +33,7 @@ from weft.collectives.workspace import Workspace, check_room, link_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 256  # vectors of 16 bytes
 _NUM_WARPS = 8
-_PROGRAMS = 24  # the switch does the work: more only get in each other's way
+_PROGRAMS = 24  # the switch does the work; more programs only compete
 
 _LOAD_F32 = signals.Constant(
     "{ .reg .pred p; setp.ne.s32 p, $5, 0; "

@@ -1,14 +1,14 @@
-"""The signal pad that lies before every rank's data: int64 words, zero when made.
+"""The signal pad in front of every rank's data: int64 words, initially zero.
 
     word           written by        holds
     GENERATION     this rank         number of the last call begun on this workspace
     TICKET         this rank         programs of the running launch that have finished
     STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out
-    HOST_SLOTS     rank s, line s    one cache line a source rank: its generation, what it tells
+    HOST_SLOTS     rank s, line s    a cache line for each source rank: its generation, its message
     KERNEL_SLOTS   rank s            signals of kernels
 
-Every slot has one writer. Signals only grow and are never reset: a waiter waits for
-"at least this generation", so a slot that a call leaves out does no harm.
+Every slot has one writer. Signals only grow and are never reset: a waiter waits for "at least this
+generation", so a call may leave slots out.
 """
 
 from __future__ import annotations

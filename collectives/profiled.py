@@ -1,4 +1,4 @@
-"""Names in torch.profiler for calls that are neither ops of torch nor functions of autograd."""
+"""Names in torch.profiler for calls that are neither torch ops nor autograd functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def profiled(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Show a function's calls as `weft::name`, waiting for peers included."""
+    """Show a function's calls as `weft::name`, including waits for peers."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)

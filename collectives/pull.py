@@ -1,8 +1,8 @@
-"""The pull: every rank takes blocks of other ranks' tensors, all in one launch.
+"""The pull: every rank takes blocks of other ranks' tensors, all in one call.
 
-Each rank has a tensor x and lists what it wants: boxes, each a strided block of the x of one rank,
-or of several, reduced in this order (half types in fp32, one rounding), and its place in the
-output.
+Each rank has a tensor x and a list of the boxes that it wants: each a strided block of the x of one
+rank, or of several to be reduced in this order (half types in fp32, one rounding), and its place in
+the output.
 
     rank 0   x_0 --> own half of the workspace   ready -->   rank 1   box: x_0[a:b, c:d] --> out[..]
     rank 1   x_1 --> own half of the workspace   ready -->   rank 0   box: x_0 + x_1    --> out[..]
@@ -10,9 +10,9 @@ output.
 Protocol, two launches in one stream.
   1. Publish: the programs copy x into this rank's half; the last one to finish signals the word
      (0, rank, 0) of every peer: release at system scope, of what all of them stored.
-  2. Pull: every program takes its blocks of the boxes that are in x; waits for the words (0, r, 0)
-     of all peers (acquire, system scope); takes its blocks of the other boxes from the peers'
-     halves, in place. The last one sets GENERATION.
+  2. Pull: every program takes its blocks of the boxes that lie in x; waits for the words (0, r, 0)
+     of all peers (acquire, system scope); takes its blocks of the other boxes in place from the
+     peers' halves. The last one sets GENERATION.
 
 Why it neither races nor deadlocks: publishing waits for nobody, and pulling only for publishing.
 Calls alternate halves; rules 1 and 2 of `weft.collectives.signals` hold, because a rank publishes
@@ -32,7 +32,7 @@ import triton.language as tl
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, rounded
 from weft.collectives.kernel_collectives import REDUCED, as_words, combined
-from weft.collectives.symmetric import lasting
+from weft.collectives.symmetric import persistent
 from weft.collectives.workspace import Workspace, check_room, link_of
 
 REDUCE_OPS = ("sum", "max", "min", "product")
@@ -68,11 +68,11 @@ class Table:
     """Boxes as the kernel reads them. Made by `table_of`.
 
     Attributes:
-        rows: int64, one row a box, those that lie in this rank's own x first.
+        rows: int64, one row for each box, those that lie in this rank's own x first.
         holders: int64, the ranks of all boxes.
         local: how many boxes need no peer.
         dims: dims of a box.
-        word: bytes of an element; a copy moves wider ones than the tensor has.
+        word: bytes of an element; copies use wider elements than the tensor's.
         op: "copy", or the reduction.
         divisor: of the result.
     """
@@ -87,8 +87,11 @@ class Table:
 
 
 def refusal(dtype: torch.dtype, op: str | None, divisor: int, largest: int) -> str:
-    """Why the kernel cannot pull from tensors of `dtype`, of `largest` elements at most, with this
-    reduction; empty if it can. All are the same on every rank.
+    """Why the kernel cannot pull from tensors like these; empty if it can.
+
+    Args:
+        dtype, op, divisor, largest: dtype, reduction, divisor and size of the largest tensor in
+            elements; the same on every rank.
     """
     if largest > _MOST_ELEMENTS:
         return f"a tensor has more than {_MOST_ELEMENTS} elements"
@@ -100,7 +103,7 @@ def refusal(dtype: torch.dtype, op: str | None, divisor: int, largest: int) -> s
 
 
 def _merged(box: Box, itemsize: int) -> list[list[int]]:
-    """[extent, target stride, source stride] in bytes, outermost first, of as few dims as will do.
+    """[extent, target stride, source stride] in bytes, outermost first, in as few dims as possible.
 
     The innermost one is of single bytes.
     """
@@ -131,8 +134,8 @@ def table_of(
     """What `rank` is to take, made once for all calls with the same layouts.
 
     Args:
-        op: reduction of boxes with several holders; None: there are none.
-        divisor: every element is divided by it.
+        op: reduction of boxes with several holders; None if there are none.
+        divisor: by which every element is divided.
         align: bytes that divide the addresses of x and out.
     """
     size = dtype.itemsize
@@ -165,8 +168,8 @@ def table_of(
         rows.append([*row, inner // word, 1, 1])
         holders += box.holders
     return Table(
-        lasting(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
-        lasting(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
+        persistent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
+        persistent(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
         sum(box.holders == (rank,) for box in boxes),
         count,
         word,
@@ -184,7 +187,7 @@ def _publish_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Show x to all peers. Grid: any."""
+    """Publish x to all peers. Grid: any."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
@@ -226,7 +229,7 @@ def _take(
     row = rows_ptr + box * (_ROW_HEAD + 3 * DIMS)
     numel = tl.load(row).to(tl.int32)
     first, count = tl.load(row + 3), tl.load(row + 4)
-    # Boxes start at programs in turn: there may be many small ones.
+    # Boxes start at different programs, as there may be many small ones.
     for block in range((program + box) % programs, cdiv(numel, BLOCK), programs):
         left = block * BLOCK + tl.arange(0, BLOCK)
         mask = left < numel
@@ -275,11 +278,11 @@ def _pull_kernel(
     OP: tl.constexpr,
     DIVISOR: tl.constexpr,
 ) -> None:
-    """out = the boxes. Grid: any, the same on no two ranks if need be.
+    """out = the boxes. Grid: any; ranks may differ in it.
 
-    Example: x is (2, 4) on both of 2 ranks, and the rows of a (4, 4) tensor. To turn them into its
-    columns rank 1 takes the boxes [2 elements of each of 2 rows] x_0[:, 2:] --> out[:2] and
-    x_1[:, 2:] --> out[2:], the second one of itself.
+    Example: x is (2, 4) on both of 2 ranks, the rows of a (4, 4) tensor. To turn them into its
+    columns, rank 1 takes the boxes [2 elements of each of 2 rows] x_0[:, 2:] --> out[:2] and
+    x_1[:, 2:] --> out[2:], the second one from itself.
     """
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
     arrived = boxes >= 0
@@ -298,7 +301,7 @@ def _pull_kernel(
 
 
 def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
-    """Bytes, 8 at most, by which both tensors can be read as wider words."""
+    """Bytes, 8 at most, of the widest words in which both tensors can be accessed."""
     places = (x.data_ptr(), out.data_ptr(), x.numel() * x.element_size(), x.storage_offset())
     return next(word for word in (8, 4, 2, 1) if all(place % word == 0 for place in places))
 
@@ -312,7 +315,7 @@ def launch_pull(
         x: contiguous; what other ranks' boxes refer to.
         out: contiguous; elements that no box covers keep their values.
         ws: room for the largest x.
-        publish: whether any rank takes something of this one's x.
+        publish: whether any rank takes part of this one's x.
     """
     interpreted = x.device.type == "cpu"
     block = _INTERPRETED_BLOCK if interpreted else _BLOCK

@@ -1,27 +1,26 @@
-"""Device-side signals: how a kernel on one rank tells a kernel on another that its data are there.
+"""Device-side signals: how a kernel on one rank tells a kernel on another that its data is there.
 
 A signal slot (see `weft.collectives.pad`) has one writer and holds the generation of the last call
-that its writer announced. It only grows, so nothing is ever reset, and the generation lives on the
+that its writer announced. It only grows, so nothing is ever reset; and the generation lives on the
 device, so a captured CUDA graph replays correctly: each replay is a new generation.
 
 Order. `signal` is a release at system scope, `wait` an acquire at system scope: what the writer's
 program stored before its signal is visible to the waiter's program after its wait. `signal_local`
-and `wait_local` are the same between programs of one device.
+and `wait_local` do the same between programs of one device.
 
 Why two halves are enough. Two rules hold for every kernel built on this pad:
   1. in each call, every rank signals every peer (for empty chunks too) after it has finished
-     reading everything of its previous call on the channel: launches of one channel are ordered by
-     a stream;
+     reading everything of its previous call on the channel: a stream orders the launches of a
+     channel;
   2. no call ends on a rank before that rank has received the signals of all peers for that call.
 When a rank starts call g + 2 it has, by 2, received everyone's signals of g + 1; those were sent,
 by 1, after everyone had finished reading call g. Hence nobody still reads the half that it now
 overwrites.
 
-Why nothing hangs. Every wait is bounded; a wait that fails records who waited for whom and all
-later waits of the launch give up at once. A program waits for programs of its peers with the same
-number or for programs of its own launch with a smaller number, never for a later one, so that any
-grid makes progress when its programs run in order: non-resident grids on a GPU, and the
-interpreter.
+Why nothing hangs. Every wait is bounded; one that fails records who waited for whom, and all later
+waits of the launch give up at once. A program waits for programs of its peers with the same number
+or for programs of its own launch with a smaller number, never for a later one, so that any grid
+makes progress when its programs run in order: non-resident grids on a GPU, and the interpreter.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 class Constant(tl.constexpr):  # type: ignore[misc]  # Triton ships no types
-    """What kernels know by name.
+    """A constant that kernels refer to by name.
 
-    Before every launch Triton compares all that a kernel and its functions know so, ten in most of
-    ours, with what they were when it was compiled: 1 us each if that makes another constexpr.
+    Before every launch Triton compares all globals that a kernel and its functions refer to, ten in
+    most of ours, with their values at compile time: 1 us each if the comparison makes a constexpr.
     """
 
     def __ne__(self, other: Any) -> bool:
@@ -73,13 +72,13 @@ def interpreter_ready() -> tuple[bool, str]:
         )
     if isinstance(tl.zeros, triton.JITFunction):
         return False, (
-            "triton was imported before weft, and so has its own functions compiled; import weft "
+            "triton was imported before weft, so its own functions are compiled; import weft "
             "first, or set TRITON_INTERPRET=1 before Python runs"
         )
     if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
         return False, (
-            f"the interpreter of triton {triton.__version__} makes numbers of arrays in a way that "
-            f"numpy {numpy.__version__} refuses; install numpy < 2.4 or triton >= 3.7"
+            f"the interpreter of triton {triton.__version__} converts arrays to numbers in a way "
+            f"that numpy {numpy.__version__} rejects; install numpy < 2.4 or triton >= 3.7"
         )
     return True, "kernels are interpreted"
 
@@ -90,11 +89,11 @@ def _release(module: ModuleType) -> tuple[int, int]:
 
 
 def polls_within(seconds: float, device: torch.device) -> int:
-    """How many polls make up about `seconds`: the bound that a kernel is given for its waits.
+    """How many polls take about `seconds`: the bound of a kernel's waits.
 
-    On a GPU it takes some 400 cycles: an access to L2, and two barriers until all have what it
-    read. In the interpreter that depends on who else wants the core: there polls are
-    counted by the clock, see `_sleep`.
+    A poll on a GPU takes some 400 cycles: an access to L2, and two barriers until all threads have
+    what it read. In the interpreter it depends on who else wants the core, so polls are counted by
+    the clock there: see `_sleep`.
     """
     rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 4_000_000
     return max(1, int(seconds * rate))
@@ -114,12 +113,12 @@ def _sleep(address: int, value: int) -> int:
 
 
 # What an interpreted rank does between two polls of a signal, given the signal's address and the
-# value awaited; returns how many polls that counts for. A scheduler of virtual ranks replaces it to
-# hand over to another rank.
+# awaited value; returns how many polls it counts for. A scheduler of virtual ranks replaces it to
+# switch to another rank.
 on_poll: Callable[[int, int], int] = _sleep
 
 
-# Told of every wait before its first poll: the signals' addresses, and the value awaited in each.
+# Called before the first poll of every wait, with the signals' addresses and the awaited value.
 on_wait: Callable[[list[int], int], None] | None = None
 
 
@@ -132,18 +131,18 @@ def _addresses(ptr: Any, mask: Any) -> list[int]:
 
 
 def _begin(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> None:
-    """A wait begins. Only interpreted kernels contain it."""
+    """Report the start of a wait. Only interpreted kernels call this."""
     addresses = _addresses(ptr, mask)
     if on_wait is not None and addresses:
         on_wait(addresses, int(value))
 
 
 def _pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int:
-    """Let others run before the next poll. Only interpreted kernels contain it."""
+    """Let others run before the next poll. Only interpreted kernels call this."""
     return on_poll(_addresses(ptr, mask)[0], int(value))
 
 
-# Triton's code generator refuses to look at plain functions, in branches that it drops as well.
+# Triton's code generator rejects plain functions, even in branches that it drops.
 for _function in (_begin, _pause):
     setattr(_function, tl.core.TRITON_BUILTIN, True)
 
@@ -178,7 +177,7 @@ def last_generation(signal_ptrs, rank):
 
 @triton.jit
 def is_last_program(signal_ptrs, rank, num_programs):
-    """Called once by each program of a launch, at its end: True in the one that comes last.
+    """Called once by each program of a launch, at its end: True in the last one to arrive.
 
     What the other programs stored before is visible to the last one after.
     """
@@ -200,9 +199,9 @@ def set_generation(signal_ptrs, rank, generation):
 # sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release
 # is cumulative, so that it covers what the other threads stored before the barrier. In the code for
 # gfx942 the barrier is a bare s_barrier and the release is buffer_wbl2 sc0 sc1 + s_waitcnt vmcnt(0)
-# of the signalling wave: other waves' stores are covered only as far as requests of one work-group
-# stay in order on their way to L2, as LLVM's memory model takes them to. Not tried on such a chip.
-# Triton 3.9 puts a barrier before its atomics itself; ours then costs a second bar.sync.
+# of the signalling wave: other waves' stores are covered only if requests of one work-group stay in
+# order on their way to L2, as LLVM's memory model assumes. Not tried on such a chip. Triton 3.9
+# itself puts a barrier before atomics; ours then costs a second bar.sync.
 @triton.jit
 def signal(ptr, value, mask=None):
     """Publish all that this program has stored, to any rank: release `value`. One writer a slot.
@@ -235,8 +234,10 @@ def signal_local(ptr, value):
 
 @triton.jit
 def mark_local(ptr, value):
-    """Show `value` to programs of this device, and publish nothing with it: no store is waited for,
-    so that it costs no more than a store."""
+    """Show `value` to programs of this device without publishing any stores.
+
+    No store is waited for, so it costs no more than a store.
+    """
     tl.debug_barrier()
     if _HAS_ATOMIC_LOAD:
         tl.atomic_store(ptr, value, sem="relaxed", scope="gpu")
@@ -285,14 +286,14 @@ def wait_local(ptr, value, max_polls):
 
 @triton.jit
 def patience(own_pad, max_polls):
-    """Polls that a wait is worth: none any more once a wait of this rank has failed."""
+    """How many polls a wait may take: none once a wait of this rank has failed."""
     status = _acquire(own_pad + _STATUS, "gpu")
     return tl.where(status == 0, tl.cast(max_polls, tl.int64), 0)
 
 
 @triton.jit
 def record_timeout(own_pad, rank, peer, generation):
-    """Leave (code, waiter, peer, generation) for the host. The first failure of a rank is kept."""
+    """Leave (code, waiter, peer, generation) for the host, unless this rank has failed before."""
     status = own_pad + _STATUS
     code = tl.cast(_TIMED_OUT, tl.int64)
     if tl.atomic_cas(status, code - code, code, sem="relaxed", scope="gpu") == 0:
@@ -319,25 +320,28 @@ def wait_for(
 
 @triton.jit
 def greatest(x):
-    """The largest element of a vector. Not tl.max: it is a kernel of Triton's own, interpreted only
-    if triton was imported so."""
+    """The largest element of a vector. Not tl.max, which is a jit function of Triton's own,
+    interpreted only if TRITON_INTERPRET was set when triton was imported.
+    """
     return tl.reduce(x, 0, tl.standard._elementwise_max)
 
 
-# One lane a peer. A release waits until this program's stores have been acknowledged, over the link
-# and back: one after the other, the releases and acquires of 8 ranks would take longer than all
-# else in a call of few bytes.
+# One lane for each peer. A release waits until this program's stores have been acknowledged, over
+# the link and back: one after another, the releases and acquires of 8 ranks would take longer than
+# everything else in a call of few bytes.
 @triton.jit
 def peer_lanes(first, WORLD_SIZE: tl.constexpr):
-    """Ranks `first`, `first` + 1, ... round the world: (number of a lane, its rank). Lanes are a
-    power of 2: those from WORLD_SIZE on repeat ranks."""
+    """Ranks `first`, `first` + 1, ... around the world, as (number of each lane, its rank).
+
+    There is a power of 2 of lanes: those from WORLD_SIZE on repeat ranks.
+    """
     lanes = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     return lanes, (first + lanes) % WORLD_SIZE
 
 
 @triton.jit
 def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls, scope: tl.constexpr):
-    """Wait until each word of `awaited` lanes, which that lane's peer writes, is at least `value`.
+    """Wait until the word of each `awaited` lane, written by that lane's peer, is at least `value`.
 
     False on a time-out, which is then recorded in STATUS of `own_pad`, that of `rank`.
     """
@@ -371,10 +375,10 @@ def wait_for_own(
     max_polls,
     LANES: tl.constexpr,
 ):
-    """Wait until programs of this device have announced words first..last of (`phase`, `source`),
-    LANES of them (a power of 2) at a time.
+    """Wait until programs of this device have announced words first..last of (`phase`, `source`).
 
-    False on a time-out, which is then recorded as one of `source`.
+    LANES of them (a power of 2) are polled at a time. False on a time-out, which is then recorded
+    as one of `source`.
     """
     arrived = True
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
@@ -414,6 +418,6 @@ def wait_for_peers(
 def barrier(
     signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, max_polls
 ):
-    """Wait for the same-numbered program of every peer. What each stored before, all see after."""
+    """Wait for the same-numbered program of every peer; what each stored before, all see after."""
     signal_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation)
     return wait_for_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation, max_polls)

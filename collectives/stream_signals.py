@@ -1,8 +1,8 @@
 """Signals of `StreamExchange` and `SymmetricBuffer.barrier` on a GPU: one-program kernels.
 
 Each is enqueued in the current stream and captured by CUDA graphs; generations live in device
-memory and are advanced by the kernels themselves, so that a replay continues the count. To launch a
-kernel takes longer than to signal peers, so one launch serves any number of ranks in a row.
+memory and are advanced by the kernels themselves, so that a replay continues the count. Launching a
+kernel takes longer than signalling peers, so one launch serves any number of consecutive ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _begin_kernel(signal_ptrs, rank, GENERATION_WORD: tl.constexpr) -> None:
 
 @triton.jit
 def _slot(signal_ptrs, owner, source, SLOT_WORD: tl.constexpr):
-    """The word of `owner`'s pad in which rank `source` tells how far it is."""
+    """The word of `owner`'s pad in which rank `source` posts its generation."""
     return signals.peer_ptr(signal_ptrs, owner, tl.int64) + _HOST_SLOTS + _LINE * source + SLOT_WORD
 
 
@@ -48,10 +48,7 @@ def _post_kernel(
     GENERATION_WORD: tl.constexpr,
     SLOT_WORD: tl.constexpr,
 ) -> None:
-    """Release this rank's generation into the slots that `count` ranks from `first` on have for it.
-
-    Grid: 1.
-    """
+    """Release this rank's generation to `count` ranks from `first` on. Grid: 1."""
     generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
     lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
     signals.signal(_slot(signal_ptrs, peers, rank, SLOT_WORD), generation, lanes < count)
@@ -59,7 +56,7 @@ def _post_kernel(
 
 @triton.jit
 def hold(signal_ptrs, rank, peer, generation, max_polls, SLOT_WORD: tl.constexpr):
-    """Until `peer` has posted `generation` to `rank`, which is this one. A time-out is recorded."""
+    """Wait until `peer` has posted `generation` to this rank, `rank`. A time-out is recorded."""
     own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     polls = signals.patience(own, max_polls)
     if not signals.wait(_slot(signal_ptrs, rank, peer, SLOT_WORD), generation, polls):
@@ -77,10 +74,7 @@ def _wait_kernel(
     GENERATION_WORD: tl.constexpr,
     SLOT_WORD: tl.constexpr,
 ) -> None:
-    """Hold the stream until `count` ranks from `first` on have reached this rank's generation.
-
-    Grid: 1.
-    """
+    """Hold the stream until `count` ranks from `first` on have posted this generation. Grid: 1."""
     own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
     words = _slot(signal_ptrs, rank, peers, SLOT_WORD)

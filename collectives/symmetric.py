@@ -28,7 +28,7 @@ from weft.errors import MismatchError, PeerTimeout
 
 
 class Memory(Protocol):
-    """What a backend gives: every rank's segment, pad first, as bytes that this rank addresses."""
+    """What a backend provides: every rank's segment, pad first, as bytes this rank can reach."""
 
     segments: list[torch.Tensor]  # uint8, one a rank
     multicast_ptr: int
@@ -38,9 +38,8 @@ class PosixMemory:
     """Shared memory of the CPU ranks of one host.
 
     Rank 0 makes an anonymous file (memfd) and the others open it through /proc. It never has a name
-    in /dev/shm, so that nothing can be left there, whenever and however ranks die, and the size of
-    /dev/shm (64 MiB in a container by default) is no limit.
-    """
+    in /dev/shm, so nothing can be left there, however ranks die, and the size of /dev/shm (64 MiB
+    in a container by default) is no limit."""
 
     def __init__(self, nbytes: int, group: Group) -> None:
         self.multicast_ptr = 0
@@ -57,12 +56,12 @@ class PosixMemory:
             try:
                 if group.rank != 0:
                     fd = os.open(f"/proc/{group.processes[0].pid}/fd/{owner_fd}", os.O_RDWR)
-                # Populate: a page fault costs more than copying the page, and would come later,
-                # amid a call that is timed.
+                # Populate: a page fault costs more than copying the page, and would happen later,
+                # during a call that may be timed.
                 memory = mmap.mmap(fd, total, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
             except OSError as failure:
                 error = str(failure)
-        # Everybody hears of a failure anywhere; and rank 0 keeps its file open until all have it.
+        # All ranks learn of a failure anywhere, and rank 0 keeps its file open until all have it.
         errors = group.gather_objects(error, "shared memory")
         if fd >= 0:
             os.close(fd)
@@ -76,9 +75,9 @@ class PosixMemory:
 class CudaMemory:
     """torch's symmetric memory: NVLink peers, or several ranks on one GPU.
 
-    Each is an allocation of its own. `symm_mem.empty` takes from a pool that hands out again what
-    was freed: ranks that have freed different things would bring memory that their peers take for
-    another's, or wait for a rendezvous that a peer thinks it has had.
+    Each buffer is an allocation of its own. `symm_mem.empty` takes from a pool that reuses what was
+    freed: ranks that have freed different things would present memory that their peers take for
+    another buffer, or wait for a rendezvous that a peer believes to have had.
     """
 
     def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
@@ -95,7 +94,7 @@ class CudaMemory:
             with torch.cuda.device(device):
                 return rendezvous.meet(own, group, counts)
 
-        with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `lasting`
+        with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `persistent`
             self._handle = beside.submit(met).result()
         self.multicast_ptr = int(self._handle.multicast_ptr or 0)
         self.segments = [
@@ -107,29 +106,34 @@ class CudaMemory:
 
 
 def _allow_shared_gpus(group: Group, device: torch.device) -> None:
-    """Have torch take ranks that share a GPU, where there are too few, and ranks that see one each,
-    which it takes for such. It still refuses ranks that have forgotten to set their device."""
+    """Have torch accept ranks that share a GPU, where there are too few GPUs.
+
+    It also takes ranks that see one GPU each for such. Ranks that forgot to set their device are
+    still refused.
+    """
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     gpus = set(group.gather_objects(uuid, "the GPUs of the ranks"))
     if torch.cuda.device_count() >= group.world_size:
         return
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     if len(gpus) < group.world_size:
-        # Multicast waits for as many GPUs as there are ranks.
+        # Multicast would wait for as many GPUs as there are ranks.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 class LocalMemory:
-    """A group of one rank: plain memory."""
+    """Plain memory, for a group of one rank."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.multicast_ptr = 0
-        self.segments = [lasting(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device)]
+        self.segments = [persistent(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device)]
 
 
 def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
-    """Where a buffer of `group` is allocated; if the caller does not say, where the process group
-    communicates. "cuda" is the current GPU: one device must not have two names."""
+    """The device of a buffer of `group`: the one asked for, else where the group communicates.
+
+    "cuda" becomes the current GPU, as one device must not have two names.
+    """
     device = asked if isinstance(asked, torch.device) else torch.device(asked or "cpu")
     if not asked and group.virtual is not None:
         device = group.virtual.device
@@ -140,12 +144,11 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     return device
 
 
-def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def persistent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`, to be kept from call to call.
 
-    While torch.compile prepares CUDA graphs, what a thread allocates comes from the graphs' own
-    memory, which they hand out again although somebody keeps it. So another thread does.
-    """
+    While torch.compile prepares CUDA graphs, a thread's allocations come from memory that the
+    graphs reuse even if somebody keeps it. So another thread allocates."""
     if device.type != "cuda":
         return values.to(device)
     with ThreadPoolExecutor(max_workers=1) as beside:
@@ -169,7 +172,7 @@ class SymmetricBuffer:
         multicast_ptr: address that reaches all ranks at once; 0 where the hardware has none.
     """
 
-    # What is made in inference mode could not be written outside of it.
+    # Tensors made in inference mode could not be written outside of it.
     @torch.inference_mode(False)
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device
@@ -182,7 +185,7 @@ class SymmetricBuffer:
         elif device.type not in ("cpu", "cuda"):
             error = f"symmetric memory is on cpu or cuda, got {device=}"
         elif group.virtual is not None and device.type not in ("cpu", group.virtual.device.type):
-            error = f"memory of these virtual ranks is on cpu, got {device=}"
+            error = f"these virtual ranks have memory on cpu only, got {device=}"
         elif device.type == "cuda" and device.index != torch.cuda.current_device():
             error = (
                 f"kernels run on the current GPU, number {torch.cuda.current_device()}, and the "
@@ -191,7 +194,7 @@ class SymmetricBuffer:
         if group.why:
             raise NotImplementedError(
                 f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
-                f"fused ops fall back to the process group there."
+                f"fused ops use the process group instead."
             )
         if group.world_size > 1:
             _agree_on_spec(group, (shape, str(dtype), device.type), error)
@@ -217,13 +220,13 @@ class SymmetricBuffer:
         self.multicast_ptr = memory.multicast_ptr and memory.multicast_ptr + self._offset
         pointers = [segment.data_ptr() for segment in self._segments]
         addresses = torch.tensor(pointers, device="cpu")
-        self.signal_ptrs = lasting(addresses, device)
-        self.buffer_ptrs = lasting(addresses + self._offset, device)
+        self.signal_ptrs = persistent(addresses, device)
+        self.buffer_ptrs = persistent(addresses + self._offset, device)
         self.local = self.get_buffer(self.rank, shape, dtype)
         self._barriers: dict[int, int] = {}
         _open.add(self)
 
-    @torch.inference_mode(False)  # where another dtype's view of normal memory is none itself
+    @torch.inference_mode(False)  # in which a view of another dtype would be an inference tensor
     def get_buffer(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:
@@ -264,14 +267,15 @@ class SymmetricBuffer:
     def check_open(self) -> None:
         """Raise RuntimeError if `close` was called."""
         if self._memory is None:
-            raise RuntimeError("this symmetric buffer is closed: make another one")
+            raise RuntimeError("this symmetric buffer is closed: make a new one")
 
     def barrier(self, channel: int = 0, timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this with the same `channel`.
 
-        What any rank wrote before it is visible to every rank after it. `channel` (0 to 6) tells
-        barriers apart that may be under way at once. `timeout` is in seconds; WEFT_TIMEOUT_S if
-        None. On a GPU it is ordered in the current stream, and does not stop the host.
+        What any rank wrote before it is visible to every rank after it. `channel` (0 to 6)
+        separates barriers that may be in flight at the same time. `timeout` is in seconds;
+        WEFT_TIMEOUT_S if None. On a GPU it is ordered in the current stream, and does not stop the
+        host.
 
         Raises:
             PeerTimeout: a rank did not come in time.
@@ -324,10 +328,10 @@ class Waiter:
     a fence makes it one.
     """
 
-    SPIN_S = 20e-6  # then a peer that has no core yet may have this one
+    SPIN_S = 20e-6  # after that, yield the core to a peer that may have none
     YIELD_S = 2e-3
-    # Who yields a core to another program has it back after milliseconds, who sleeps when it wakes.
-    # Once a yield has taken this long, waits sleep for a while.
+    # A core yielded to another program comes back after milliseconds, a sleeper gets one when it
+    # wakes. So once a yield has taken LOST_S, waits sleep instead for SLEEPY_S.
     LOST_S, SLEEPY_S = 200e-6, 0.1
 
     def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:
@@ -335,7 +339,7 @@ class Waiter:
         self.words = [buffer.words(r) for r in range(buffer.world_size)]
         self.own = self.words[buffer.rank]
         self.timeout = timeout
-        # With more ranks than cores a spinning rank takes the time of the one it waits for.
+        # With more ranks than cores, a spinning rank takes time from the one it waits for.
         crowded = buffer.world_size > (os.cpu_count() or 1)
         self.spin_s = 0.0 if crowded else self.SPIN_S
         self._sleepy_until = 0.0
@@ -392,7 +396,7 @@ class Waiter:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if self.own[pad.STATUS]:
             _, waiter, peer, value = self.own[pad.STATUS : pad.STATUS + 4]
-            # A kernel of ours writes the same words, so this rank may be the waiter.
+            # Our kernels write the same words, so this rank may itself be the waiter.
             blamed = peer if peer != self.rank else waiter
             raise PeerTimeout(self.rank, blamed, op, value, settings.timeout_s())
 
@@ -401,7 +405,7 @@ _wait_seconds = 0.0
 
 
 def wait_seconds() -> float:
-    """Seconds that this process has spent waiting for peers in calls on the CPU, in all."""
+    """Total seconds that this process has spent waiting for peers in calls on the CPU."""
     return _wait_seconds
 
 

@@ -1,14 +1,9 @@
 """Workspaces: symmetric memory that calls share, allocated once and grown when a call needs more.
 
 A workspace belongs to a (group, device, channel). Its data are two halves, used in turn: call
-number g (its *generation*) writes half g % 2.
-
-Why no call needs a barrier at its end:
-    1. In every call, each rank signals every other rank (also where it has nothing to say), after
-       it has done all its reads of the previous call.
-    2. No call ends on a rank before it has received that call's signals from all others.
-So when a rank begins call g + 2, everybody has begun g + 1, and is done with the half of call g.
-Calls that overlap in time, as the gather and the scatter of one backward do, use two channels.
+number g (its *generation*) writes half g % 2, so that no call needs a barrier at its end; the rules
+behind that are in `weft.collectives.signals`. Calls that overlap in time, like the gather and the
+scatter of one backward, use two channels.
 """
 
 from __future__ import annotations
@@ -49,8 +44,8 @@ class Workspace:
         peers: the other ranks, as `Group.peers` orders them.
         buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
         half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
-        addresses: of each rank's data, where the host can use them; else empty.
-        captured: whether a CUDA graph holds these addresses.
+        addresses: of each rank's data if the host can use them, else empty.
+        captured: whether a CUDA graph refers to this memory.
     """
 
     def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
@@ -60,7 +55,7 @@ class Workspace:
         self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
-        # Addresses that the host may copy to and from; virtual ranks' accesses must be seen as ops.
+        # The host may copy to and from these; accesses of virtual ranks must be visible as ops.
         self._on_host = device.type == "cpu"
         plain = self._on_host and group.virtual is None
         self.addresses: list[int] = self.buffer_ptrs.tolist() if plain else []
@@ -68,10 +63,10 @@ class Workspace:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         else:
-            # Told where, as the caller's default device may be the GPU.
+            # With an explicit device, as the caller's default device may be the GPU.
             with torch.inference_mode(False):
                 self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._fetched = self._status.numpy()  # the same memory, looked at by every call
+            self._fetched = self._status.numpy()  # the same memory, read by every call
             self._status_there = self._status_on_gpu()
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
@@ -79,7 +74,7 @@ class Workspace:
 
     @property
     def timeout_polls(self) -> int:
-        """How often a kernel polls a signal before it gives up."""
+        """How many times a kernel polls a signal before it gives up."""
         from weft.collectives import signals
 
         return signals.polls_within(settings.timeout_s(), self.device)
@@ -102,10 +97,9 @@ class Workspace:
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank.
 
-        On a GPU this looks at what the last finished `launched` brought back: it never stops the
-        host, so the error comes with a later call. What is enqueued next comes after the last call,
-        also in another stream.
-        """
+        On a GPU this reads what the last finished `launched` fetched. It never stops the host, so
+        the error may be raised by a later call. What is enqueued next runs after the previous call,
+        even in another stream."""
         self.buffer.check_open()
         self.check_peers(op)
         if self._on_host:
@@ -128,7 +122,7 @@ class Workspace:
             raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
 
     def launched(self, op: str) -> None:
-        """Call after launching kernels that wait on this workspace: fetches their status."""
+        """Fetch the status of kernels that wait on this workspace; call it after launching them."""
         if self._on_host:
             self.waiter.check(op)
         else:
@@ -141,7 +135,7 @@ class Workspace:
 
 
 def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
-    """Raise ValueError unless `ws` has room for a call of `nbytes`; `ask` tells who knows them."""
+    """Raise ValueError unless `ws` has room for a call of `nbytes`, which `ask` computes."""
     if nbytes > ws.half_bytes:
         raise ValueError(
             f"the workspace must hold {nbytes} bytes a call, got {ws.half_bytes=}; ask for {ask}"
@@ -149,8 +143,10 @@ def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
 
 
 class Link(NamedTuple):
-    """How a kernel reaches its peers: see `weft.collectives.signals`. Triton passes named tuples on
-    to kernels, and to the functions that these are made of, field by field."""
+    """How a kernel reaches its peers: see `weft.collectives.signals`.
+
+    Triton passes named tuples to kernels, and on to their functions, field by field.
+    """
 
     buffer_ptrs: Any
     signal_ptrs: Any
@@ -159,13 +155,13 @@ class Link(NamedTuple):
 
 
 def link_of(ws: Workspace) -> Link:
-    """The kernels' way to the peers of `ws`."""
+    """How kernels reach the peers of `ws`."""
     return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
 
 
 _workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
 kept_by_group.append(_workspaces)
-_outgrown: list[Workspace] = []  # which CUDA graphs still use
+_outgrown: list[Workspace] = []  # replaced, but still used by CUDA graphs
 
 
 def workspace(
@@ -184,7 +180,7 @@ def workspace(
         RuntimeError: it would have to grow while a CUDA graph is captured.
         NotImplementedError: symmetric memory does not reach all of the group.
     """
-    if isinstance(group, Group) and isinstance(device, torch.device):  # as calls of ours have it
+    if isinstance(group, Group) and isinstance(device, torch.device):  # as in our own calls
         found = _workspaces.get((group, device, channel))
         if found is not None and found.half_bytes >= nbytes:
             return found
@@ -201,14 +197,14 @@ def workspace(
             f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
         )
     had = found.half_bytes if found else 0
-    if where.virtual is not None:  # no more than was asked for, to catch who writes beyond it
+    if where.virtual is not None:  # no more than was asked for, to catch writes beyond it
         half = max(had, -(-max(nbytes, 1) // _VECTOR) * _VECTOR)
     else:
         half = max(_SMALLEST_HALF, had)
         while half < nbytes:
             half *= 2
         half = -(-half // _ALIGN) * _ALIGN
-    # The old memory lives on where a graph replays its calls; nobody else writes it any more.
+    # The old memory stays alive if a graph replays calls on it; nobody else writes to it any more.
     if found is not None and found.captured:
         _outgrown.append(found)
     with unwatched(where):
@@ -217,10 +213,11 @@ def workspace(
 
 
 def check_peers() -> None:
-    """Raise if a call of this process has waited in vain for a rank, and its results are no good.
+    """Raise if a call of this process has waited in vain for a rank, so its results are invalid.
 
-    Every call looks at that first. What only replays CUDA graphs makes none: it asks here each time
-    that it has waited for the GPU, say for the tokens of a step. Takes a few us, and no GPU's time.
+    Every call checks that first. A program that only replays CUDA graphs makes no calls: it should
+    check here whenever it has waited for the GPU, say for the tokens of a step. Takes a few us of
+    the host, and none of the GPU.
 
     Raises:
         PeerTimeout: naming the rank that did not come.
@@ -236,8 +233,8 @@ def check_peers() -> None:
 def close() -> None:
     """Free all workspaces and symmetric buffers of this process.
 
-    Call it on every rank, once no call is under way; `destroy_process_group` comes after it. Later
-    calls make new workspaces. At exit it is not needed: nothing outlives the processes.
+    Call it on every rank while no call is in flight, before `destroy_process_group`. Later calls
+    make new workspaces. It is not needed at exit: nothing outlives the processes.
     """
     if here.world is not None:
         forget(here.world.rank)
@@ -254,7 +251,7 @@ atexit.register(close)
 
 
 def give_back(group: Group, channel: str, device: torch.device) -> None:
-    """Free the workspace of a channel that is not used again soon. Every rank of `group` must."""
+    """Free the workspace of a channel that is not needed again soon, on every rank of `group`."""
     _workspaces.pop((group, device, channel), None)
 
 

@@ -1,8 +1,8 @@
 """What a rule sees of a call, and what it answers.
 
 A rule is a function of a `Call`, an op with layouts in place of its tensors. It answers with
-strategies for one mesh dim (`Choices`), with a decision for all (`Chosen`), or with a function of
-DTensors that computes the op (`Decomposed`).
+strategies for one mesh dim (`Choices`), with a decision for all of them (`Chosen`), or with a
+function of DTensors that computes the op (`Decomposed`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Choices:
 
     Attributes:
         strategies: alternatives for each mesh dim; the cheapest is taken, the first among equals.
-        localize: makes the local op from the chosen layouts, where it is not the op itself.
+        localize: makes the local op from the chosen layouts, if it is not the op itself.
     """
 
     strategies: list[Strategy]
@@ -80,7 +80,7 @@ class Call:
         self.name: str = getattr(op, "_opname", getattr(op, "__name__", str(op)))
         self.outputs: list[Meta] = []
         self.output_tree: Any = None
-        # Whether the op raises for some values, as a probe has found.
+        # Whether a probe found that the op raises for some values.
         self.refuses = False
 
     @property
@@ -94,7 +94,7 @@ class Call:
         return self.with_first(Replicate())
 
     def with_first(self, placement: Placement) -> Strategy:
-        """The first tensor and the results as `placement`, the other tensors replicated."""
+        """The first tensor and the results placed as `placement`, the other tensors replicated."""
         rest = (Replicate(),) * (len(self.inputs) - 1)
         return Strategy((placement, *rest), (placement,) * len(self.outputs))
 
@@ -112,7 +112,7 @@ class Call:
         ]
 
     def with_all(self, placement: Placement) -> Strategy:
-        """All tensors and all results as `placement`."""
+        """All tensors and all results placed as `placement`."""
         inputs, outputs = len(self.inputs), len(self.outputs)
         return Strategy((placement,) * inputs, (placement,) * outputs)
 
@@ -134,7 +134,7 @@ class Call:
 
 Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
 rules: dict[str, Rule] = {}
-# Rules of users (`experimental.register_sharding`), by overload: they take precedence over ours.
+# Users' rules (`experimental.register_sharding`), by overload; they take precedence over ours.
 rules_of_overloads: dict[Op, Rule] = {}
 _RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
 
@@ -151,7 +151,7 @@ def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What nested lists, tuples and dicts hold, in order."""
+    """The items of nested lists, tuples and dicts, in order."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
@@ -163,7 +163,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting of lists, tuples and dicts, with `change` applied to what they hold."""
+    """The same nesting of lists, tuples and dicts, with `change` applied to the items."""
     if isinstance(tree, list):
         return [map_tree(item, change) for item in tree]
     if isinstance(tree, tuple):

@@ -6,8 +6,8 @@ dictionary lookup, the local op and a wrap.
     key = (op, default dtype, layouts of its tensors, its other arguments)
     plan = (moves, local op, layouts of the results)
 
-A float is in the key by its type only, as no rule looks at its value. But what was found out by
-trying the op (`discovery.py`) may depend on the value: the keys of such plans hold the floats too.
+Only the type of a float is in the key, as no rule looks at its value. What was found by trying the
+op (`discovery.py`) may depend on the value, however: keys of such plans contain the floats too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ forget_meshes.append(_plans.clear)
 
 
 def forget_plans(op: Op) -> None:
-    """Drop the plans of `op`, as its rule has changed."""
+    """Drop the plans of `op`, whose rule has changed."""
     for key in [key for key, plan in _plans.items() if plan.op is op]:
         del _plans[key]
 
 
 def _add(a: Any, key: list[Any], func: Op | None) -> Any:
-    """Append what identifies `a` to `key`, and return its local value."""
+    """Append to `key` what identifies `a`, and return its local value."""
     kind = type(a)
     if kind is DTensor:
         key.append(a._layout)
@@ -72,17 +72,17 @@ def _add(a: Any, key: list[Any], func: Op | None) -> Any:
         return a
     if isinstance(a, torch.Generator):
         return a
-    # A torch function also takes what no op does. An object of its own makes the key match nothing.
+    # Arguments of other types, which only torch functions take, get a key that matches nothing.
     key.append(a if func is not None or kind in _CONSTANTS else object())
     return a
 
 
 class Outermost(threading.local):
-    """The user's call that is being run.
+    """The user's call that is running.
 
     Attributes:
-        call: a pair. The arguments that the user passed, None inside of `backward`; and a list that
-            collects the ops which the call runs, (op, args, kwargs, result) each, or None.
+        call: a pair of the arguments that the user passed, None inside of `backward`; and a list
+            that collects the ops which the call runs, (op, args, kwargs, result) each, or None.
     """
 
     call: tuple[Any, list[tuple[Op, Sequence[Any], dict[str, Any], Any]] | None] = (None, None)
@@ -92,7 +92,7 @@ outermost = Outermost()
 
 
 def _check_mixed(func: Op) -> None:
-    """Raise if the user passed a plain tensor. One that torch has made is alike on all ranks."""
+    """Raise if the user passed a plain tensor. Those made by torch are the same on all ranks."""
     for given in leaves(outermost.call[0]):
         plain = isinstance(given, torch.Tensor) and not isinstance(_unwrapped(given), DTensor)
         if plain and given.numel() != 1:
@@ -107,7 +107,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
-    """The error of a call that is given DTensors and a plain tensor."""
+    """The error of a call that was given DTensors and a plain tensor."""
     message = (
         f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
         f"{tuple(plain.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, placements) if "
@@ -126,9 +126,9 @@ def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
 def _read(
     func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None, known: bool
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
-    """(key of the plan, local arguments, local keywords, whether one was not computed yet)."""
-    # By id, as an overload computes its hash in Python. The plan keeps the op alive, so that no
-    # other op can get the same id.
+    """(key of the plan, local arguments, local keywords, whether any is not computed yet)."""
+    # By id, as an overload computes its hash in Python. The plan keeps the op alive, so no other op
+    # can get the same id.
     key: list[Any] = [func if known else id(func), torch.get_default_dtype()]
     local_args: list[Any] = []
     deferred = False
@@ -176,12 +176,12 @@ def dispatch(
     """Run `func` (an aten overload, or an op of ours with a rule) on DTensors, below autograd.
 
     Args:
-        known: `func` is a function of torch's: NotImplemented unless `learn` was shown such a call.
+        known: `func` is a torch function: NotImplemented unless `learn` has seen such a call.
     """
     key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
     try:
         plan = _plans.get(key)
-    except TypeError:  # the symbolic sizes of a graph have no hash
+    except TypeError:  # symbolic sizes of a graph cannot be hashed
         key, plan = (), None
     if plan is _BY_VALUE:
         plan = _plans.get((*key, *_floats_in(args, kwargs)))
@@ -197,7 +197,7 @@ def dispatch(
             _remember(key, plan)
     result, layout = None, plan.result
     if plan.is_view and _is_inference_mode() and not args[0].is_inference():
-        # A view of an ordinary tensor is an ordinary tensor in inference mode, too.
+        # In inference mode, too, a view of an ordinary tensor is an ordinary tensor.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(func, args, kwargs)
     if plan.simple and not (deferred and plan.is_view):
@@ -214,14 +214,14 @@ def dispatch(
             hook()
         plan.local(*local_args, **local_kwargs)
         result = args[0]
-        if known or layout is None:  # writes that autograd has not seen, or does not count
+        if known or layout is None:  # autograd has not seen the write, or does not count it
             torch._C._increment_version(result if layout is None else (result,))
         return result if known or layout is not None else None
     return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
 
 
 _is_inference_mode = torch.is_inference_mode_enabled
-# In place of a plan: look again, by a key that holds the values of the floats.
+# In place of a plan: look again, with a key that contains the values of the floats.
 _BY_VALUE = Plan(lambda: None)
 
 
@@ -238,9 +238,9 @@ def _remember(key: tuple[Any, ...], plan: Plan) -> None:
 def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Remember what a call of a torch function did, for `dispatch(..., known=True)`.
 
-    The next such call skips torch's dispatcher. That is right without autograd, if the function has
-    run a single op of the same name and arguments which only computes or writes. (Autograd keeps
-    track of views even where nothing requires a gradient.)
+    The next such call bypasses torch's dispatcher. That is right without autograd, if the function
+    ran a single op of the same name and arguments which only computes or writes. (Autograd keeps
+    track of views even if nothing requires a gradient.)
 
     Returns:
         False if calls of this form are not of that kind, and need not be shown again.
@@ -276,7 +276,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     return True
 
 
-# Types that a key holds by value; and the operators that are not called as their op is.
+# Types whose values are in a key; and operators whose op has another name.
 _CONSTANTS = {int, bool, str, type(None), torch.dtype, torch.layout, torch.device}
 _OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "idiv": "div",
@@ -284,7 +284,7 @@ _OPERATORS = {
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether a function has passed `a` on to its op as it was (a dim may become a list of it)."""
+    """Whether a function passed `a` on to its op unchanged (a dim may become a list of it)."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if type(a) is int and isinstance(b, list):
@@ -330,19 +330,19 @@ def _follow(
         return _wrap_dynamic_tree(result, args, kwargs)
     if plan.check and not _as_expected(result, plan):
         return _wrap_dynamic_tree(result, args, kwargs)
-    if plan.writes and plan.result is None:  # of lists, whose writes autograd does not count
+    if plan.writes and plan.result is None:  # a list op, whose writes autograd does not count
         torch._C._increment_version([tensors[position] for position in plan.writes])
-        return None  # what a foreach function returns all the same, its op does not
+        return None  # a foreach function returns them all the same, its op does not
     return _wrap_tree(result, plan.result, tensors)
 
 
 def _as_expected(result: Any, plan: Plan) -> bool:
-    """Whether the local results have the shapes and dtypes that meta tensors have predicted.
+    """Whether the local results have the shapes and dtypes that meta tensors predicted.
 
-    If so, that is not checked again. If not, replicated results are taken as they are.
+    If so, this is not checked again. If not, replicated results are taken as they are.
 
     Raises:
-        RuntimeError: results that differ, and are not replicated.
+        RuntimeError: they differ, and are not replicated.
     """
     plan.result = _given(result, plan.result)
     for value, layout in zip(leaves(result), leaves(plan.result), strict=True):
@@ -363,7 +363,7 @@ def _as_expected(result: Any, plan: Plan) -> bool:
 
 
 def _given(result: Any, layouts: Any) -> Any:
-    """`layouts`, with None for results that the op has not returned: gradients nobody needs."""
+    """`layouts`, with None for results that the op did not return: gradients nobody needs."""
     if isinstance(layouts, (list, tuple)):
         return type(layouts)(map(_given, result, layouts))
     return None if result is None else layouts
@@ -399,13 +399,13 @@ def _view(
 
 
 def _blank(layout: Any) -> Any:
-    # `as_copies` replaces the local tensor: here only its device counts.
+    # `as_copies` replaces the local tensor; only its device matters here.
     device = torch.device(layout.mesh.device_type)
     return wrap(torch.empty(0, device=device), layout) if isinstance(layout, Layout) else layout
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    """Compute a deferred local tensor, before it is written."""
+    """Compute a deferred local tensor before it is written."""
     if not isinstance(tensor, DTensor) or isinstance(tensor._pending, (CopiedView, type(None))):
         return
     tensor._local = tensor._local_tensor
@@ -452,8 +452,8 @@ def _check_recorded(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None
     for given in leaves((args, kwargs)):
         if isinstance(given, DTensor) and not is_traced(given._local_tensor):
             raise NotImplementedError(
-                f"{func}: make_fx, and torch.func.linearize, which is made of it, cannot record "
-                f"what is done with DTensors: use torch.compile, or torch.func.jvp"
+                f"{func}: make_fx, and torch.func.linearize, which uses it, cannot record what is "
+                f"done with DTensors: use torch.compile, or torch.func.jvp"
             )
 
 

@@ -8,9 +8,9 @@ rank's box. Placements apply from left to right: a later mesh dim cuts what the 
     shape (5, 4), mesh (2, 2), [Shard(0), Shard(1)]      rank 0: rows [0, 3), columns [0, 2)
                                                          rank 3: rows [3, 5), columns [2, 4)
 
-Everything here is arithmetic: no rank talks to another. Layouts are interned, so that equal layouts
-are one object, and a dictionary key made of them is cheap. Only those of a graph that is traced for
-more than one size are not: see `open_layout.py`.
+Everything here is arithmetic, without communication. Layouts are interned: equal layouts are one
+object, and a dictionary key made of them is cheap. Only those of a graph that is traced for several
+sizes are not: see `open_layout.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Box = tuple[Runs, ...]
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
 
-# Their reductions commute with addition and with scaling.
+# Reductions that commute with addition and with scaling.
 LINEAR_REDUCTIONS = ("sum", "avg")
 
 
@@ -59,7 +59,7 @@ def distinct(placements: Iterable[Placement]) -> list[Placement]:
 
 
 def linear_sums(placements: Iterable[Placement]) -> list[Placement]:
-    """The sums and averages among them, each once: what is linear can be done to their terms."""
+    """The sums and averages among them, each once: linear functions apply to their terms."""
     return [
         p
         for p in distinct(placements)
@@ -68,7 +68,7 @@ def linear_sums(placements: Iterable[Placement]) -> list[Placement]:
 
 
 def pieces_of(placement: Placement) -> int:
-    """Into how many pieces a shard first divides its dim, to take a part of each."""
+    """Into how many pieces a shard first divides its dim, taking a part of each."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
@@ -79,7 +79,7 @@ def is_open(size: Any) -> bool:
 
 def chunk(length: int, parts: int, index: int) -> Run:
     """(start, length) of part `index` of `torch.chunk`; trailing parts may be empty."""
-    if is_open(length) and length % parts == 0:  # then nothing else becomes a condition
+    if is_open(length) and length % parts == 0:  # adds no other condition to the graph
         return length // parts * index, length // parts
     full = -(-length // parts)
     start = min(length, full * index)
@@ -117,7 +117,7 @@ def _runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
 
 
 def _even_runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
-    """`_runs_of` a size that a graph leaves open, and that the cuts divide."""
+    """`_runs_of` for a size that a graph leaves open, which the cuts divide evenly."""
     start, length = 0, size
     for _, parts, index in cuts:
         offset, length = chunk(length, parts, index)
@@ -126,7 +126,7 @@ def _even_runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
 
 
 def _cut(runs: Runs, pieces: int, parts: int, index: int) -> Runs:
-    """What rank `index` of `parts` keeps of `runs`, of each of `pieces` pieces."""
+    """What rank `index` of `parts` keeps of `runs`: a part of each of `pieces` pieces."""
     total = sum(size for _, size in runs)
     kept: list[Run] = []
     for piece in range(pieces):
@@ -144,7 +144,7 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     """Placements with dims counted from the front.
 
     Raises:
-        ValueError: not one placement per mesh dim, or a shard of a dim that does not exist.
+        ValueError: not one placement for each mesh dim, or a shard of a dim that does not exist.
     """
     if isinstance(placements, Placement):
         raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
@@ -156,7 +156,7 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     result: list[Placement] = []
     for placement in placements:
         if type(placement) is Replicate or (type(placement) is Shard and -1 < placement.dim < ndim):
-            result.append(placement)  # what is usual needs nothing
+            result.append(placement)  # the usual case
             continue
         if not isinstance(placement, Placement):
             raise ValueError(
@@ -177,12 +177,12 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
 
 
 def from_front(dim: Any, ndim: int) -> int:
-    """A dim that may be negative, counted from the front; 0 of a number."""
+    """A dim that may be negative, counted from the front; 0 for a scalar."""
     return int(dim) % ndim if ndim else 0
 
 
 def moved(placement: Placement, dim: int) -> Placement:
-    """The same way of sharding, of tensor dim `dim`."""
+    """The same kind of shard, of tensor dim `dim`."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
@@ -205,14 +205,14 @@ def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 class Ranks:
-    """Stands for a `DeviceMesh`, for arithmetic: of ranks that do not run, or that have no mesh."""
+    """Stands in for a `DeviceMesh` in arithmetic: for ranks that do not run, or have no mesh."""
 
     def __init__(self, mesh: torch.Tensor) -> None:
         self.mesh, self.shape, self.ndim = mesh, tuple(mesh.shape), mesh.ndim
 
 
 class MeshPlace:
-    """Where this process stands in a mesh: cached, as asking the mesh costs microseconds."""
+    """Where this process is in a mesh; cached, as asking the mesh takes microseconds."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.sizes: Shape = tuple(mesh.shape)
@@ -222,7 +222,7 @@ class MeshPlace:
         here = dist.get_rank() if dist.is_initialized() else 0
         self.index: int | None = self.ranks.index(here) if here in self.ranks else None
         self.index_of = {coordinate: i for i, coordinate in enumerate(self.coordinates)}
-        # What stands for one of its ranks alone, so that moves from there are planned once.
+        # Stand-ins for single ranks, so that moves from there are planned once.
         self.meshes_of_one: dict[int, Any] = {}
 
 
@@ -238,14 +238,14 @@ def place_of(mesh: DeviceMesh) -> MeshPlace:
 
 
 class Layout:
-    """How a global tensor lies on a mesh. Made by `layout_of`: equal layouts are one object."""
+    """How a global tensor is placed on a mesh. Made by `layout_of`: equal layouts are one object."""
 
     mesh: DeviceMesh
     placements: Placements
     shape: Shape
     stride: Shape
     dtype: torch.dtype
-    # Whether the boxes are other ones than the placements say: see `with_boxes`.
+    # Whether the boxes differ from those of the placements: see `with_boxes`.
     has_own_boxes = False
 
     def __init__(
@@ -259,7 +259,7 @@ class Layout:
         self.mesh, self.placements = mesh, placements
         self.shape, self.stride, self.dtype = shape, stride, dtype
         self.place = place_of(mesh)
-        # None on a process that is not in the mesh: it holds no part.
+        # None in a process outside of the mesh, which holds no part.
         self.index = self.place.index
 
     def __repr__(self) -> str:
@@ -303,7 +303,7 @@ class Layout:
 
     @cached_property
     def offset(self) -> Shape:
-        """First global index of this process's box along each dim; the size where it is empty."""
+        """First global index of this process's box along each dim; the dim's size if it is empty."""
         if self.index is None:
             return (0,) * len(self.shape)
         box = self.boxes[self.index]
@@ -342,7 +342,7 @@ class Layout:
 
     @cached_property
     def gradient_placements(self) -> Placements:
-        """How the gradient of a tensor so placed lies: each term of a sum has all of it."""
+        """Placements of the gradient: each term of a sum gets all of it."""
         return tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
 
     @cached_property
@@ -352,12 +352,12 @@ class Layout:
 
     @property
     def spec(self) -> DTensorSpec:
-        """The same, as torch's DTensor keeps it. A new one each time: others write to theirs."""
+        """The same as torch's DTensor keeps it. A new one each time, as others write to theirs."""
         meta = TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
         return DTensorSpec(self.mesh, self.placements, meta)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The same tensor, placed otherwise on the same mesh."""
+        """The same tensor with other placements on the same mesh."""
         if tuple(placements) == self.placements:
             return self
         return layout_of(self.mesh, tuple(placements), self.shape, self.stride, self.dtype)
@@ -367,7 +367,7 @@ class Layout:
         return layout_of(self.mesh, self.placements, self.shape, self.stride, dtype)
 
     def reduced(self) -> Layout:
-        """The same without terms of sums: what is `Partial` is replicated."""
+        """The same with `Partial` replaced by `Replicate`."""
         return self.with_placements(self.gradient_placements)
 
     def replicated(self) -> Layout:
@@ -376,11 +376,11 @@ class Layout:
 
     @cached_property
     def twin(self) -> Layout:
-        """The same, as another object: moving to it makes a copy."""
+        """The same as another object: moving to it makes a copy."""
         return Layout(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
     def closed(self) -> Layout:
-        """The same in numbers: with the sizes at present, where a graph leaves some open."""
+        """The same with the present sizes, where a graph leaves some open."""
         return self
 
 
@@ -408,10 +408,10 @@ def layout_of(
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """The layout that torch's DTensor keeps as `spec`.
+    """The layout of a spec of torch's DTensor.
 
     Raises:
-        ValueError: it does not say of what shape and dtype the tensor is.
+        ValueError: it lacks the tensor's shape and dtype.
     """
     meta = spec.tensor_meta
     if meta is None:
@@ -422,7 +422,7 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
 
 
 def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:
-    """The same tensor, of which each rank holds the box that is given: they may overlap."""
+    """The same tensor, of which each rank holds the given box; boxes may overlap."""
     given = Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
     given.__dict__["boxes"] = boxes
     given.has_own_boxes = True
@@ -444,7 +444,7 @@ def _short(placement: Placement) -> str:
 
 @lru_cache(maxsize=1024)
 def check_partials(placements: Placements) -> None:
-    """Raise `ValueError` if the mesh dims are to be reduced by operations that do not commute."""
+    """Raise `ValueError` if mesh dims would be reduced by operations that do not commute."""
     kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(kinds) > 1 and not kinds <= set(LINEAR_REDUCTIONS):
         raise ValueError(

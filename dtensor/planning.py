@@ -1,8 +1,8 @@
 """Planning: how each rank does its part of one kind of call.
 
 The op runs once on meta tensors, which gives the global results. A rule (`rules_*.py`) offers
-strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of it
-follows from the call alone, and is the same on every rank.
+strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of
+this follows from the call alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ class Plan:
         local: the op on local tensors.
         moves: target layout of each tensor argument, None where it stays; None if all stay.
         result: the layout of the result, or the position of the argument that is written and
-            returned; a tree of them where there are several.
+            returned; a tree of these if there are several.
         simple: nothing to do but run `local` and wrap its result, or its list of results.
         writes_first: nothing to do but run `local`, which writes the first argument, or all tensors
-            of a first list.
+            of a list that comes first.
         is_view: the result shares the memory of the first argument.
         dynamic: the layout of the result is known only after the op has run.
         check: compare the first result with its layout.
-        inverse: of a view that is computed (conj, neg): from what is written to it, to the base.
+        inverse: for a view that is computed (conj, neg): maps what is written to it back to the
+            base.
         title: the call, for messages.
-        writes: positions of the arguments that are written. What was moved is stored back.
+        writes: positions of the arguments that are written. If they were moved, they are stored
+            back.
         decomposed: a function of DTensors that computes the op, instead of all this.
-        op: what it is the plan of; for a torch function, the op that the function runs.
+        op: the op that it is the plan of; for a torch function, the op that the function runs.
     """
 
     local: Op
@@ -181,7 +183,7 @@ def _planned(
 
 
 def _rule_of(func: Op, name: str) -> Rule | None:
-    """The rule of an op; an in-place variant has that of the op. None if there is none."""
+    """The rule of an op, or None; an in-place variant has the rule of the op."""
     found = rules_of_overloads.get(func) or rules.get(name) or rules.get(name.removesuffix("_"))
     if found is None and torch.Tag.pointwise in getattr(func, "tags", ()):
         return rules["pointwise"]
@@ -191,14 +193,14 @@ def _rule_of(func: Op, name: str) -> Rule | None:
 
 
 def _local_op(call: Call) -> Op:
-    """What computes the op itself on local tensors."""
-    # torch's argument parsers, which `quickest` uses, would turn symbolic sizes into numbers.
+    """What computes the op on local tensors."""
+    # torch's argument parsers, used by `quickest`, would turn symbolic sizes into numbers.
     in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
     return _LAZY.get(call.op) or (quickest(call.op) if in_numbers else call.op)
 
 
 def _composite(func: Op) -> Op | None:
-    """What takes a composite op apart; torch itself does so, but not in inference mode."""
+    """What decomposes a composite op; torch itself does so, except in inference mode."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
@@ -211,15 +213,15 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
     """The plan of a process outside of the mesh: it computes nothing and gets empty results.
 
-    These are placed as inside the mesh where that is known, so that they can be redistributed.
+    They are placed as inside the mesh if that is known, so that they can be redistributed.
     """
     if not results:
         _learn_outputs(call)
         if call.output_tree is _DYNAMIC:
             raise RuntimeError(
-                f"{call}: its result depends on values that only the ranks "
-                f"{list(call.inputs[0].place.ranks)} of the mesh have, and this process is none of "
-                f"them: make the call there, or redistribute to a mesh with this process first"
+                f"{call}: its result depends on values that only ranks "
+                f"{list(call.inputs[0].place.ranks)} of the mesh have, not this process: make the "
+                f"call there, or redistribute to a mesh with this process first"
             )
         results = [
             layout_of(call.mesh, (Replicate(),) * call.mesh.ndim, m.shape, m.stride, m.dtype)
@@ -246,18 +248,18 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
 _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 # These raise if an index is out of range, or an integer is divided by zero: errors that only the
-# rank sees that holds it. On a GPU the device raises later, or not at all: nothing to agree on.
+# rank with that value sees. On a GPU the device raises later, or not at all: nothing to agree on.
 _INDEXED = {
     "embedding", "gather", "index", "index_select", "take", "one_hot", "max_unpool2d",
     "max_unpool3d",
 }  # fmt: skip
 _DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
-# Lazy in torch: they only set a bit, which is ignored below __torch_dispatch__. Here they compute.
+# Lazy in torch, where they set a bit that is ignored below __torch_dispatch__. Here they compute.
 _LAZY: dict[Op, Op] = {
     torch.ops.aten._conj.default: torch.conj_physical,
     torch.ops.aten._neg_view.default: torch.neg,
 }
-# Ops that torch's own parsers take with the same arguments: as functions, in place as methods.
+# Ops that torch has with the same arguments as functions or, in place, as methods.
 _PARSED: dict[str, Op] = {
     name: getattr(torch.Tensor if name.endswith("_") else torch._C._VariableFunctions, name)
     for name in (
@@ -271,7 +273,7 @@ _PARSED: dict[str, Op] = {
 
 
 def _with_conjugates(op: Op) -> Op:
-    """`op`, inside of which torch looks at such marks: kernels that are made of other ops set them.
+    """`op` with torch's handling of conjugate bits: kernels made of other ops set such bits.
 
     The results have none.
     """
@@ -292,7 +294,7 @@ def _resolved(value: Any) -> Any:
 
 
 def quickest(op: Op) -> Op:
-    """`op`, or what computes the same: 0.6 to 1.8 us less than calling an overload object."""
+    """`op`, or an equivalent that is 0.6 to 1.8 us faster to call than an overload object."""
     name = getattr(op, "_opname", "")
     if name.startswith("_foreach_"):
         return getattr(torch, name, op)
@@ -307,7 +309,7 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     integers = {torch.int64, torch.int32}
     if call.name in _INDEXED and (
         integers & set(cut)
-        # Where a rank has nothing to pick from, torch may not look at the indices.
+        # If a rank has nothing to pick from, torch may not look at the indices.
         or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
     ):
         return IndexError, "an index is out of range"
@@ -352,7 +354,7 @@ def written(call: Call) -> list[int]:
 
 
 def _returned(call: Call, writes: list[int]) -> list[int] | None:
-    """Which written argument each result is; None where the results are new tensors."""
+    """Which written argument each result is; None if the results are new tensors."""
     schema = getattr(call.op, "_schema", None)
     if not writes or schema is None or not schema.returns:
         return None
@@ -387,7 +389,7 @@ def _check_unchanged(call: Call, target: Layout, meta: Meta) -> None:
 def _learn_outputs(call: Call) -> None:
     """Run the op on meta tensors: shapes, strides and dtypes of the global results.
 
-    Where these depend on the data, the result is known only once the op has run.
+    If these depend on the data, the result is known only after the op has run.
     """
     kwargs = dict(call.kwargs)
     if "device" in kwargs:
@@ -396,11 +398,11 @@ def _learn_outputs(call: Call) -> None:
         with nullcontext() if _is_faked() else unwatched():
             args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
             result = call.op(*args, **kwargs)
-    except (ZeroDivisionError, TypeError):  # Python code of meta kernels fails at some empty sizes
+    except (ZeroDivisionError, TypeError):  # some meta kernels in Python fail at empty sizes
         call.output_tree = _DYNAMIC
         return
     except (RuntimeError, IndexError, ValueError) as error:
-        # Ops without a meta kernel say so in several ways, all of them RuntimeError.
+        # Ops without a meta kernel report it in several ways, all of them RuntimeErrors.
         unknown = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
         if not isinstance(error, RuntimeError) or not unknown:
             text = str(error).partition("\nException raised from")[0]
@@ -432,7 +434,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _unknown(call: Call, writes: list[int]) -> Choices:
-    """What an op without rule may do: what a probe has found, or run on replicas."""
+    """Strategies of an op without a rule: what a probe found, or all tensors replicated."""
     found: list[Strategy] = []
     if call.output_tree is not _DYNAMIC:
         found, call.refuses = discovered(call, writes)
@@ -461,7 +463,7 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
 def _price(
     call: Call, strategy: Strategy, mesh_dim: int, writes: list[int], plain: list[bool]
 ) -> tuple[float, int] | None:
-    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is not possible."""
+    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is impossible."""
     total, changes = 0.0, 0
     for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
         old = layout.placements[mesh_dim]
@@ -482,5 +484,5 @@ def _price(
     if len(writes) == len(strategy.outputs) and any(
         strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
     ):
-        return None  # the result in place is placed as the tensor that is written
+        return None  # an in-place result keeps the placement of the tensor that is written
     return total, changes

@@ -1,4 +1,4 @@
-"""Redistribution: from one layout to any other, as `weft.dtensor.transfers` plans it.
+"""Redistribution: from one layout to any other, as planned by `weft.dtensor.transfers`.
 
 A step through symmetric memory is one pull:
 
@@ -7,9 +7,9 @@ A step through symmetric memory is one pull:
     3. It waits for each rank that it pulls from, copies the pieces in place.    (acquire)
 
 Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
-replicas are bitwise equal. Where no symmetric memory spans the ranks, the pieces of a step travel
-by one all-to-all of a process group. An asynchronous redistribution does 1 and 2 at the call, and 3
-when somebody looks at the result: no rank waits, and none is waited for, before that.
+replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
+one all-to-all of a process group. An asynchronous redistribution does 1 and 2 at the call, and 3
+when the result is first read; until then no rank waits or is waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from weft.collectives.pull import Box
 
 Blocks = list[list[torch.Tensor]]
-# Yields once, when the others can have what they need; returns this rank's local tensor.
+# Yields once this rank has published what the others need; returns its local tensor.
 Running = Generator[None, None, torch.Tensor]
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -48,12 +48,12 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.Tensor.bitwise_xor_,
 }
 _SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
-# How many asynchronous redistributions of a group may be under way: one more finishes the first.
+# How many asynchronous redistributions of a group may be in flight: one more finishes the first.
 _SLOTS = 4
 
 
 def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-    """This rank's part in `target` of what lies as `source`. Collective; not differentiable.
+    """This rank's part in `target` of what is placed as `source`. Collective; not differentiable.
 
     The result shares no memory with `local`, unless the layouts are the same.
     """
@@ -76,7 +76,7 @@ def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
 
 
 class Arriving:
-    """The result of an asynchronous redistribution, fetched when somebody looks at it."""
+    """The result of an asynchronous redistribution, fetched when it is first read."""
 
     def __init__(self, running: Running) -> None:
         next(running)
@@ -84,7 +84,7 @@ class Arriving:
         self._result: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """This rank's local tensor; waits for the ranks that it comes from."""
+        """This rank's local tensor, after waiting for the ranks that it comes from."""
         if self._running is not None:
             self._result, self._running = _finish(self._running), None
         assert self._result is not None
@@ -95,7 +95,7 @@ class Arriving:
 
 
 class _Slots:
-    """The asynchronous redistributions of a group, numbered alike on every rank."""
+    """The asynchronous redistributions of a group, with the same numbers on every rank."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -107,11 +107,10 @@ kept_by_group.append(_slots)
 
 
 def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor | Arriving:
-    """`move` that returns once `local` is published; the result where nothing remains to be done.
+    """`move` that returns once `local` is published; the result itself if nothing is left to do.
 
-    On a GPU `move` itself only enqueues, on virtual ranks it finishes. Of two steps, only the last
-    one is left for later.
-    """
+    On a GPU `move` itself only enqueues; on virtual ranks it finishes. Of two steps, only the last
+    is deferred."""
     outside = source.index is None or target.index is None
     if outside or local.device.type != "cpu" or is_traced(local):
         return move(local, source, target)
@@ -136,7 +135,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     steps = plan(source, target).steps
     if target.has_own_boxes:
-        return steps  # of boxes that overlap no collective can be made
+        return steps  # no collective can move overlapping boxes
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
     return collective_plan(source, target).steps
@@ -150,7 +149,7 @@ def _group_of(step: Step) -> Group:
 
 
 def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
-    """Begin a step, which `_finish` ends: later, after other steps, if it has its own `channel`."""
+    """Begin a step for `_finish` to end, after other steps if it has its own `channel`."""
     receiver = step.target.index
     pieces = step.pieces[receiver] if receiver is not None else ()
     group = None if step.is_local else _group_of(step)
@@ -191,7 +190,7 @@ def _pull(
     ) as ex:
         if channel or group.ranks[group.rank] in step.senders:
             published = ex.local(tuple(local.shape), local.dtype).copy_(local)
-            # Whoever gets the result later must not see what is written to `local` meanwhile.
+            # A deferred result must not see what is written to `local` in the meantime.
             local = published if channel else local
         ex.signal_all()
         yield
@@ -206,7 +205,7 @@ def _pull(
 
 
 def _has_kernel(step: Step, local: torch.Tensor) -> bool:
-    """Whether a kernel pulls; the same on every rank."""
+    """Whether a kernel does the pull; the same on every rank."""
     engine = settings.current_engine()
     if engine != "triton" and not (local.is_cuda and engine == "auto"):
         return False

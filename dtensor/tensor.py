@@ -1,8 +1,8 @@
 """`DTensor`: a tensor that knows its global shape, and holds this rank's part of it.
 
 It is a wrapper: shape, stride and dtype are the global tensor's, the data is a plain local tensor.
-Operations on it are run by `weft.dtensor.dispatch`; calls that gain from being seen before autograd
-takes them apart (matmul, attention) by `weft.dtensor.functional`. Both install themselves here.
+`weft.dtensor.dispatch` runs operations on it; `weft.dtensor.functional` runs calls that are better
+seen before autograd decomposes them (matmul, attention). Both install themselves here.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
 
-# Called before a DTensor is written: deferred results must be computed first.
+# Called before a DTensor is written, as deferred results must be computed first.
 before_write: list[Callable[[], None]] = []
 
 
 class Pending(Protocol):
-    """A local result that is computed when somebody looks at it."""
+    """A local result that is computed when it is first read."""
 
     def value(self) -> torch.Tensor:
         """The local tensor."""
         ...
 
     def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
-        """`tensor` in another layout, by a way that needs no value; None where there is none."""
+        """`tensor` in another layout without computing its value; None if that is impossible."""
         ...
 
 
 def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
-    """The `DTensor` that has `local` as this rank's part. No checks, no autograd."""
-    # By position, as names take 0.2 us of 1.3: storage offset, memory format, dtype, layout.
+    """The `DTensor` with `local` as this rank's part. No checks, no autograd."""
+    # By position, as keywords take 0.2 us of 1.3: storage offset, memory format, dtype, layout.
     tensor: DTensor = _make_wrapper(
         DTensor, layout.shape, layout.stride, 0, None, layout.dtype, _strided, local.device
     )
@@ -87,7 +87,7 @@ class DTensor(torch.Tensor):
     _local: torch.Tensor | None
     _layout: Layout
     _pending: Pending | None = None
-    # How often its shape was changed in place; for a view, that of its base when it was taken.
+    # How often its shape was changed in place; for a view, how often its base's had been.
     _reshapes: int = 0
 
     @staticmethod
@@ -128,20 +128,20 @@ class DTensor(torch.Tensor):
             run_check: compare shapes and dtypes across ranks, and make replicas equal to the first
                 rank's. This communicates.
             shape, stride: of the global tensor, both or none. Without them the ranks of one host
-                tell each other how long their shards are (3 us on top of waiting for the last
-                rank); over several hosts every shard is taken to be as long as this one. A graph of
-                torch.compile takes them so too, and raises when it meets others.
-            grad_placements: of the gradient that arrives here, before its local part is handed on.
-                Default: that of `placements`, `Replicate` for `Partial`.
+                exchange the lengths of their shards (3 us on top of waiting for the last rank);
+                over several hosts every shard is assumed to be as long as this one. A graph of
+                torch.compile assumes so too, and raises if it is not the case.
+            grad_placements: of the gradient that arrives here, before its local part is passed on.
+                Default: `placements`, with `Replicate` for `Partial`.
 
         Raises:
-            ValueError: `local_tensor` has not the shape that the layout gives this rank: shards are
-                those of `torch.chunk`.
+            ValueError: `local_tensor` does not have the shape that the layout gives this rank,
+                whose shards are those of `torch.chunk`.
             RuntimeError: a DTensor was given, or `shape` without `stride`.
         """
         given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
-            key = _kept_for_graph(*given)  # which also lets the call that follows into the graph
+            key = _kept_for_graph(*given)  # also allows the next call in the graph
             return _from_local_in_graph(local_tensor, key, shape, stride)
         return _from_local(local_tensor, *given, shape, stride)
 
@@ -166,9 +166,9 @@ class DTensor(torch.Tensor):
         """This rank's part. Differentiable; shares its memory.
 
         Args:
-            grad_placements: how the ranks' gradients of it make up the global one. Default: as the
-                tensor is placed, `Replicate` for `Partial`. `Partial()` where each rank uses a
-                replica for something else.
+            grad_placements: how the ranks' gradients of it make up the global one. Default: the
+                tensor's placements, with `Replicate` for `Partial`. Use `Partial()` if each rank
+                uses a replica for something else.
         """
         layout = self._layout
         wanted = layout.gradient_placements
@@ -196,17 +196,17 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor, placed otherwise. Collective, differentiable, out of place.
+        """The same tensor with other placements. Collective, differentiable, out of place.
 
-        The reduction of a `Partial` matmul that was not used yet is fused with the matmul.
+        If the result of a matmul is `Partial` and still unused, its reduction is fused with it.
 
         Args:
-            device_mesh: default: the tensor's. Another mesh may have other ranks, and as many as it
-                likes: the ranks of both make the call.
+            device_mesh: default: the tensor's. Another mesh may have other ranks, of any number;
+                the ranks of both make the call.
             placements: one per mesh dim.
-            async_op: return once this rank's part is published; the rest is fetched at the first
-                look at the result (`to_local`, or an operation on it). No need to wait for it.
-                On a GPU every redistribution is enqueued, and the host never waits.
+            async_op: return once this rank's part is published; the rest is fetched when the result
+                is first read (by `to_local`, or an operation on it). No need to wait for it. On a
+                GPU every redistribution is enqueued, and the host never waits.
             forward_dtype: the dtype to communicate in, and of the result.
             backward_dtype: the dtype in which the gradient is communicated.
 
@@ -233,13 +233,13 @@ class DTensor(torch.Tensor):
         if mesh is not layout.mesh:
             target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
         if layout == target and forward_dtype in (None, layout.dtype) and needs_grad(self):
-            # Though nothing moves: the gradient is to be placed as the tensor, however it arrives.
+            # Nothing moves, but the gradient must get the tensor's placements, however it arrives.
             return cast(DTensor, record(_Redistribute, self, target, backward_dtype, False))
         return redistributed(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that it lies on."""
+        """The mesh that it is placed on."""
         return self._layout.mesh
 
     @property
@@ -247,7 +247,7 @@ class DTensor(torch.Tensor):
         """One placement per mesh dim."""
         return self._layout.placements
 
-    # Read all the time, and each would be a call of __torch_function__ otherwise.
+    # Read all the time; inherited, each would be a call of __torch_function__.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self._layout.shape)
@@ -289,9 +289,9 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> DTensor:
-        """The same values, apart from autograd. Setting it replaces values and layout."""
+        """The same values, detached from autograd. Setting it replaces values and layout."""
         alias = wrap(self._local_tensor, self._layout)
-        # A copied view stays one: what is written to it is stored in its base.
+        # A copied view stays one, so that writes to it are stored in its base.
         if self._local is None:
             alias._local, alias._pending = None, self._pending
         return alias
@@ -322,7 +322,7 @@ class DTensor(torch.Tensor):
         return checkpoint_items.shard_at(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        layout = self._layout  # of which a graph takes the sizes from the tensor
+        layout = self._layout  # a graph takes its sizes from the tensor
         return ["_local_tensor"], (layout.mesh, layout.placements, layout.dtype, self.requires_grad)
 
     @staticmethod
@@ -335,7 +335,7 @@ class DTensor(torch.Tensor):
         layout = layout_of(mesh, placements, tuple(outer_size), tuple(outer_stride), dtype)
         return cast(DTensor, wrap(local, layout).requires_grad_(requires_grad))
 
-    # A gradient that comes to a compiled graph must be placed as the graph was traced for.
+    # A gradient that enters a compiled graph must be placed as when the graph was traced.
     def __coerce_tangent_metadata__(self) -> DTensor:
         layout = self._layout
         placements = layout.gradient_placements
@@ -372,7 +372,7 @@ class DTensor(torch.Tensor):
 
 
 def become(tensor: DTensor, other: DTensor) -> None:
-    """Give `tensor` the shape, layout and memory of `other`, apart from autograd."""
+    """Give `tensor` the shape, layout and memory of `other`, without autograd."""
     for hook in before_write:
         hook()
     with no_function():
@@ -507,14 +507,14 @@ class _ToLocal(torch.autograd.Function):
 
 
 def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    """`tensor.to_local`, for placements that are normalized already."""
+    """`tensor.to_local` for placements that are already normalized."""
     if needs_grad(tensor):
         return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
     return tensor._local_tensor
 
 
 def local_as(tensor: torch.Tensor, target: Layout) -> torch.Tensor:
-    """This rank's part of `tensor` as `target` places it, apart from autograd."""
+    """This rank's part of `tensor` as `target` places it, without autograd."""
     if not isinstance(tensor, DTensor):  # a plain one that counts as replicated
         return move(tensor, target.replicated(), target)
     return move(tensor._local_tensor, tensor._layout, target)
@@ -542,7 +542,7 @@ def redistributed(
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
 ) -> DTensor:
-    """`tensor` as `target` places it; differentiable. Nothing happens where nothing changes."""
+    """`tensor` as `target` places it; differentiable. Does nothing if nothing changes."""
     layout = tensor._layout
     if layout == target and forward_dtype in (None, layout.dtype) and backward_dtype is None:
         return tensor
@@ -598,6 +598,6 @@ class _Redistribute(torch.autograd.Function):
         target = layout_of(
             source.mesh, source.placements, grad._layout.shape, grad._layout.stride, grad.dtype
         )
-        # A Partial gradient is reduced, also where source and target are both Partial.
+        # A Partial gradient is reduced, even if source and target are both Partial.
         back = redistributed(grad, target, forward_dtype=dtype)
         return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None, None

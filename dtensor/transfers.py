@@ -1,19 +1,19 @@
-"""How a redistribution goes: which rank takes which blocks from whom, in which steps.
+"""How a redistribution works: which rank takes which blocks from whom, in which steps.
 
 Each rank cuts its target box by the source boxes and takes every piece from the nearest rank that
-holds it: itself first, else a replica that differs in the innermost mesh dims, replicas in turn.
-These are the fewest bytes that can be received, in one step, for any pair of layouts, on one mesh
-or on two.
+holds it: itself first, else a replica that differs in the innermost mesh dims, spread over the
+replicas. That is the least number of bytes, in one step, for any pair of layouts, on one mesh or
+two.
 
-A `Partial` source has several holders of a piece, to be reduced. Where reducing shards first and
-pulling them afterwards is cheaper, that makes two steps:
+A piece of a `Partial` source has several holders and is reduced. If reducing shards first and
+pulling them afterwards is cheaper, there are two steps:
 
     [P, S(0)] -> [R, S(0)] on (2, 4)     1. [S(1), S(0)]: each rank reduces half of what it has
                                          2. [R, S(0)]: and takes the other half
 
-Where no symmetric memory spans the ranks, steps along single mesh dims are weighed against one step
-of all: hosts may be far from each other along one mesh dim and not along another. Planning is
-arithmetic: no rank talks to another, and all ranks come to the same plan.
+If no symmetric memory spans the ranks, steps along single mesh dims are compared with one step
+among all ranks: hosts may be far apart along one mesh dim and not along another. Planning is
+arithmetic without communication, and all ranks arrive at the same plan.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 Slices = tuple[slice, ...]
 
-# What one more step costs, in bytes that could be received meanwhile: 5 us at 6 GB/s.
+# What another step costs, in bytes that could be received meanwhile: 5 us at 6 GB/s.
 _STEP_BYTES = 32 << 10
 # How much longer a byte takes between hosts than inside one.
 _BETWEEN_HOSTS = 5
@@ -153,12 +153,12 @@ class Step:
 
     @cached_property
     def tables(self) -> dict[Any, Any]:
-        """What the pull kernel reads, by device and alignment; see `weft.collectives.pull`."""
+        """Tables of the pull kernel, by device and alignment; see `weft.collectives.pull`."""
         return {}
 
     @cached_property
     def room(self) -> int:
-        """Bytes of symmetric memory a rank: the largest local tensor of the source."""
+        """Bytes of symmetric memory on each rank: the largest local tensor of the source."""
         ranks = range(len(self.source.boxes))
         return max(math.prod(self.source.shape_at(i)) for i in ranks) * self.source.dtype.itemsize
 
@@ -171,10 +171,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a redistribution would go. Printable; making it communicates nothing.
+    """How a redistribution would run. Printable; making it does not communicate.
 
     Attributes:
-        steps: the pulls, in order; empty where nothing changes.
+        steps: the pulls, in order; empty if nothing changes.
     """
 
     source: Layout
@@ -222,7 +222,7 @@ def cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
 
 
 def _distance(here: Shape | None, there: Shape) -> int:
-    """How far apart two ranks of one mesh are: outer mesh dims are the slower links."""
+    """How far apart two ranks of one mesh are: outer mesh dims have the slower links."""
     if here is None:
         return 0
     return sum(1 << (len(there) - dim) for dim, i in enumerate(there) if here[dim] != i)
@@ -252,10 +252,10 @@ def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
 
 
 def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
-    """What each rank takes in one pull, mesh dims that stay Partial left as they are."""
+    """What each rank takes in one pull; mesh dims that stay Partial are left alone."""
     kept, summed, born = _partial_dims(source, target)
     same_mesh = source.mesh == target.mesh
-    # Ranks whose values add up have the same box: one family, known by its first member.
+    # Ranks whose values add up have the same box and form a family, named by its first member.
     families: dict[Shape, list[int]] = {}
     for index, coordinate in enumerate(source.place.coordinates):
         first = tuple(0 if dim in summed else i for dim, i in enumerate(coordinate))
@@ -284,7 +284,7 @@ def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
 def _nearest(
     holders: list[tuple[int, list[int]]], source: Layout, rank: int, receiver: int
 ) -> list[int]:
-    """The family to take from: one with the receiver in it, else a nearest one, in turn."""
+    """The family to take from: one that includes the receiver, else one of the nearest."""
     for _, members in holders:
         if any(source.place.ranks[m] == rank for m in members):
             return members
@@ -296,9 +296,8 @@ def _nearest(
 def _contributes(placement: Placement, index: int) -> bool:
     """Whether the rank at `index` of a new Partial dim holds the value, not a neutral element.
 
-    One rank holds the value and the others zero (one), rather than each its share: no rounding, and
-    right for integers. Where a repeated value changes nothing, every rank holds it.
-    """
+    One rank holds the value and the others 0 (or 1), instead of a share each: this does not round
+    and also works for integers. If repeating a value changes nothing, every rank holds it."""
     op = placement.reduce_op if isinstance(placement, Partial) else ""
     return index == 0 or op not in ("sum", "product", "bxor")
 
@@ -332,9 +331,9 @@ def _cost(itemsize: int, *steps: list[int]) -> float:
 
 
 def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
-    """Where to reduce first: `source` with its Partial dims turned into shards.
+    """Layouts in which to reduce first: `source` with its Partial dims turned into shards.
 
-    The other mesh dims stay, become what they are in the end, or are sharded to share the work.
+    Other mesh dims stay, take their final placement, or are sharded to divide the work.
     """
     same_mesh = source.mesh == target.mesh
     shards: list[Placement] = [Shard(d) for d in range(source.ndim)]
@@ -366,7 +365,7 @@ def plan(source: Layout, target: Layout) -> Plan:
     if summed and source.ndim:
         itemsize = source.dtype.itemsize
         least = _cost(itemsize, _received(source, target))
-        # What no way can beat: every element is reduced once, where it may be needed anyhow.
+        # A lower bound: every element is reduced once, on a rank that needs it.
         terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
         elements = copies * math.prod(source.shape)
         needed = sum(math.prod(map(_overlap, box, box)) for box in target.boxes)
@@ -385,7 +384,7 @@ def plan(source: Layout, target: Layout) -> Plan:
 
 @lru_cache(maxsize=4096)
 def collective_plan(source: Layout, target: Layout) -> Plan:
-    """The cheapest steps where ranks talk through process groups, some of them between hosts.
+    """The cheapest steps through process groups, some of which may span hosts.
 
     A step changes one mesh dim, within that dim's groups, or all at once, among all ranks.
     """
@@ -398,7 +397,7 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     shards = sorted(range(source.ndim), key=lambda dim: -source.shape[dim])[:2]
     choices = [_choices(old, new, shards) for old, new in pairs]
     far = [_between_hosts(source, dim) for dim in range(len(choices))]
-    order = itertools.count()  # heaps compare: equal costs must not come to placements
+    order = itertools.count()  # breaks ties in the heap, as placements do not compare
     start, goal = source.placements, target.placements
     heap: list[tuple[float, int, Placements, Placements | None]] = [(0.0, next(order), start, None)]
     came_from: dict[Placements, Placements | None] = {}
@@ -430,14 +429,14 @@ for _cached in (plan, collective_plan):
 
 
 def _choices(old: Placement, new: Placement, shards: list[int]) -> list[Placement]:
-    """What one mesh dim may be on its way; a sum that is wanted everywhere is scattered first."""
+    """Placements that a mesh dim may take on the way; sums that become replicated scatter first."""
     if isinstance(old, Partial) and isinstance(new, Replicate):
         return distinct([old, *map(Shard, shards), new])
     return [old] if old == new and isinstance(old, Partial) else distinct([old, Replicate(), new])
 
 
 def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
-    """Whether only ranks of one row along mesh dim `dim` exchange anything."""
+    """Whether ranks exchange data only along mesh dim `dim`."""
     if isinstance(new, Partial):
         return False
     cut = {shard_dim(here[dim]), shard_dim(new)} - {-1}
@@ -450,7 +449,7 @@ def _edge_cost(source: Layout, here: Placements, dim: int, new: Placement, far: 
         return 0.0
     moved = transition_bytes(source.with_placements(here), dim, new)
     if isinstance(here[dim], Partial) and isinstance(new, Replicate):
-        moved *= size / 2  # the terms of all ranks in one step, in place of parts in two
+        moved *= size / 2  # all terms in one step, instead of parts in two
     return _STEP_BYTES + moved * _slowness(far)
 
 
@@ -459,7 +458,7 @@ def _slowness(far: bool) -> int:
 
 
 def _between_hosts(layout: Layout, dim: int) -> bool:
-    """Whether ranks along a mesh dim are on several hosts, which torchrun fills in rank order."""
+    """Whether a mesh dim spans several hosts, assuming that torchrun fills them in rank order."""
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(layout.place.ranks)
     stride = math.prod(layout.place.sizes[dim + 1 :])
     size = layout.place.sizes[dim]
@@ -481,12 +480,12 @@ def redistribute_plan(
     dst_mesh: DeviceMesh | None = None,
     by_groups: bool = False,
 ) -> Plan:
-    """How a redistribution would go, without running it.
+    """How a redistribution would run, without running it.
 
     Args:
-        mesh: where the tensor lies; `dst_mesh` (default: the same) is where it goes.
+        mesh: where the tensor is; `dst_mesh` (default: the same) is where it goes.
         shape, dtype: of the global tensor.
-        by_groups: plan as where no symmetric memory spans the ranks.
+        by_groups: plan as if no symmetric memory spanned the ranks.
 
     Example:
         >>> plan = redistribute_plan(mesh, (8, 8), torch.float32, [Shard(0)], [Shard(1)])
@@ -502,7 +501,7 @@ def redistribute_plan(
 
 
 def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
-    """About how many bytes a rank receives when one mesh dim of `layout` changes to `wanted`."""
+    """Approximate bytes that a rank receives if one mesh dim of `layout` changes to `wanted`."""
     old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
     if old == wanted or isinstance(old, Replicate) or size == 1:
         return 0.0

@@ -36,7 +36,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.movement import offsets
-from weft.collectives.symmetric import lasting
+from weft.collectives.symmetric import persistent
 from weft.kernels import tiles
 from weft.kernels.attention_tiles import Heads, Sight, head_ptr
 from weft.kernels.chips import INTERPRETER, Chip, LaunchOptions
@@ -193,10 +193,10 @@ def tables(
         starts = torch.tensor(sees.documents, device="cpu")
         lengths = starts.diff()
         bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-        documents = lasting(torch.stack(bounds, -1).int(), device)
+        documents = persistent(torch.stack(bounds, -1).int(), device)
     of_queries = Sight(documents, sees.before, sees.after, sees.keys)
     of_keys = Sight(documents, sees.after, sees.before, sum(geometry.q_sizes))
-    return lasting(table, device), of_queries, of_keys
+    return persistent(table, device), of_queries, of_keys
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:

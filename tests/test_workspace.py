@@ -17,7 +17,7 @@ from weft.collectives import group as groups
 from weft.collectives import symmetric
 from weft.collectives import workspace as asked
 from weft.collectives.group import alone
-from weft.collectives.symmetric import _allow_shared_gpus, lasting
+from weft.collectives.symmetric import _allow_shared_gpus, persistent
 from weft.collectives.workspace import Workspace, close, give_back
 
 GPU = torch.device("cuda", 1)
@@ -59,7 +59,7 @@ def gpu() -> Iterator[Gpu]:
     with (
         patch.object(torch, "cuda", fake),
         patch.object(symmetric, "LocalMemory", lambda n, _: of_cpu(n, torch.device("cpu"))),
-        patch.object(symmetric, "lasting", lambda values, _: values),
+        patch.object(symmetric, "persistent", lambda values, _: values),
         patch.object(torch, "zeros", lambda *a, pin_memory=False, **kw: zeros(*a, **kw)),
     ):
         yield fake
@@ -129,9 +129,9 @@ def test_what_lasts_is_allocated_by_another_thread() -> None:
 
     values = Mock()
     values.to = lambda device: SimpleNamespace(device=device, thread=get_ident())
-    kept: Any = lasting(values, GPU)
+    kept: Any = persistent(values, GPU)
     assert kept.device == GPU and kept.thread != get_ident()
-    assert lasting(values, torch.device("cpu")).thread == get_ident()  # type: ignore[attr-defined]
+    assert persistent(values, torch.device("cpu")).thread == get_ident()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
