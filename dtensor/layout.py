@@ -238,7 +238,7 @@ def place_of(mesh: DeviceMesh) -> MeshPlace:
 
 
 class Layout:
-    """How a global tensor is placed on a mesh. Made by `layout_of`: equal layouts are one object."""
+    """How a tensor is placed on a mesh. Made by `layout_of`: equal layouts are one object."""
 
     mesh: DeviceMesh
     placements: Placements
@@ -303,7 +303,7 @@ class Layout:
 
     @cached_property
     def offset(self) -> Shape:
-        """First global index of this process's box along each dim; the dim's size if it is empty."""
+        """First global index of this process's box along each dim; the dim's size if empty."""
         if self.index is None:
             return (0,) * len(self.shape)
         box = self.boxes[self.index]
