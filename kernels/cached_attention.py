@@ -152,7 +152,7 @@ def flash_decode(
     where = alone() if shard is None else resolve(group)
     by_head = shard == "head"
     cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
-    B, H, T, D = q.shape
+    T, D = q.shape[2:]
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     if window is not None and window < 0:
         raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window}")
@@ -165,18 +165,7 @@ def flash_decode(
     )
     oldest = None if window is None else T + window
     _check_room(cache, lengths, where, "flash_decode", oldest)
-    held = k_cache.shape[2] * (1 if block_table is None else k_cache.shape[0])
-    held = held if oldest is None else min(held, B * oldest)
-    problem = Problem(
-        "flash_decode",
-        M=B * H * T,
-        N=held,
-        K=2 * D,
-        dtype=q.dtype,
-        moved_bytes=4 * B * H * T * (D + 1) * (where.world_size - 1),
-        kernel_refusal=_kernel_refusal(q, k_cache) if where.on_gpus(q.device) else "",
-    )
-    engine = choose(problem, where, q.device)
+    engine = choose(_problem(q, cache, where, oldest), where, q.device)
     if by_head:
         q = q.chunk(where.world_size, 1)[where.rank]
     if engine == "triton":
@@ -191,17 +180,30 @@ def flash_decode(
         if not by_head and where.world_size > 1:
             out, lse = _merged(out, lse, where, engine == "generic")
     if by_head and where.world_size > 1:
-        packed = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
-        packed = all_gather(packed, where, dim=1, sizes=[q.shape[1]] * where.world_size)
+        sizes = [q.shape[1]] * where.world_size
+        packed = all_gather(_packed(out, lse), where, dim=1, sizes=sizes)
         out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
     out = out.to(q.dtype).contiguous()
     return (out, lse.contiguous()) if return_lse else out
 
 
-def _kernel_refusal(q: torch.Tensor, k_cache: torch.Tensor) -> str:
-    if k_cache.dtype != q.dtype and not chip_of(q.device).fp8:
-        return f"{chip_of(q.device).name} has no {FP8}"
-    return too_wide(q.shape[3], WIDEST_BYTES // q.element_size())
+def _problem(q: torch.Tensor, cache: Cache, group: Group, oldest: int | None) -> Problem:
+    """What the choice of engine depends on; `oldest` as in `_check_room`."""
+    (B, H, T, D), refusal = q.shape, ""
+    if group.on_gpus(q.device):
+        refusal = too_wide(D, WIDEST_BYTES // q.element_size())
+        if cache.k.dtype != q.dtype and not (chip := chip_of(q.device)).fp8:
+            refusal = f"{chip.name} has no {FP8}"
+    held = cache.k.shape[2] * (1 if cache.table is None else cache.k.shape[0])
+    return Problem(
+        "flash_decode",
+        M=B * H * T,
+        N=held if oldest is None else min(held, B * oldest),
+        K=2 * D,
+        dtype=q.dtype,
+        moved_bytes=4 * B * H * T * (D + 1) * (group.world_size - 1),
+        kernel_refusal=refusal,
+    )
 
 
 def append_to_cache(
@@ -528,12 +530,17 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
 
 
+def _packed(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """out and lse in one fp32 tensor (B, H, T, D + 1)."""
+    return torch.cat([out.float(), lse.unsqueeze(-1)], -1)
+
+
 @profiled("flash_decode, merge")
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, group: Group, by_process_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks' partial results, merged in rank order."""
-    packed = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
+    packed = _packed(out, lse)
     if by_process_group:
         every = all_gather(packed.unsqueeze(0), group, sizes=[1] * group.world_size)
     else:

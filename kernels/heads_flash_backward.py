@@ -488,7 +488,7 @@ def _head_attention_backward_kernel(
 
 
 def launch_head_attention_backward(
-    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `heads_flash.launch_head_attention`.
 
@@ -496,7 +496,6 @@ def launch_head_attention_backward(
         saved: operands and results of the forward, and gradients of the results; grad_out may have
             any strides.
         ws: `workspace_for` the tokens.
-        config: the same on all ranks; default `config_for`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
@@ -504,9 +503,7 @@ def launch_head_attention_backward(
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
     W, H_kv = ws.world_size, k.shape[1]
-    config = config or config_for(
-        B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
-    )
+    config = config_for(B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device))
     heads = heads_at(ws.rank, H, W)
     of_keys = kv_range(heads, H, H_kv)
     k, v = contiguous_rows(k, v)
