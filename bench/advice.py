@@ -20,7 +20,7 @@ _LIMITS = {
 
 
 def advice(result: Result) -> list[str]:
-    """Sentences for a reader who wants to decide something."""
+    """Conclusions in sentences, for a reader with a decision to make."""
     lines = list(table_of(result).summary)
     if result.suite == "ops":
         for op in OPS:
@@ -52,19 +52,19 @@ def _of_op(op: str, cases: Sequence[Case]) -> list[str]:
 
 
 def best_engine(case: Case) -> str:
-    """The quickest of weft's engines that was timed."""
+    """The fastest of weft's engines that was timed."""
     forced = [name for name in ops_suite.ENGINES[1:] if name in case.timed]
     return min(forced, key=lambda name: case.timed[name].us, default="")
 
 
 def best_fraction(case: Case) -> float | None:
-    """How much of the bound the quickest of weft's engines reaches."""
+    """The fraction of the bound that the fastest of weft's engines reaches."""
     name = best_engine(case)
     return case.fraction(name) if name else None
 
 
 def fusion_pays(case: Case | None) -> float | None:
-    """Time of the engine without fusion / time of the quickest one with it."""
+    """Time of the engine without fusion / time of the fastest one with it."""
     if case is None or "generic" not in case.timed:
         return None
     fused = [name for name in ("host", "triton") if name in case.timed]

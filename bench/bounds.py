@@ -1,4 +1,4 @@
-"""What no variant can be quicker than, as calls that are timed beside the variants.
+"""Lower bounds for all variants, as calls that are timed beside them.
 
 arithmetic    the rank's matmuls, on inputs that are there (each suite has its own)
 memory        a copy that reads and writes as many bytes as the problem must at least

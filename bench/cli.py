@@ -52,7 +52,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for.
+    """Run the requested suites.
 
     The exit status is 0 if every variant that can run here was right, 1 if a case failed or a
     comparison found a regression, 2 for a wrong command line, 130 after Ctrl-C.

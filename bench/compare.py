@@ -18,7 +18,7 @@ from weft.bench.tables import Table, figure
 
 By = Literal["time", "fraction"]
 
-# Of the environment: what makes times incomparable where it differs.
+# Parts of the environment that make times incomparable if they differ.
 _CONDITIONS = ("cpu", "cores", "gpus", "device", "ranks", "threads a rank", "torch", "triton")
 
 

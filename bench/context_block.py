@@ -78,7 +78,7 @@ class _Cut:
 
 
 def prepare(problem: Problem, options: Options) -> Prepared:
-    """Each variant on this rank. Calls return how their results lie, and the results."""
+    """Each variant on this rank. Calls return the placement of their results, and the results."""
     group, device = resolve(None), torch.device(options.device)
     W, S, causal = group.world_size, problem.tokens, problem.causal
     even, plain = (_Cut(zigzag, S, group.rank, W) for zigzag in (causal, False))
@@ -218,7 +218,7 @@ def _torch_ring(causal: bool, in_turn: bool) -> Attention:
 
 
 class _TorchRing(torch.autograd.Function):
-    """What context_parallel makes of torch's attention on a GPU, by the device's own kernel."""
+    """torch's attention on a GPU under context_parallel, by the device's own kernel."""
 
     @staticmethod
     def forward(

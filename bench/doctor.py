@@ -1,4 +1,4 @@
-"""`weft doctor`: what this machine has, what weft makes of it, and what is missing.
+"""`weft doctor`: what this machine has, how weft can use it, and what is missing.
 
 The exit status is 0 if fused ops can run on two or more ranks of this machine, through symmetric
 memory and with right results; 1 if they cannot.
@@ -202,7 +202,7 @@ def _multicast() -> bool:
 
 
 def _trial(ranks: int) -> list[Finding]:
-    """Run each fused op on ranks, and tell which engine took it and whether it was right."""
+    """Run each fused op on ranks, and report which engine ran it and whether it was right."""
     import torch
 
     from weft.bench.problem import Options

@@ -63,7 +63,7 @@ def _cpu_mhz() -> float | None:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with a + if files differ from it; empty if it is none."""
+    """The commit of this checkout, with a + if files differ from it; empty outside of one."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     if shutil.which("git") is None:
         return ""

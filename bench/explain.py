@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explanation(case: Case) -> str:
-    """The predicted times with their reasons, the measured ones, and what auto makes of them."""
+    """The predicted times with their reasons, the measured ones, and the choice of auto."""
     p = case.params
     lines = [f"{p['op']}, M={p['M']} N={p['N']} K={p['K']}, {p['dtype']}, {p['ranks']} ranks", ""]
     if case.failure:

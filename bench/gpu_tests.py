@@ -24,7 +24,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _FILES = ("tests/test_gpu.py", "tests/test_gpu_dtensor.py", "tests/test_sim_gpu.py")
-_WHY_CHARACTERS = 1500  # of a failure, its end, that are shown
+_WHY_CHARACTERS = 1500  # how much of the end of a failure is shown
 
 
 @dataclass
@@ -101,7 +101,7 @@ def run(
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
     outcomes = read(record, counts)
-    outcomes.names.clear()  # they tell again
+    outcomes.names.clear()  # they are reported again
     with open(record) as news, tempfile.TemporaryDirectory(prefix="weft-gpu-tests-") as folder:
         news.seek(0, os.SEEK_END)
         logs = {count: Path(folder) / str(count) for count in counts}

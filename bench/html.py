@@ -96,7 +96,7 @@ def _grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _engine_grids(cases: Sequence[Case]) -> list[str]:
-    """For each op and K: the quickest engine for M x N, coloured by its part of the bound."""
+    """For each op and K: the fastest engine for M x N, coloured by its fraction of the bound."""
     grids = [
         "<p class='small'>In a cell: the quickest engine and how much of the bound it reaches. "
         "M: tokens, N: features out, K: features in, of the whole layer.</p>"

@@ -30,7 +30,7 @@ _LONGEST = 300  # characters of a reason
 
 
 class Ranks:
-    """What the ranks of a run share: a clock, and a way to tell each other how it went."""
+    """What the ranks of a run share: a clock, and a way to exchange results."""
 
     def __init__(self, options: Options, progress: Callable[[Any], None]) -> None:
         self.alive = lambda: progress(("alive", None))

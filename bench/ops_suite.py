@@ -70,7 +70,7 @@ def _default(options: Options) -> list[tuple[int, int, int]]:
 
 
 def _of_model(model: Model, options: Options) -> list[tuple[str, tuple[int, ...], Sequence[str]]]:
-    """The linears of a decoder layer, with the ops that tensor parallelism makes of them."""
+    """The linears of a decoder layer, with the ops they become under tensor parallelism."""
     sizes, tokens = model.for_run(options)
     heads, ups = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, 2 * sizes.ffn
     column, row = ("all_gather_matmul",), ("matmul_reduce_scatter", "matmul_all_reduce")

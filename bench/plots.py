@@ -30,7 +30,7 @@ CAPTIONS = {
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Draw what the result has to show as `folder`/SUITE-KIND.png; returns the files."""
+    """Draw the result as `folder`/SUITE-KIND.png; returns the files."""
     cases = [case for case in result.cases if case.timed]
     if not cases:
         return []

@@ -22,7 +22,7 @@ INPUTS = 3  # sets of inputs that the rounds take in turn, so that none lies rea
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a run, the same for every suite.
+    """Options of a run, the same for every suite.
 
     Attributes:
         shapes: problems of the user's own, as suites parse them; empty for the suite's.

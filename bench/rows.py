@@ -144,7 +144,7 @@ class Case:
 
     @property
     def bound_us(self) -> float | None:
-        """What no variant can be quicker than; None where nothing bounds it."""
+        """A lower bound for all variants; None if there is none."""
         parts = self.parts_us.values()
         return (max(parts) if self.bound_rule == "max" else sum(parts)) if parts else None
 

@@ -189,7 +189,7 @@ def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, flo
 
 
 def load(path: Path) -> list[Row]:
-    """The rows that a file holds; none if there is none."""
+    """The rows of a file; empty if it does not exist."""
     return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
 

@@ -54,7 +54,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def crossover(rows: Sequence[Row]) -> str:
-    """For which M the fused kernel is the quickest, by model."""
+    """For which M the fused kernel is the fastest, by model."""
     parts = []
     for model in dict.fromkeys(row.model for row in rows):
         mine = sorted((row for row in rows if row.model == model), key=lambda row: row.M)

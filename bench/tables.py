@@ -13,7 +13,7 @@ from weft.bench.rows import Case, Result, geometric_mean
 # Wider spreads are shown beside the time.
 _SPREAD = 0.2
 
-# What a case's params tell beside its name, by suite.
+# Params of a case that are shown beside its name, by suite.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "redistribute": ("bytes", "steps", "torch collectives"),
 }

@@ -1,4 +1,4 @@
-"""Plays a trace on a `Hardware`: events in the order of time, bandwidth shared by whoever uses it.
+"""Plays a trace on a `Hardware`: events in order of time, bandwidth shared among its users.
 
 Every core runs one program at a time (several, if the kernel has no dot), every stream one kernel.
 What moves bytes is a flow on each resource that it crosses, and ends with the last of them:
@@ -74,7 +74,7 @@ class Played:
 
 
 class Join:
-    """Done when `left` parts are; then calls whoever waits."""
+    """Done when `left` parts are; then calls those that wait for it."""
 
     __slots__ = ("_then", "left")
 
@@ -275,7 +275,7 @@ class Clock:
                 yield from self._host_op(rank, event)
                 self._launches.append(Span(rank, -1, event.name, "kernel", start, engine.now))
             elif isinstance(event, Signal):
-                # A small kernel, which tells all peers.
+                # A small kernel that signals all peers.
                 if not isinstance(before, Signal):
                     yield start + hardware.launch_us
                 self._deliver(rank, event)
@@ -491,7 +491,7 @@ class Clock:
         return True
 
     def _release(self, rank: int, loads: dict[tuple[int, int], list[int]]) -> None:
-        """A program has loaded these regions: those that nobody loads any more grow old."""
+        """A program has loaded these regions; those no longer loaded grow old."""
         chip = self._chips[rank]
         for (_, owner), (address, nbytes) in loads.items():
             key = address, nbytes

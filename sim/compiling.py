@@ -103,7 +103,7 @@ def main(script: str, chip_name: str) -> int:
         key = f"{aot.source(launch).hash()} {options}"
         found.setdefault(key, launch)
         ranks.setdefault(key, []).append(each.rank)
-    # Ranks whose constants differ come to the same, most often: such share a line.
+    # Ranks whose constants differ usually need the same resources, and then share a line.
     alike: dict[str, tuple[aot.Report, list[int]]] = {}
     for key, launch in found.items():
         tensors = [v for v in launch.arguments.values() if isinstance(v, torch.Tensor)]

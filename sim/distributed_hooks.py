@@ -75,7 +75,7 @@ class _RankWorld(distributed_c10d._World):
             "TORCH_FR_BUFFER_SIZE": "0",
         }
         self.everybody = VirtualProcessGroup(world.team("everybody", world.everybody), rank)
-        # Known before `init_process_group`, for those who have it from weft's own group.
+        # Known before `init_process_group`, for callers that use weft's own group.
         self.pg_map[self.everybody] = _BACKEND, None
         self.pg_group_ranks[self.everybody] = {r: r for r in world.everybody}
 

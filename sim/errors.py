@@ -17,7 +17,7 @@ class SimError(WeftError):
 
 
 class DeadlockError(SimError):
-    """No rank can move: each waits for a signal that nobody is left to send."""
+    """No rank can go on: each waits for a signal that none is left to send."""
 
 
 class RaceError(SimError):

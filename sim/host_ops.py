@@ -142,7 +142,7 @@ def _wide_mm(
 def _uncomputed(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: list[torch.Tensor]
 ) -> Any:
-    """What `func` returns, with whatever numbers lie in the memory of new tensors."""
+    """What `func` returns, with undefined values in new tensors."""
     returns = func._schema.returns
     if all(r.alias_info is not None and r.alias_info.is_write for r in returns):
         return None if not returns else writes[0] if len(writes) == 1 else tuple(writes)

@@ -98,7 +98,7 @@ class _NoPatch:
 
 
 class _Collected:
-    """Stands for a kernel while its grid is walked, then hands over all programs at once."""
+    """Stands in for a kernel while its grid is walked, then passes on all programs at once."""
 
     def __init__(
         self, fn: Any, world: World, arguments: list[Any], warps: int, grid: _Grid
@@ -158,7 +158,7 @@ def installed(world: World, *, quick: bool = False) -> Iterator[None]:
 
 
 class _Hooks:
-    """What takes the place of the builder's methods: tells the world, and does what they do."""
+    """Replacements for the builder's methods that report to the world and do what those do."""
 
     def __init__(self, world: World, builder: Any) -> None:
         self._world = world
@@ -326,7 +326,7 @@ def _patched(world: World, quick: bool) -> Iterator[None]:
             given = dict(zip(self.arg_names, args, strict=False)) | kwargs
             world.launches(self.fn, self.grid, given)
             self.fn = _Collected(self.fn, world, [*args, *kwargs.values()], warps, grid)
-            # Arguments are on the CPU already: there is nothing to bring back, and much to copy.
+            # Arguments are already on the CPU: copying them back would only take time.
             self._restore_args_dev = lambda *_: None
         execute(self, *args, **kwargs)
 

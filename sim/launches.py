@@ -192,7 +192,7 @@ class Launches:
                     del self._watched[start]
 
     def _holds_addresses(self, tensor: torch.Tensor) -> bool:
-        """Whether this may be a table of pointers to memory that nobody has told us of."""
+        """Whether this may be a table of pointers to memory that is not known here."""
         detector = self._world.detector
         assert detector is not None
         if tensor.dtype != torch.int64 or tensor.numel() > _LARGEST_TABLE:

@@ -35,7 +35,7 @@ def mutant(module: ModuleType, *edits: tuple[str, str], **names: Any) -> ModuleT
         source = source.replace(old, new)
     origin = Path(str(module.__file__))
     path = f"{origin.parent.name}-mutant-{next(_numbers)}/{origin.name}"
-    # There is no such file: whoever asks for the lines of a function finds them here.
+    # There is no such file: the lines of its functions are looked up here.
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     copy = ModuleType(f"{module.__name__}_mutant")
     copy.__file__, copy.__package__ = path, module.__package__

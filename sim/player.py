@@ -1,4 +1,4 @@
-"""Schedules told from those that were run, without being run themselves.
+"""Schedules whose result follows from those that were run, without running them.
 
 What a strand does follows from what it reads: the words of signals, and memory. So a schedule in
 which every strand finds what it found in a schedule that was run does the same, and only the order
@@ -32,7 +32,7 @@ from weft.sim.vector_clocks import Array, Clocks
 
 
 class DiffersError(Exception):
-    """A play comes to something that no run has shown."""
+    """A play reaches a state that no run has recorded."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Player:
             strand.blocked = None
 
     def _plainly(self, strand: Strand, step: Op) -> None:
-        """What nobody can come between."""
+        """What cannot be interrupted."""
         kind, scheduler, clocks = step[0], self._scheduler, self._clocks
         if kind == "progress":
             scheduler.progressed(strand)

@@ -1,4 +1,4 @@
-"""A progress bar for runs of many schedules, where somebody sits before a terminal."""
+"""A progress bar for runs of many schedules, on an interactive terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOW_AFTER_S = 1.0
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each schedule; `total` is None where nobody knows how many come.
+    """Yields what to call after each schedule; `total` is None if their number is not known.
 
     Needs rich (`weft[bench]`), and says nothing without it, off a terminal, and in short runs.
     """

@@ -1,4 +1,4 @@
-"""What one schedule leaves behind: for each strand, all by which others can tell what it did.
+"""What one schedule leaves behind: for each strand, everything that others can see of it.
 
 A tape has a track for each thread of control: a rank's host, or a program that runs concurrently.
 A track is a sequence of operations, each a tuple that is the same in every schedule in which the

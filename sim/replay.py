@@ -1,4 +1,4 @@
-"""What the schedules that were run have shown: pieces of tracks, and which accesses conflict.
+"""What is known from the schedules that were run: pieces of tracks, and conflicting accesses.
 
     track of a strand (`recording`)  ->  pieces: operations up to one whose outcome decides
     its accesses                     ->  nodes, and the rivals of each, before it or not
@@ -70,7 +70,7 @@ class Piece:
 
 
 class Recording:
-    """All that the schedules run so far have shown."""
+    """All that is known from the schedules run so far."""
 
     def __init__(self, world_size: int, concurrent: bool) -> None:
         self.concurrent = concurrent
@@ -104,7 +104,7 @@ class Recording:
             piece.steps, piece.branches = [], piece.after
             self._prepare(piece, piece.steps)
             last = piece
-            # A word that nobody ever writes leaves no choice.
+            # A word that is never written leaves no choice.
             while list(last.after) == [0] and last.ops[-1][1] not in self._written:
                 last = last.after[0]
                 self._prepare(last, piece.steps)
@@ -164,7 +164,7 @@ class Recording:
             if kind == "touch":
                 if self.nodes[node].rivals:
                     steps.append((kind, node))
-            # Of an atomic on a word that nobody ever writes, only that it polls counts.
+            # Of an atomic on a word that is never written, only that it polls counts.
             elif kind == "atomic" and list(piece.after) == [0] and op[1] not in self._written:
                 steps.append(("glance", self._word(op[1]), op[4] == "sys"))
             elif kind in ("atomic", "wait"):

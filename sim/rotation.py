@@ -63,7 +63,7 @@ def _turned(word: int, by: int, ranks: int) -> int:
 
 
 def complete(trace: Trace, pads: Pads) -> None:
-    """Fill in the launches of the ranks above 0, which have none of their programs yet."""
+    """Fill in the launches of the ranks above 0, which do not have their programs yet."""
     first = [event for event in trace.events(0) if isinstance(event, Launch)]
     for rank in range(1, len(trace.streams)):
         launches = [event for event in trace.events(rank) if isinstance(event, Launch)]

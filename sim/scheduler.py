@@ -167,12 +167,12 @@ class Scheduler:
         return Stop()
 
     def check(self) -> None:
-        """Raise if the simulation has failed meanwhile."""
+        """Raise if the simulation has failed in the meantime."""
         if self.failure is not None:
             raise Stop()
 
     def point(self, strand: Strand) -> None:
-        """A signal operation is about to happen: whoever the policy picks goes first."""
+        """A signal operation is about to happen: the strand that the policy picks goes first."""
         strand.site = self.sites.here()
         self._switch(strand)
 
@@ -257,7 +257,7 @@ class Scheduler:
             spinning = [s for s in able if s.vain <= _VAIN_POLLS]
             if not spinning:
                 raise self.stop(self._deadlock())
-            # Fair, and not for the policy to decide: it makes no difference who spins.
+            # Fair, and not left to the policy: it makes no difference which one spins.
             return min(spinning, key=lambda s: s.vain)
         return busy[0] if len(busy) == 1 else self.policy.pick(busy, current)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weft.sim.scheduler import Strand
 
 
-# Where a schedule departs from going on with whoever runs: (number of the choice, who instead).
+# Where a schedule does not continue the running strand: (number of the choice, who instead).
 Changes = tuple[tuple[int, int], ...]
 Schedule = int | str
 
@@ -82,7 +82,7 @@ class Priorities:
 
 
 class Directed:
-    """Goes on with whoever runs, but for given changes; notes every choice that there was."""
+    """Continues the running strand except for given changes; records every choice."""
 
     def __init__(self, changes: Changes = ()) -> None:
         self._changes = dict(changes)
@@ -192,7 +192,7 @@ class Visiting(Directed):
         step = len(self.made)
         if step >= self._start - 1 and not self._merged:
             before, self._last = self._last, self.state()
-            # The same as before: whoever went on has come to its next operation, and done none.
+            # The same as before: the strand reached its next operation without doing one.
             if step >= self._start and self._last != before:
                 self._merged = self._last in self._states
                 if not self._merged:

@@ -1,4 +1,4 @@
-"""Where in the source an access was made, kept as a small number until somebody asks."""
+"""Where in the source an access was made, kept as a small number until it is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Frames = tuple[tuple[CodeType, int], ...]
 
 
 class Sites:
-    """Numbers the distinct call paths that it is shown."""
+    """Numbers distinct call paths."""
 
     def __init__(self) -> None:
         self._numbers: dict[Frames, int] = {}

@@ -85,7 +85,7 @@ class Update:
 
 @dataclass(slots=True)
 class Meet:
-    """`count` ranks come to meeting `key` before any goes on. Takes no time: it is set-up."""
+    """`count` ranks reach meeting `key` before any goes on. Takes no time, as it is set-up."""
 
     key: Hashable
     count: int
@@ -213,7 +213,7 @@ class Lane:
         return self._work
 
     def state(self) -> tuple[int, int, int, dict[tuple[int, int], int]]:
-        """Enough to tell what a turn of a loop has added: see `repeat`."""
+        """Enough to see what an iteration of a loop has added: see `repeat`."""
         work = self._work or Work()
         loads = {key: entry[1] for key, entry in work.loads.items()}
         return len(self.events), work.flops, work.turns, loads
@@ -246,7 +246,7 @@ class Recorder:
         self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
 
     def add_memory(self, start: int, end: int, owner: int) -> None:
-        """`owner`'s symmetric memory; all else belongs to whoever touches it."""
+        """`owner`'s symmetric memory; all else belongs to the rank that accesses it."""
         at = bisect_right(self._starts, start)
         if at and self._starts[at - 1] == start:
             self._ends[at - 1], self._owners[at - 1] = end, owner

@@ -167,7 +167,7 @@ def narrow_caches(engine: str) -> None:
             assert out.dtype == dtype
             atol = 3 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
             torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    with pytest.raises(ValueError, match="float8_e4m3fn both caches, got"):
+    with pytest.raises(ValueError, match=r"float8_e4m3fn in both caches\), got"):
         weft.flash_decode(q, caches[0], caches[1].to(torch.float8_e5m2), lengths)
 
 
@@ -213,7 +213,7 @@ def test_what_a_graph_captures_of_the_other_engines(
 ) -> None:
     """It looks at all that there is room for; what lies behind the ends may be anything."""
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(cached_attention, "_FEWEST", 1 << 30)  # torch's kernel is for CPUs
+    monkeypatch.setattr(cached_attention, "_FEWEST_KEYS", 1 << 30)  # torch's kernel is for CPUs
     lengths = torch.tensor([37, 2, 0, 9], dtype=torch.int32)
     for T, rank in itertools.product((1, 3), (0, 1)):
         q = torch.randn(4, 4, T, 8, generator=generator)

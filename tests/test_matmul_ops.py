@@ -351,7 +351,7 @@ def misuse_body() -> None:
         ("scatter_dim be a dim", lambda: scatter(x, w, scatter_dim=-3)),
         ("x must have at least one dim", lambda: reduce(torch.tensor(1.0), w)),
         ("activation must be", lambda: gather(x, w, activation="tanh")),  # type: ignore[arg-type]
-        ("pair .* of one shape", lambda: gather(x, [w, w[:, 1:]], activation="swiglu")),
+        ("pair .* of equal shapes", lambda: gather(x, [w, w[:, 1:]], activation="swiglu")),
     ]
     for message, call in calls:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The command line: `weft COMMAND ...`. Each command brings its own options, and its own help."""
+"""The command line: `weft COMMAND ...`. Each command has its own options and help."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parsed = parser.parse_args(given)
     module, _ = _COMMANDS[parsed.command]
-    # Virtual ranks compute on the CPU, also where there are GPUs, if not told otherwise.
+    # Virtual ranks compute on the CPU unless told otherwise, even if there are GPUs.
     if parsed.command == "sim" and "--gpu" not in parsed.args:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     try:

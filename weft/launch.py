@@ -44,7 +44,7 @@ def _backend_for(device: str, world_size: int) -> str:
         return "gloo"
     if world_size <= torch.cuda.device_count():
         return "nccl"
-    # NCCL refuses two ranks on one GPU; symmetric memory can be told to take them.
+    # NCCL refuses two ranks on one GPU; symmetric memory can be made to accept them.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return "gloo"
 
@@ -201,7 +201,7 @@ def _rank_main(
     with open(_stack_file(Path(folder), rank), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends the ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
         torch.set_num_threads(threads)
         send("started", None)
         try:

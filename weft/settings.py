@@ -72,7 +72,7 @@ VARIABLES = (
     "WEFT_TUNED",
 )
 
-# Every call reads two variables: getenv is 0.8 us quicker than os.environ where they are not set.
+# Every call reads two variables: getenv is 0.8 us faster than os.environ if they are not set.
 _getenv = ctypes.PyDLL(None).getenv
 _getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
 
@@ -179,12 +179,12 @@ class Explanation(tuple[Decision, ...]):
 
 
 def tracing() -> bool:
-    """Whether somebody listens to `record`: callers skip the formatting otherwise."""
+    """Whether `record` has a listener; otherwise callers skip the formatting."""
     return bool(_listeners.get())
 
 
 def record(op: str, engine: str, why: str, shapes: str = "", collective: str = "") -> None:
-    """Tell those who listen (`weft.explain`) that `engine` runs `op`."""
+    """Tell listeners (`weft.explain`) that `engine` runs `op`."""
     for listener in _listeners.get():
         listener(Decision(op, engine, why, shapes, collective))
 
@@ -205,7 +205,7 @@ def explaining() -> Iterator[list[Decision]]:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run `fn(*args, **kwargs)` and tell which engine ran each op of weft in it, and why.
+    """Run `fn(*args, **kwargs)` and report which engine ran each op of weft in it, and why.
 
     It really runs, on every rank of the group. The value of `fn` is in `.result`.
 

@@ -1,4 +1,4 @@
-"""What the two runs came to: the figures, and how the terminal and the files show them."""
+"""Results of the two runs: the figures, and how the terminal and the files show them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weft.demo.train import Result, Run
 
-# What fp32 rounding, in another order of summation, may come to over a run of this length.
+# How far fp32 rounding in another order of summation may drift over a run of this length.
 TOLERANCE = 1e-4
 
 
