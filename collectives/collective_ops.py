@@ -49,14 +49,14 @@ def all_gather(
     """
     if is_call_traced(x):
         return _into(out, torch.ops.weft.all_gather(x, group_name(group), dim, sizes))
-    where = resolve(group)
+    group = resolve(group)
     dim = _checked_dim(x, dim)
-    lengths = known_sizes(x, where, dim, sizes)
+    lengths = known_sizes(x, group, dim, sizes)
     if out is not None:
         _check_out(x, out, (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
-        movement.gather(_in_front(x, dim), where, lengths, _in_front(out, dim))
+        movement.gather(_in_front(x, dim), group, lengths, _in_front(out, dim))
         return out
-    return _put_back(_apply(_AllGather, _in_front(x, dim), where, lengths), dim)
+    return _put_back(_apply(_AllGather, _in_front(x, dim), group, lengths), dim)
 
 
 def known_sizes(
@@ -154,27 +154,27 @@ def reduce_scatter(
     if is_call_traced(x):
         name = group_name(group)
         return _into(out, torch.ops.weft.reduce_scatter(x, name, dim, reduce_op, sizes))
-    where = resolve(group)
+    group = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    lengths = movement.chunk_sizes(x.shape[dim], where.world_size) if sizes is None else list(sizes)
+    lengths = movement.chunk_sizes(x.shape[dim], group.world_size) if sizes is None else list(sizes)
     check_call(
-        where,
+        group,
         lambda: (
             f"reduce_scatter({reduce_op}) of {list(x.shape)} {x.dtype} along dim {dim}, {lengths}"
         ),
     )
-    if len(lengths) != where.world_size or min(lengths) < 0 or sum(lengths) != x.shape[dim]:
+    if len(lengths) != group.world_size or min(lengths) < 0 or sum(lengths) != x.shape[dim]:
         raise ValueError(
-            f"sizes must be {where.world_size} lengths that add up to the {x.shape[dim]} of dim "
+            f"sizes must be {group.world_size} lengths that add up to the {x.shape[dim]} of dim "
             f"{dim}, got {lengths}"
         )
     if out is not None:
-        _check_out(x, out, (*x.shape[:dim], lengths[where.rank], *x.shape[dim + 1 :]))
+        _check_out(x, out, (*x.shape[:dim], lengths[group.rank], *x.shape[dim + 1 :]))
         front = _in_front(out, dim)
-        movement.scatter(_in_front(x, dim), where, lengths, reduce_op, front)
+        movement.scatter(_in_front(x, dim), group, lengths, reduce_op, front)
         return out
-    return _put_back(_apply(_ReduceScatter, _in_front(x, dim), where, reduce_op, lengths), dim)
+    return _put_back(_apply(_ReduceScatter, _in_front(x, dim), group, reduce_op, lengths), dim)
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -218,13 +218,13 @@ def all_reduce(
     """
     if is_call_traced(x):
         return _into(out, torch.ops.weft.all_reduce(x, group_name(group), reduce_op))
-    where = resolve(group)
+    group = resolve(group)
     _check_reduce_op(x, reduce_op)
-    check_call(where, lambda: f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
+    check_call(group, lambda: f"all_reduce({reduce_op}) of {list(x.shape)} {x.dtype}")
     if out is not None:
         _check_out(x, out, x.shape)
-        return movement.all_reduce(x, where, reduce_op, out)
-    result: torch.Tensor = _apply(_AllReduce, x, where, reduce_op)
+        return movement.all_reduce(x, group, reduce_op, out)
+    result: torch.Tensor = _apply(_AllReduce, x, group, reduce_op)
     return result
 
 
@@ -268,11 +268,11 @@ def all_to_all(
     if is_call_traced(x):
         name = group_name(group)
         return _into(out, torch.ops.weft.all_to_all(x, output_split_sizes, input_split_sizes, name))
-    where = resolve(group)
+    group = resolve(group)
     if x.ndim == 0:
         raise ValueError("all_to_all cuts dim 0: x must have at least one dim")
-    world_size = where.world_size
-    told = input_split_sizes is not None or output_split_sizes is not None
+    world_size = group.world_size
+    explicit = input_split_sizes is not None or output_split_sizes is not None
     splits: list[list[int]] = []
     for name, given in (("input", input_split_sizes), ("output", output_split_sizes)):
         if given is None:
@@ -287,12 +287,12 @@ def all_to_all(
         splits.append(list(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
-    check_call(where, lambda: f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
+    check_call(group, lambda: f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
     sends, receives = splits
     if out is not None:
         _check_out(x, out, (sum(receives), *x.shape[1:]))
-        return movement.all_to_all(x, where, sends, receives, told, out)
-    result: torch.Tensor = _apply(_AllToAll, x, where, sends, receives, told)
+        return movement.all_to_all(x, group, sends, receives, explicit, out)
+    result: torch.Tensor = _apply(_AllToAll, x, group, sends, receives, explicit)
     return result
 
 
@@ -333,14 +333,14 @@ def broadcast(
     """
     if is_call_traced(x):
         return _into(out, torch.ops.weft.broadcast(x, src, group_name(group)))
-    where = resolve(group)
-    if not 0 <= src < where.world_size:
-        raise ValueError(f"src must be a rank of the group, 0..{where.world_size - 1}, got {src=}")
-    check_call(where, lambda: f"broadcast of {list(x.shape)} {x.dtype} from rank {src}")
+    group = resolve(group)
+    if not 0 <= src < group.world_size:
+        raise ValueError(f"src must be a rank of the group, 0..{group.world_size - 1}, got {src=}")
+    check_call(group, lambda: f"broadcast of {list(x.shape)} {x.dtype} from rank {src}")
     if out is not None:
         _check_out(x, out, x.shape)
-        return movement.broadcast(x, where, src, out)
-    result: torch.Tensor = _apply(_Broadcast, x, where, src)
+        return movement.broadcast(x, group, src, out)
+    result: torch.Tensor = _apply(_Broadcast, x, group, src)
     return result
 
 
@@ -371,11 +371,11 @@ def barrier(group: GroupLike = None) -> None:
     if is_traced():
         torch.ops.weft.barrier(group_name(group))
         return
-    where = resolve(group)
-    if where.why:
-        dist.barrier(where.pg)
-    elif where.world_size > 1:
-        with exchange(where, 0, "barrier") as ex:
+    group = resolve(group)
+    if group.why:
+        dist.barrier(group.pg)
+    elif group.world_size > 1:
+        with exchange(group, 0, "barrier") as ex:
             ex.signal_all()
 
 

@@ -275,10 +275,10 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
     Raises:
         MismatchError: on every rank, if one's `op` differs.
     """
-    where = resolve(group)
-    if where.world_size == 1:
+    group = resolve(group)
+    if group.world_size == 1:
         return [value]
-    ws = workspace(where, channel="agree", device=_CPU)
+    ws = workspace(group, channel="agree", device=_CPU)
     ws.check(op)
     # A pared-down `Exchange`: two words of the cache line that holds the signal, used in turn like
     # the halves, so that there is one message and no data to fetch.

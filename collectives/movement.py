@@ -265,11 +265,11 @@ def all_to_all(
     group: Group,
     sends: list[int],
     receives: list[int],
-    told: bool,
+    explicit: bool,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _moved(
-        _all_to_all_into, (sum(receives), *x.shape[1:]), x, group, given, sends, receives, told
+        _all_to_all_into, (sum(receives), *x.shape[1:]), x, group, given, sends, receives, explicit
     )
 
 
@@ -279,14 +279,16 @@ def _all_to_all_into(
     group: Group,
     sends: list[int],
     receives: list[int],
-    told: bool,
+    explicit: bool,
 ) -> None:
     row = math.prod(x.shape[1:])
     # Equal shares are known to every rank; explicit ones must be exchanged. The host of a GPU does
     # not wait for that: shares that it does not know are left to the process group.
     engine, table = settings.current_engine(), [sends]
-    unknown = told and (bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto"))
-    if told and not unknown:
+    unknown = explicit and (
+        bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto")
+    )
+    if explicit and not unknown:
         table = _split_table(group, sends, receives)
     widest = max(max(row_sizes) for row_sizes in table) * row
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
@@ -307,7 +309,7 @@ def _all_to_all_into(
     if _read_directly(widest, group, x):
         inputs = direct.Readable(group, "all_to_all", x)
         for peer in group.peers():
-            start = row * sum(table[peer if told else 0][: group.rank])
+            start = row * sum(table[peer if explicit else 0][: group.rank])
             inputs.read(peer, start, out.view(-1)[arrive[peer] :][: receives[peer] * row])
         inputs.done()
         return

@@ -456,8 +456,8 @@ def empty(
         >>> buffer.barrier()
         >>> buffer.get_buffer(rank=1, shape=(4,), dtype=torch.float32)  # rank 1's memory, in place
     """
-    where = resolve(group)
-    return SymmetricBuffer(shape, dtype, where, device_for(where, device))
+    group = resolve(group)
+    return SymmetricBuffer(shape, dtype, group, device_for(group, device))
 
 
 def close_buffers() -> None:

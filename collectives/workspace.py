@@ -184,9 +184,9 @@ def workspace(
         found = _workspaces.get((group, device, channel))
         if found is not None and found.half_bytes >= nbytes:
             return found
-    where = resolve(group)
-    on = device_for(where, device)
-    key = (where, on, channel)
+    group = resolve(group)
+    on = device_for(group, device)
+    key = (group, on, channel)
     found = _workspaces.get(key)
     if found is not None and found.half_bytes >= nbytes:
         return found
@@ -197,7 +197,7 @@ def workspace(
             f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
         )
     had = found.half_bytes if found else 0
-    if where.virtual is not None:  # no more than was asked for, to catch writes beyond it
+    if group.virtual is not None:  # no more than was asked for, to catch writes beyond it
         half = max(had, -(-max(nbytes, 1) // _VECTOR) * _VECTOR)
     else:
         half = max(_SMALLEST_HALF, had)
@@ -207,8 +207,8 @@ def workspace(
     # The old memory stays alive if a graph replays calls on it; nobody else writes to it any more.
     if found is not None and found.captured:
         _outgrown.append(found)
-    with unwatched(where):
-        _workspaces[key] = Workspace(where, on, half, channel)
+    with unwatched(group):
+        _workspaces[key] = Workspace(group, on, half, channel)
     return _workspaces[key]
 
 

@@ -149,39 +149,39 @@ def flash_decode(
             block_size, block_table, window,
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    where = alone() if shard is None else resolve(group)
+    group = alone() if shard is None else resolve(group)
     by_head = shard == "head"
-    cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, where)
+    cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, group)
     T, D = q.shape[2:]
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     if window is not None and window < 0:
         raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window}")
     check_call(
-        where,
+        group,
         lambda: (
             f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {cache.block}, by {shard}, "
             f"{window=}"
         ),
     )
     oldest = None if window is None else T + window
-    _check_room(cache, lengths, where, "flash_decode", oldest)
-    engine = choose(_problem(q, cache, where, oldest), where, q.device)
+    _check_room(cache, lengths, group, "flash_decode", oldest)
+    engine = choose(_problem(q, cache, group, oldest), group, q.device)
     if by_head:
-        q = q.chunk(where.world_size, 1)[where.rank]
+        q = q.chunk(group.world_size, 1)[group.rank]
     if engine == "triton":
         from weft.kernels import flash_decoding as kernel
 
-        ws = kernel.workspace_for(q, cache, alone() if by_head else where)
+        ws = kernel.workspace_for(q, cache, alone() if by_head else group)
         ws.check("flash_decode")
         out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
         ws.launched("flash_decode")
     else:
         out, lse = _attend(q, cache, lengths, scale, window)
-        if not by_head and where.world_size > 1:
-            out, lse = _merged(out, lse, where, engine == "generic")
-    if by_head and where.world_size > 1:
-        sizes = [q.shape[1]] * where.world_size
-        packed = all_gather(_packed(out, lse), where, dim=1, sizes=sizes)
+        if not by_head and group.world_size > 1:
+            out, lse = _merged(out, lse, group, engine == "generic")
+    if by_head and group.world_size > 1:
+        sizes = [q.shape[1]] * group.world_size
+        packed = all_gather(_packed(out, lse), group, dim=1, sizes=sizes)
         out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
     out = out.to(q.dtype).contiguous()
     return (out, lse.contiguous()) if return_lse else out
@@ -247,23 +247,23 @@ def append_to_cache(
             block_size, block_table,
         )  # fmt: skip
         return
-    where = alone() if shard is None else resolve(group)
+    group = alone() if shard is None else resolve(group)
     if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
         raise ValueError(
             f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
             f"{tuple(v.shape)} {v.dtype} on {v.device}"
         )
-    cache = _checked("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, where)
-    ranks = where.world_size if shard == "head" else 1
+    cache = _checked("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, group)
+    ranks = group.world_size if shard == "head" else 1
     if k.shape[1] != k_cache.shape[1] * ranks:
         raise ValueError(
             f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} ranks, "
             f"got {tuple(k.shape)}"
         )
-    _check_room(cache, lengths, where, "append_to_cache", k.shape[2])
+    _check_room(cache, lengths, group, "append_to_cache", k.shape[2])
     if ranks > 1:
-        k, v = (x.chunk(ranks, 1)[where.rank] for x in (k, v))
-    if where.on_gpus(k.device) or settings.current_engine() == "triton":
+        k, v = (x.chunk(ranks, 1)[group.rank] for x in (k, v))
+    if group.on_gpus(k.device) or settings.current_engine() == "triton":
         from weft.kernels import flash_decoding
 
         flash_decoding.launch_append(k, v, cache, lengths)

@@ -140,7 +140,7 @@ def all_gather_matmul(
         ys = epilogues.activate(traced[: len(weights)], activation)
         y = ys[0] if single or activation == "swiglu" else ys
         return (traced[-1], y) if return_gathered else y
-    where = resolve(group)
+    group = resolve(group)
     if x.ndim < 2 or not -x.ndim <= gather_dim < x.ndim:
         raise ValueError(
             f"x must have at least 2 dims and gather_dim be one of them, got shape "
@@ -153,23 +153,23 @@ def all_gather_matmul(
             "gather_dim of fp8 operands must not be the contraction, along which each shard would "
             "have scales of its own"
         )
-    lengths = known_sizes(x, where, gather_dim, sizes, "all_gather_matmul")
+    lengths = known_sizes(x, group, gather_dim, sizes, "all_gather_matmul")
     K = sum(lengths) if contracted else x.shape[-1]
     check_operands(x, K, weights, biases, scaling.out_dtype if scaling else x.dtype)
 
     front = x.movedim(gather_dim, 0)
     batch = front.shape[1:-1]
-    engine = choose(gather_problem(x, weights, gather_dim, lengths), where, x.device)
+    engine = choose(gather_problem(x, weights, gather_dim, lengths), group, x.device)
     if engine == "generic":
         if scaling:
             # Process groups do not take fp8, but they take its bytes.
             sent = x.view(torch.uint8)
-            gathered = all_gather(sent, where, dim=gather_dim, sizes=lengths).view(x.dtype)
-            scales = all_gather(scaling.rows, where, dim=gather_dim, sizes=lengths)
+            gathered = all_gather(sent, group, dim=gather_dim, sizes=lengths).view(x.dtype)
+            scales = all_gather(scaling.rows, group, dim=gather_dim, sizes=lengths)
             zs = scaled_products(gathered, weights, biases, replace(scaling, rows=scales))
         else:
             gathered, *zs = _GatheredProducts.apply(
-                x, where, gather_dim, lengths, *weights, *biases
+                x, group, gather_dim, lengths, *weights, *biases
             )
         ys = epilogues.activate(zs, activation)
     else:
@@ -177,7 +177,7 @@ def all_gather_matmul(
         flat = as_rows(front)
         if scaling:
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
-        call = _Call(where, rows, engine, return_gathered, activation, scaling)
+        call = _Call(group, rows, engine, return_gathered, activation, scaling)
         results = _AllGatherMatmul.apply(call, flat, *weights, *biases)
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
         ys, gathered = whole[: len(whole) - return_gathered], whole[-1]

@@ -98,9 +98,9 @@ def matmul_all_reduce(
             x, w, bias, group_name(group), reduce_op
         )
         return traced if residual is None else traced + residual
-    where = resolve(group)
+    group = resolve(group)
     check_call(
-        where,
+        group,
         lambda: (
             f"matmul_all_reduce({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
             f"N = {w.shape[-1]}"
@@ -113,16 +113,16 @@ def matmul_all_reduce(
     K, N = w.shape
     batch = x.shape[:-1]
     M = batch.numel()
-    moved = M * N * (where.world_size - 1) * sum_dtype(x).itemsize
+    moved = M * N * (group.world_size - 1) * sum_dtype(x).itemsize
     check_residual(residual, (*batch, N), dtype, x.device)
-    engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), where, x.device)
+    engine = choose(Problem("matmul_all_reduce", M, N, K, x.dtype, moved), group, x.device)
     if engine == "generic":
         partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
-        return finished(Summed.apply(partial, where, reduce_op), bias, residual, dtype)
+        return finished(Summed.apply(partial, group, reduce_op), bias, residual, dtype)
     residual = None if residual is None else residual.reshape(M, N)
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.reshape(M, 1))
-    call = _Call(where, engine, reduce_op == "avg", scaling)
+    call = _Call(group, engine, reduce_op == "avg", scaling)
     made: torch.Tensor = _MatmulAllReduce.apply(call, x.reshape(M, K), w, bias, residual)
     return made.view(*batch, N)
 

@@ -105,9 +105,9 @@ def matmul_reduce_scatter(
             x, w, bias, group_name(group), scatter_dim, reduce_op
         )
         return traced if residual is None else traced + residual
-    where = resolve(group)
+    group = resolve(group)
     check_call(
-        where,
+        group,
         lambda: (
             f"matmul_reduce_scatter({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
             f"N = {w.shape[-1]}, along dim {scatter_dim}"
@@ -123,31 +123,31 @@ def matmul_reduce_scatter(
     scatter_dim %= x.ndim
     columns = scatter_dim == x.ndim - 1
     K, N = w.shape
-    world_size = where.world_size
+    world_size = group.world_size
     shape = [*x.shape[:-1], N]
     sizes = chunk_sizes(shape[scatter_dim], world_size)
-    shape[scatter_dim] = sizes[where.rank]
+    shape[scatter_dim] = sizes[group.rank]
     check_residual(residual, shape, dtype, x.device)
-    engine = choose(scatter_problem(x, w, where, scatter_dim), where, x.device)
+    engine = choose(scatter_problem(x, w, group, scatter_dim), group, x.device)
     if engine == "generic":
         partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
-        y = _ScatteredSum.apply(partial, where, scatter_dim, reduce_op, dtype)
+        y = _ScatteredSum.apply(partial, group, scatter_dim, reduce_op, dtype)
         if bias is not None:
-            bias = Spread.apply(bias, where)
+            bias = Spread.apply(bias, group)
             if columns:
-                bias = bias.split(sizes)[where.rank]
+                bias = bias.split(sizes)[group.rank]
         return finished(y, bias, residual, dtype)
     front = x.movedim(scatter_dim, 0)
     batch = front.shape[1:-1]
     rows = [size * batch.numel() for size in sizes]
     flat = front.reshape(sum(rows), K)
     if residual is not None:
-        residual = residual.movedim(scatter_dim, 0).reshape(rows[where.rank], N)
+        residual = residual.movedim(scatter_dim, 0).reshape(rows[group.rank], N)
     if scaling:
         scaling = replace(scaling, rows=scaling.rows.movedim(scatter_dim, 0).reshape(sum(rows), 1))
-    call = _Call(where, rows, engine, reduce_op == "avg", scaling)
+    call = _Call(group, rows, engine, reduce_op == "avg", scaling)
     made: torch.Tensor = _MatmulReduceScatter.apply(call, flat, w, bias, residual)
-    return made.view(sizes[where.rank], *batch, N).movedim(0, scatter_dim)
+    return made.view(sizes[group.rank], *batch, N).movedim(0, scatter_dim)
 
 
 def scatter_problem(x: torch.Tensor, w: torch.Tensor, group: Group, scatter_dim: int) -> Problem:

@@ -160,7 +160,7 @@ def plan(
     Raises:
         ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
     """
-    where = resolve(group)
+    group = resolve(group)
     check_tensors(q, k, v, layout)
     before, after = _reach(causal, window)
     documents = _documents(cu_seqlens)
@@ -170,7 +170,7 @@ def plan(
         f"{op} of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
         f"{after=}, {scale=}, {layout}, {documents=}"
     )
-    q_sizes, k_sizes = _sizes(q, k, where, call, sizes, key_sizes)
+    q_sizes, k_sizes = _sizes(q, k, group, call, sizes, key_sizes)
     total = sum(k_sizes)
     if documents is not None and not sum(q_sizes) == total == documents[-1]:
         raise ValueError(
@@ -180,7 +180,7 @@ def plan(
     geometry = Geometry(q_sizes, k_sizes, layout, Visibility(total, before, after, documents))
     _ = geometry.q_spans, geometry.k_spans  # ValueError if the sizes are not the layout's
 
-    W = where.world_size
+    W = group.world_size
     share = -(-sum(q_sizes) // W)
     moved = 2 * B * k.shape[1] * D * (total - total // W)
     if op == "ulysses_attention":  # receives heads of q, k and v, sends out
@@ -194,9 +194,9 @@ def plan(
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
         host_refusal=_host_refusal(q, scale),
-        kernel_refusal=too_wide(D, _WIDEST) if where.on_gpus(q.device) else "",
+        kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
     )
-    return Plan(where, geometry, scale, choose(problem, where, q.device))
+    return Plan(group, geometry, scale, choose(problem, group, q.device))
 
 
 def _host_refusal(q: torch.Tensor, scale: float) -> str:
