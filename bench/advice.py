@@ -1,4 +1,4 @@
-"""What a result means, in sentences: which engine to take, and how far the machine's limit is."""
+"""What a result means, in sentences: which engine to use, and how close it is to the limit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Attention of sequences that the ranks share, and of new tokens to caches that they share.
+"""Attention of sequences sharded over the ranks, and of new tokens to sharded caches.
 
     step      forward and backward          forward      forward alone: `weft.bench.context_block`
     decode    a new token of each of 8 sequences to all before it: `weft.bench.decode_block`
 
-A shape is the whole sequence's; a model gives its heads.
+A shape is that of the whole sequence; a model determines the heads.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 
 The feed-forward and the attention block of a decoder are of this form. Variants:
 
-    torch alone     a rank's share of the arithmetic by nn.Linear, on inputs that are there
+    torch alone     a rank's share of the arithmetic by nn.Linear, on local inputs
     weft            ColumnParallelLinear and RowParallelLinear
     weft DTensor    parallelize_module of weft.dtensor
     torch DTensor   parallelize_module of torch.distributed.tensor, on the process group
 
-The bound, "arithmetic", is torch alone by the library that weft takes for its matmuls.
+The bound, "arithmetic", is torch alone with the library that weft uses for its matmuls.
 """
 
 from __future__ import annotations

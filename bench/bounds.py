@@ -1,9 +1,9 @@
 """Lower bounds for all variants, as calls that are timed beside them.
 
-arithmetic    the rank's matmuls, on inputs that are there (each suite has its own)
-memory        a copy that reads and writes as many bytes as the problem must at least
+arithmetic    the rank's matmuls, on local inputs (each suite has its own)
+memory        a copy that reads and writes as many bytes as the problem at least must
 link          reading from the peers' memory as many bytes as must come from there
-signal        a signal to every peer, and theirs back
+signal        a signal to every peer and back
 """
 
 from __future__ import annotations

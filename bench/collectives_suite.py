@@ -1,8 +1,8 @@
-"""The collectives against the process group's and against the copy that the machine can do.
+"""The collectives against the process group's, and against a copy.
 
-A size is what a rank passes in. The bound is a copy, in a rank's own memory while the others do the
-same, of the larger of what it passes in and what it gets (a reduce-scatter reads all of its input),
-after one signal to the peers and theirs back: nothing can be known of them sooner.
+A size is that of a rank's input. The bound is a copy in the rank's own memory, while the others do
+the same, of the larger of its input and its output (a reduce-scatter reads all of its input), after
+a signal to the peers and back: no data can arrive sooner.
 
 Bus bandwidth counts the bytes that a link must carry for each rank, as nccl-tests do:
 (W-1)/W of the whole for all_gather, reduce_scatter and all_to_all, twice that for all_reduce, the

@@ -1,8 +1,8 @@
 """`weft bench compare A B`: what changed between two results, files or folders of --out.
 
-A change counts where the two medians' intervals (95 %) do not touch. The machine may be quicker
-today than it was: --by fraction compares what part of its bound each variant reaches, as both were
-measured in the same rounds.
+A change counts if the 95 % intervals of the two medians do not touch. As the machine may be faster
+in one run than in the other, --by fraction compares the fraction of its bound that each variant
+reaches, both measured in the same rounds.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Attention of a sequence that the ranks share: forward, or a training step, in several ways.
+"""Attention of a sequence sharded over the ranks: forward, or a training step, in several ways.
 
     q, k, v (1, heads, S/W, E)  ->  out (1, heads, S/W, E), and the gradients of all three
 
 Variants:
 
-    ring                 `ring_attention`; causal sequences lie zigzag, so that work is even
+    ring                 `ring_attention`; causal sequences in zigzag layout, for even work
     triton               the same by its kernel, on a GPU
     ulysses              `ulysses_attention`, contiguous
-    torch ring           the ring of torch's context_parallel, zigzag too; as that knows no CPU
-                         (NotImplementedError), the ring is called directly, with torch's CPU kernel
+    torch ring           the ring of torch's context_parallel, zigzag too; as that does not support
+                         CPUs, the ring is called directly, with torch's CPU kernel
     ring, in turn        the same, but every exchange ends before the next attention begins
     gather + attention   the process group gathers keys and values, contiguous; causal by a mask
 

@@ -1,10 +1,10 @@
-"""A new token of each of 8 sequences attends to caches that the ranks share.
+"""A new token of each of 8 sequences attends to sharded caches.
 
     q (8, heads, 1, E), the same on every rank; k, v (8, kv_heads, S/W, E)  ->  out (8, heads, 1, E)
 
-Variants: `flash_decode`, on a GPU also by its kernel, whatever auto takes; "gather + attention":
+Variants: `flash_decode`, on a GPU also by its kernel, whatever auto chooses; "gather + attention":
 the process group gathers the caches, torch attends to them. The bound is "memory": a copy that
-touches as many bytes as this rank's part of the caches has.
+touches as many bytes as this rank's part of the caches.
 """
 
 from __future__ import annotations

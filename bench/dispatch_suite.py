@@ -1,10 +1,10 @@
 """Host time of DTensor operations: weft's against torch's, in the same processes, interleaved.
 
-On tensors of 64 numbers an operation costs what its host code costs: a time is the mean of 50 calls
-in a row, on one thread a rank, on the slower rank. Rows that communicate do so for real, ours
-through symmetric memory, torch's through its process group; the other rows meet at a barrier before
-the 50 calls, and never within them. Every row's values are compared with those of the same calls on
-whole plain tensors, in float64.
+On tensors of 64 numbers an operation takes as long as its host code. A time is the mean of 50 calls
+in a row, with one thread for each rank, on the slower rank. Rows that communicate really do so,
+ours through symmetric memory, torch's through its process group; the other rows have a barrier
+before the 50 calls and none among them. Every row's values are compared with those of the same
+calls on whole plain tensors, in float64.
 """
 
 from __future__ import annotations

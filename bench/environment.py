@@ -1,4 +1,4 @@
-"""What a figure depends on, kept beside it: versions, chip, cores, commit, clocks, load."""
+"""What figures depend on, stored with them: versions, chip, cores, commit, clocks, load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft bench explain OP M N K W`: what the cost model expects of one shape, and what it takes."""
+"""`weft bench explain OP M N K W`: what the cost model predicts for a shape, and what it takes."""
 
 from __future__ import annotations
 

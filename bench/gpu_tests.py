@@ -1,8 +1,8 @@
-"""Runs the tests that need a GPU. Outcomes are kept as they come, what has passed is not run again.
+"""Runs the tests that need a GPU, keeping outcomes; tests that have passed are not run again.
 
-There is a process of pytest for each number of ranks, all at the same time: they spend most of the
-time in Triton's compiler, and ranks that share a GPU take turns on it anyway. For each test they
-append a line to one file (`tests/conftest.py`), which is complete whenever they are killed:
+A pytest process for each number of ranks runs at the same time: they spend most of the time in
+Triton's compiler, and ranks that share a GPU take turns anyway. For each test they append a line to
+one file (`tests/conftest.py`), which is complete whenever they are killed:
 
     {"ranks": 2, "tests": ["tests/test_gpu.py::..", ..]}      at the start: all tests
     {"ranks": 2, "test": "tests/test_gpu.py::..", "outcome": "failed", "seconds": 3.1, "why": ".."}

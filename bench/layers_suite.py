@@ -1,9 +1,8 @@
 """A training step of the blocks of published models: SwiGLU and attention, tensor parallel.
 
-On a CPU the models are mirrored down to a width of 512, proportions kept (--full-size: as they
-are). Input and output are sequence-sharded; variants and bound: `weft.bench.blocks`. Sequences too
-long for one rank are in the suite "attention".
-"""
+On a CPU the models are scaled down to a width of 512 in proportion (unless --full-size). Input and
+output are sequence-sharded; variants and bound: `weft.bench.blocks`. Sequences too long for one
+rank are in the suite "attention"."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     x (M, K)  @  w (K, N), laid out as nn.Linear's weight  ->  (M, N)
 
-What a fused kernel cannot hide is what its matmul loses against the library. For GPUs:
-`weft.bench.gpu` runs it.
+A fused kernel cannot hide what its matmul loses against the library. For GPUs: `weft.bench.gpu`
+runs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """On the ranks: prepare a case, compare every variant with the oracle, time what is right.
 
-The machine's speed drifts, by more than what is compared. So all variants of a case, and the bounds
-that they are held against, run in turn, one call each, round after round, in one set of processes;
-each call starts at a barrier.
+The machine's speed drifts by more than the differences of interest. So all variants of a case and
+their bounds run in turn, one call each, round after round, in one set of processes; each call
+starts at a barrier.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`weft bench memory`: what a rank needs at its peak for attention over ever longer sequences.
+"""`weft bench memory`: peak memory of a rank for attention over growing sequences.
 
-The peak holds everything that the call brings with it: this rank's q, k and v, its results, what it
-shows to its peers in symmetric memory, and all that is temporary. The kernel keeps the peak; a page
-of symmetric memory that several ranks have mapped counts once, in equal parts.
+The peak includes everything that the call needs: this rank's q, k and v, its results, what it
+publishes in symmetric memory, and temporary tensors. The operating system records it; a page of
+symmetric memory that several ranks have mapped counts once, in equal parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training step of the plainest tensor-parallel MLP: a shape is tokens, hidden, ffn.
+"""One training step of a minimal tensor-parallel MLP: a shape is tokens, hidden, ffn.
 
 Variants and bound: `weft.bench.blocks`.
 """

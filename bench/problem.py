@@ -1,4 +1,4 @@
-"""What the runner and its suites say to each other.
+"""The interface between the runner and its suites.
 
 A suite is a module: `cases(options)` lists its problems, in the parent process; `prepare(spec,
 options)` makes one ready, on every rank; the runner checks and times what it is given.

@@ -1,12 +1,12 @@
-"""What a benchmark run leaves behind: cases, the times of their variants, and where they were made.
+"""What a benchmark run records: cases, times of their variants, and the environment.
 
     Result    a run of one suite: its environment and its cases
     Case      one problem: its variants, timed in the same rounds, and the machine's bounds for it
     Timing    one variant: the rounds, or why there is no time
 
-A time is what the slowest rank took: all ranks wait for it. Two variants are compared round by
-round, as the machine's speed drifts by more than what is compared; the interval that the median of
-these ratios lies in with 95 % confidence tells whether they differ at all.
+A time is that of the slowest rank, for which all ranks wait. Two variants are compared round by
+round, as the machine's speed drifts by more than the differences of interest; the 95 % confidence
+interval of the median of these ratios tells whether they differ at all.
 """
 
 from __future__ import annotations

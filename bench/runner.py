@@ -3,7 +3,7 @@
     this process    picks the cases, shows progress, keeps each case as it is finished
     the ranks       prepare a case, check it, time it (`measure`); rank 0 sends it
 
-A rank that dies or hangs fails the case that was under way; new ranks go on with the next one.
+A rank that dies or hangs fails the current case; new ranks go on with the next one.
 """
 
 from __future__ import annotations

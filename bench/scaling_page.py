@@ -1,8 +1,8 @@
-"""How the fused matmuls scale on GPUs that are not at hand: `python -m weft.bench.scaling_page`.
+"""How the fused matmuls scale on GPUs, without having any: `python -m weft.bench.scaling_page`.
 
 Each op runs at real sizes, without numerics, on virtual ranks: the fused kernel with the chip's own
-tiles and grid, the host engine, and a collective followed by a matmul. Rows are kept in a JSON file
-as they come, so that a run that is broken off goes on where it was, and the page is made from it.
+tiles and grid, the host engine, and a collective followed by a matmul. Rows are stored in a JSON
+file one by one, from which an interrupted run resumes and the page is made.
 """
 
 from __future__ import annotations

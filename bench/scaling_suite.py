@@ -1,13 +1,13 @@
-"""How the fused ops scale over ranks and chips that are not here: virtual time of the simulator.
+"""How the fused ops scale over ranks and chips that are not available: virtual time.
 
 One layer (M, N, K as in `ops`, bf16) on more and more ranks of a chip, by each engine. The kernels
-are the real ones, run by `weft.sim` without computing values; what takes how long follows from the
-chip's data sheet. Times are of one run each: they do not vary. The bounds are of the
-same run: its dots on all cores, its bytes through one HBM and over one link.
+are the real ones, run by `weft.sim` without computing values, with durations from the chip's data
+sheet. Times do not vary, so each is of one run. The bounds are of the same run: its dots on all
+cores, its bytes through one HBM and over one link.
 
-The triton engine's kernels are interpreted. Where all ranks have equal shares those of one stand
-for all, and gathers take up to a minute, on 72 ranks; other rows take minutes, and are run if asked
-for.
+The triton engine's kernels are interpreted. If all ranks have equal shares, those of one stand for
+all, and gathers take up to a minute, on 72 ranks; other rows take minutes, and are run only on
+request.
 """
 
 from __future__ import annotations

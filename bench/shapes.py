@@ -1,4 +1,4 @@
-"""The problems that suites take: published models' sizes, the user's own, and how to write them.
+"""Problem sizes of the suites: published models, the user's own, and their notation.
 
 `--shapes` takes any number of
 

@@ -1,4 +1,4 @@
-"""The suites by name. Their modules import torch, so they are imported when they are asked for."""
+"""The suites by name. Their modules import torch, so they are imported only when needed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """`weft tune`: search the launches of the fused matmuls on this machine's GPUs, and keep a table.
 
-All ranks try the same launches in the same order, and the slowest rank's time counts; what is kept
-goes before the heuristics from then on, on every rank that reads the same table: see
-`weft.kernels.tuning`. On a CPU the kernels are interpreted: the protocol is the same, the times
-mean nothing.
+All ranks try the same launches in the same order, and the slowest rank's time counts. The table
+then takes precedence over the heuristics, on every rank that reads it: see `weft.kernels.tuning`.
+On a CPU the kernels are interpreted: the protocol is the same, the times mean nothing.
 """
 
 from __future__ import annotations

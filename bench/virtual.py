@@ -1,4 +1,4 @@
-"""A fused matmul of one layer on virtual ranks: how long it takes on GPUs that are not at hand."""
+"""A fused matmul of one layer on virtual ranks: how long it would take on GPUs."""
 
 from __future__ import annotations
 

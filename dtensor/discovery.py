@@ -1,19 +1,18 @@
-"""Rule discovery: an op without a rule is tried out on small random tensors.
+"""Rule discovery: an op without a rule is tried on small random tensors.
 
 For a candidate strategy it runs once on whole tensors and once on each part of them. If the parts'
-results make up the whole result in every try, along some dim or as a sum, the strategy is taken to
-be right; without any, the op runs on replicas.
+results make up the whole result in every trial, along some dim or as a sum, the strategy is taken
+to be right; if there is none, the op runs on replicas.
 
     linalg.inv, x (8, 4, 4) -> (8, 4, 4)      cut along dim 0: parts of 5, 2, 1 give parts of the
                                               whole result: S(0) -> S(0)
                                               cut along dim 1: raises, as parts are not square
 
-The tries include what could deceive it: parts of length 1, which are broadcast, and of length 0
-where a rank may have one; NaN and infinities; a constant result proves nothing. Tensors are small,
-but keep dims of size 1, equal sizes, and remainders. Outputs are shards, replicas or sums, inputs
-shards or replicas. Every rank makes the same tries on its CPU, with a generator of its own: nothing
-is communicated, and no state changes.
-"""
+The trials include what could be misleading: parts of length 1, which are broadcast, and of length 0
+if a rank may have one; NaN and infinities. A constant result proves nothing. Tensors are small, but
+keep dims of size 1, equal sizes, and remainders. Outputs are shards, replicas or sums, inputs
+shards or replicas. Every rank makes the same trials on its CPU, with its own generator: nothing is
+communicated, and no state changes."""
 
 from __future__ import annotations
 

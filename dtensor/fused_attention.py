@@ -1,4 +1,4 @@
-"""Attention of DTensors: of each rank's batch, heads or rows, or round the ring of a sequence."""
+"""Attention of DTensors: on each rank's batch, heads or rows, or by ring attention."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
 def _attention_around(
     dim: int, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
 ) -> Any:
-    """Attention to keys that lie along mesh dim `dim`: ring attention, with nothing gathered."""
+    """Attention to keys that are sharded along mesh dim `dim`, by ring attention."""
     q, k, v = query._layout, key._layout, value._layout
     rows = tuple(
         Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
@@ -179,7 +179,7 @@ def _attention_step_by_step(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """Attention whose weights are a DTensor, so that dropout drops what one device would drop."""
+    """Attention whose weights are a DTensor, so that dropout is that of a single device."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key = cast(DTensor, key.repeat_interleave(times, -3))

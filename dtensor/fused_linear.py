@@ -1,14 +1,14 @@
-"""Matmuls that are seen before autograd takes them apart, and fused with their communication.
+"""Matmuls that are caught before autograd decomposes them, and fused with their communication.
 
 Along one mesh dim, with rows meaning any dim but the last:
 
     x Shard(row), w Shard(columns)   gathers x while multiplying: all_gather_matmul
-    x Shard(last), w Shard(rows)     is a Partial sum: it stays *pending*, and is computed when
-                                     somebody looks at it. Redistributed first, the reduction is
-                                     fused with it: matmul_reduce_scatter, matmul_all_reduce.
+    x Shard(last), w Shard(rows)     is a Partial sum: it stays *pending* until it is first read. If
+                                     it is redistributed before, the reduction is fused with it:
+                                     matmul_reduce_scatter, matmul_all_reduce.
 
 The backward of these is fused too, as they run on local tensors under autograd. Whether a pending
-matmul is fused depends on nothing that only one rank knows: a rank may look at the value (print it)
+matmul is fused depends on nothing that only one rank knows: a rank may read the value (print it)
 and still takes part in the fused call afterwards.
 """
 
@@ -123,7 +123,7 @@ class PendingMatmul:
 
 @cached
 def _fused_target(layout: Layout, target: Layout, mesh_dim: int) -> Placement | None:
-    """What `target` makes of the Partial mesh dim; None where no fused op gives it."""
+    """The placement of the Partial mesh dim in `target`; None if no fused op can make it."""
     if target.mesh != layout.mesh or target.dtype != layout.dtype:
         return None
     for dim, (old, new) in enumerate(zip(layout.placements, target.placements, strict=True)):
@@ -231,7 +231,7 @@ def _reduce_matmul(
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` on DTensors, without taking it apart into views and 2-d matmuls."""
+    """`F.linear` on DTensors, without decomposing it into views and 2-d matmuls."""
 
     @staticmethod
     def forward(
@@ -274,7 +274,7 @@ _Fused = tuple[str, int, Layout] | None
 
 @cached
 def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
-    """(gather or reduce, mesh dim, layout of the result), None where the generic way is taken."""
+    """(gather or reduce, mesh dim, layout of the result); None if it takes the generic way."""
     result: _Fused = None
     found = _fused_dim(x, w, bias)
     if found is not None and 0 not in (*x.shape, *w.shape):

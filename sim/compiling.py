@@ -1,7 +1,7 @@
-"""What the kernels that a run has launched need on its chip: registers, spills, shared memory.
+"""What the kernels launched by a run need on its chip: registers, spills, shared memory.
 
-Kernels of a run are interpreted, so they are compiled by another process, with TRITON_INTERPRET=0,
-which is sent the launches and loads the script that they come from.
+Kernels of a run are interpreted, so another process with TRITON_INTERPRET=0 compiles them: it
+receives the launches and loads the script that they come from.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Arithmetic on a kernel's integers and pointers, without the way through Triton's type checks.
+"""Arithmetic on a kernel's integers and pointers that bypasses Triton's type checks.
 
-What Triton's interpreter does for `a + b` takes 30 us, of which numpy adds for one. Small cases are
-nearly all index arithmetic, as runs without numerics are: sums, products, comparisons and the like
-of int32, int64, bool and pointers are done at once here, with Triton's rules of promotion; all else
+In Triton's interpreter `a + b` takes 30 us, of which numpy's addition is one. Small cases, and runs
+without numerics, are nearly all index arithmetic: sums, products, comparisons and the like of
+int32, int64, bool and pointers are computed directly here, with Triton's promotion rules; all else
 goes the usual way.
 
     triton.language.tensor.__add__ and the other operators, tensor.to, where, minimum, maximum

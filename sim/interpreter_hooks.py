@@ -8,7 +8,7 @@
     GridExecutor.__call__                   one launch
     _patch_lang                             replaces functions of tl, for all threads together
 
-`requirements()` tells what a new Triton has moved.
+`requirements()` finds what a new version of Triton has moved.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Schedules whose result follows from those that were run, without running them.
 
 What a strand does follows from what it reads: the words of signals, and memory. So a schedule in
-which every strand finds what it found in a schedule that was run does the same, and only the order
-of operations need be played:
+which every strand reads what it read in a schedule that was run does the same, and only the order
+of operations needs to be played:
 
     run, in the interpreter       ->  a tape of each strand  ->  pieces, and which accesses conflict
     play, signals and clocks only <-  another schedule       <-
 
-A play holds if each atomic finds a value that it has found before, each wait comes to its end, and
-any two accesses that conflict are put in order by signals, in the same order as in a run: then
-there is no race, and all values are those of a run. (Where atomics have found several values, as a
-ticket does: those of one run or another.) Else the schedule is run, and what it leaves is learnt.
-Nothing is ever found by a play alone.
+A play is valid if each atomic finds a value that it has found before, each wait ends, and signals
+order any two conflicting accesses as in a run: then there is no race, and all values are those of a
+run. (If atomics have found several values, as a ticket does, those of one run or another.)
+Otherwise the schedule is run, and learnt from. Nothing is ever found by a play alone.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     rank 0: all_reduce(x)  --- copy of x --->  meeting  --- all copies --->  x.copy_(their sum)
     rank 1: all_reduce(x)  ----------------->           ------------------>  x.copy_(their sum)
 
-Every call brings copies and gives a `Work`; its `wait` waits until all members have come and then
-fills the outputs. Calls order the ranks as a barrier does. Reductions add in rank order, in the
-tensors' own type.
-"""
+Every call contributes copies and returns a `Work`, whose `wait` waits until all members have come
+and then fills the outputs. Calls order the ranks as a barrier does. Reductions add in rank order,
+in the tensors' own type."""
 
 from __future__ import annotations
 

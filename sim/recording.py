@@ -2,7 +2,7 @@
 
 A tape has a track for each thread of control: a rank's host, or a program that runs concurrently.
 A track is a sequence of operations, each a tuple that is the same in every schedule in which the
-strand has read the same: memory goes by names, not by addresses.
+strand has read the same: memory is identified by names, not by addresses.
 
     touch    accesses to memory between two signals        wait, await    until a word has a value
     atomic, post     a word is read or changed, or both    look, put, poke    as plain memory

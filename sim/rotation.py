@@ -1,13 +1,13 @@
-"""Ranks that do the same, turned round: the kernels of rank 0 are run, and stand for all ranks'.
+"""Rotational symmetry: the kernels of rank 0 are run, and stand for those of all ranks.
 
 What rank 0's program p does to rank s, program p of rank r does to rank (r + s) % W. So the trace
-of rank r is that of rank 0 with every owner moved on by r, and with every signal word that belongs
-to a source rank moved on to the source r ranks further: W ranks for the price of one.
+of rank r is that of rank 0 with every owner, and every source rank of a signal word, advanced by r:
+W ranks for the price of one.
 
-This holds for calls whose ranks have equal shares. A program waits for words that peers' kernels
-write, which do not run: it finds what it waits for there, as the first change of that word since
-the last it saw. Kernels that number their tiles through all ranks deal them out to other programs
-of rank r than here: by one tile a program at most.
+This holds for calls whose ranks have equal shares. A program that waits for a word of a peer's
+kernel, which does not run, finds the first change of that word since the last it saw. Kernels that
+number their tiles through all ranks deal them to other programs on rank r than here, which differ
+by at most one tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""sim.run: the ranks of one function, in one process, under as many interleavings as wanted."""
+"""sim.run: the ranks of one function, in one process, under any number of interleavings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One thread of control at a time: strands hand a baton over at signal operations.
+"""One thread of control at a time: strands pass a baton at signal operations.
 
 A strand is a rank's host code, or one program of a kernel that it has launched. Before each
-operation that another strand could see (`point`), the policy picks who goes on among all that can;
-so a seed fixes the interleaving. A strand that polls in vain sleeps until a word that it polled
-changes. When all sleep, nobody will ever wake them: a deadlock, found at once.
+operation that another strand could see (`point`), the policy picks which strand goes on, so that a
+seed fixes the interleaving. A strand that polls in vain sleeps until a word that it polled changes.
+If all sleep, nothing will ever wake them: a deadlock, found at once.
 """
 
 from __future__ import annotations

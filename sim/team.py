@@ -1,7 +1,7 @@
 """Ranks that make calls together: the virtual world, or a group of it.
 
-It is what processes bring along elsewhere (`weft.collectives.group.Ranks`): values gathered from
-all members, symmetric memory, host-side signals; and the messages of a process group.
+It implements `weft.collectives.group.Ranks`: values gathered from all members, symmetric memory,
+host-side signals; and the messages of a process group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in a run, as far as it takes time, without the time it takes.
+"""The events of a run that take time, without the time they take.
 
 A lane is a sequence of events: a rank's stream (`Launch`, `HostOp`, signals), or one program of a
 launch (`Work`, `Store`, signals). `weft.sim.clock` plays a trace on a `Hardware`. Lengths are in

@@ -1,7 +1,6 @@
-"""The virtual world: what ranks share in one schedule, and what happens when they touch it.
+"""The virtual world: what ranks share in one schedule, and what happens when they access it.
 
-It stands in for what processes bring along (`weft.collectives.group.Ranks`) and observes the
-interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals.
+It observes the interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals.
 """
 
 from __future__ import annotations
