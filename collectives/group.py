@@ -371,7 +371,7 @@ def is_call_traced(x: torch.Tensor) -> bool:
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
-            "..) or in forward mode: use torch.autograd.grad"
+            "..) or forward-mode differentiation: use torch.autograd.grad"
         )
     if x.layout is not torch.strided:
         raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
