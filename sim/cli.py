@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,35 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
-    if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
-        parser.error(
-            "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
-        )
-    if args.symmetric and not args.no_numerics:
-        parser.error("--symmetric leaves out what other ranks compute: add --no-numerics")
-    if args.compile and ":" not in args.script:
-        parser.error(f"--compile is for kernels of a function: give {args.script}:FUNCTION")
-    if args.gpu and (others := _options_beside_gpu(parser, args)):
-        parser.error(f"--gpu runs the compiled kernels once, unchecked: leave out {others}")
-    if args.hardware and args.schedules is None and args.schedule is None:
-        args.schedules = "1"
-    args.schedules = args.schedules or "100"
-    if not 1 <= args.ranks <= pad.MAX_RANKS:
-        parser.error(f"--ranks must be in 1..{pad.MAX_RANKS}, got {args.ranks}")
-    for path in filter(None, (args.trace, args.plot)):
-        if not path.parent.is_dir():
-            parser.error(f"no folder {str(path.parent)!r} to write {path.name!r} to")
-    try:
-        parse(args.schedule or "default")
-    except ValueError as error:
-        parser.error(f"--schedule: {error}")
-    if args.schedules != "exhaustive" and not args.schedules.isdecimal():
-        parser.error(f"--schedules must be a number or `exhaustive`, got {args.schedules!r}")
-    schedules = args.schedules if args.schedules == "exhaustive" else int(args.schedules)
-    if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
-        parser.error("--replay is for races, in a number of --schedules, without --hardware")
-    if not Path(args.script.partition(":")[0]).is_file():
-        parser.error(f"no script {args.script.partition(':')[0]!r}: give FILE or FILE:FUNCTION")
+    schedules = _checked(parser, args)
     function = _function(args.script, given[end + 1 :])
     start = time.perf_counter()
     if args.gpu:
@@ -123,6 +95,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = Path(args.script.partition(":")[0])
         return compiling.tell(results.launched, path, PRESETS[args.hardware].chip)
     return 0
+
+
+def _checked(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> int | Literal["exhaustive"]:
+    """How many schedules to run; exits with an error for options that do not fit together."""
+    if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
+        parser.error(
+            "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
+        )
+    if args.symmetric and not args.no_numerics:
+        parser.error("--symmetric leaves out what other ranks compute: add --no-numerics")
+    if args.compile and ":" not in args.script:
+        parser.error(f"--compile is for kernels of a function: give {args.script}:FUNCTION")
+    if args.gpu and (others := _options_beside_gpu(parser, args)):
+        parser.error(f"--gpu runs the compiled kernels once, unchecked: leave out {others}")
+    if not 1 <= args.ranks <= pad.MAX_RANKS:
+        parser.error(f"--ranks must be in 1..{pad.MAX_RANKS}, got {args.ranks}")
+    for path in filter(None, (args.trace, args.plot)):
+        if not path.parent.is_dir():
+            parser.error(f"no folder {str(path.parent)!r} to write {path.name!r} to")
+    try:
+        parse(args.schedule or "default")
+    except ValueError as error:
+        parser.error(f"--schedule: {error}")
+    asked = args.schedules or ("1" if args.hardware and args.schedule is None else "100")
+    if asked != "exhaustive" and not asked.isdecimal():
+        parser.error(f"--schedules must be a number or `exhaustive`, got {asked!r}")
+    schedules: int | Literal["exhaustive"] = "exhaustive" if asked == "exhaustive" else int(asked)
+    if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
+        parser.error("--replay is for races, in a number of --schedules, without --hardware")
+    if not Path(args.script.partition(":")[0]).is_file():
+        parser.error(f"no script {args.script.partition(':')[0]!r}: give FILE or FILE:FUNCTION")
+    return schedules
 
 
 def _again(given: list[str], end: int, error: SimError) -> str:
