@@ -108,8 +108,8 @@ class Stored:
         file = self.path / METADATA
         if not file.exists():
             raise CheckpointError(
-                f"{self.path} is no checkpoint: it has no {METADATA}. A save that was killed "
-                f"leaves none, if it was the first to this folder"
+                f"{self.path} is not a checkpoint: it has no {METADATA}. A killed save leaves none "
+                f"if it was the first in this folder"
             )
         try:
             with open(file, "rb") as stream:

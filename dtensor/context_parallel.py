@@ -108,9 +108,9 @@ def context_parallel(
     for buffer, dim in zip(buffers, dims, strict=True):
         if buffer.requires_grad or buffer._is_view() or not -buffer.ndim <= dim < buffer.ndim:
             raise ValueError(
-                f"a buffer is a plain tensor that is no view and wants no gradient, and its "
-                f"sequence dim one of its own: got {tuple(buffer.shape)}, {dim=}, "
-                f"requires_grad={buffer.requires_grad}, a view: {buffer._is_view()}"
+                f"a buffer must have the given sequence dim, need no gradient and not be a view: "
+                f"got {tuple(buffer.shape)}, {dim=}, requires_grad={buffer.requires_grad}, "
+                f"a view: {buffer._is_view()}"
             )
     wholes = [buffer.detach().clone() for buffer in buffers]
     try:

@@ -148,7 +148,7 @@ def _one_each(
     if len(placements) != count:
         raise ValueError(
             f"local_map needs one entry in {name} for each value, got {len(placements)} for "
-            f"{count}: give None for what is no tensor"
+            f"{count}: pass None for values that are not tensors"
         )
     return placements
 

@@ -185,11 +185,11 @@ def is_same_size(input: Any, other: Any) -> bool:
 
 
 def no_memory(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse `Tensor.numpy`, `__array__`, DLPack and storages: no rank has the whole's memory."""
+    """Refuse `Tensor.numpy`, `__array__`, DLPack and storages: no rank has all of the memory."""
     raise RuntimeError(
-        f"{x._layout!r} is spread over ranks, and is no one array: full_tensor().numpy() is all of "
-        f"it (every rank makes the call), to_local().numpy() this rank's part; safetensors saves "
-        f"what full_tensor() gives"
+        f"{x._layout!r} is spread over ranks and has no array: use full_tensor().numpy() for all "
+        f"of it (on every rank) or to_local().numpy() for this rank's part; safetensors can "
+        f"save full_tensor()"
     )
 
 

@@ -71,9 +71,9 @@ def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor
         told = [agree(group, f"from_local({name})", local.shape[dim]) for dim in dims]
         if any(len(set(lengths)) > 1 for lengths in told):
             raise ValueError(
-                f"a traced from_local takes shards for equally long unless it is told otherwise: "
-                f"{name}, they have lengths {told} along dims {dims}. Pass shape= and stride= of "
-                f"the whole tensor, or DTensors to a module that makes them of plain inputs"
+                f"a traced from_local assumes shards of equal length: {name}, they have lengths "
+                f"{told} along dims {dims}. Pass shape= and stride= of the whole tensor, or "
+                f"DTensors to a module that makes them of plain inputs"
             )
     return local.new_empty(0)
 

@@ -99,8 +99,8 @@ def refuse_old_views(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> N
             wanted = base.requires_grad or any(t.requires_grad for t in given)
             if view._reshapes != base._reshapes and wanted:
                 raise RuntimeError(
-                    f"{func}: the view {list(view.shape)} of a DTensor was taken before the shape "
-                    f"of that changed in place, to {list(base.shape)}: autograd cannot follow. "
+                    f"{func}: the view {list(view.shape)} was taken before the shape of its base "
+                    f"changed in place, to {list(base.shape)}: autograd cannot follow. "
                     f"Take the view again, or write x = x.squeeze() for x.squeeze_()"
                 )
 

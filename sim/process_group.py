@@ -301,7 +301,7 @@ def _parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
     if target.numel() != value.numel() or target.dtype != value.dtype:
         raise ValueError(
-            f"a tensor of {tuple(value.shape)} {value.dtype} came for one of "
+            f"received {tuple(value.shape)} {value.dtype} for a tensor of "
             f"{tuple(target.shape)} {target.dtype}"
         )
     target.copy_(value.view_as(target))

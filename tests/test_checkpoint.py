@@ -160,7 +160,7 @@ def test_info(folder: Path, capsys: Any) -> None:
     assert main(["checkpoint", "info", str(folder), "--check"]) == 0
     assert "every piece is sound" in capsys.readouterr().out
     assert main(["checkpoint", "info", str(folder.parent)]) == 1
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
 
 
 def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -156,7 +156,7 @@ def views_of_a_reshaped_base(x: Any) -> None:
         old = y[1]
         y.t_()
         new = y[1]
-        with pytest.raises(RuntimeError, match="taken before the shape of that changed"):
+        with pytest.raises(RuntimeError, match="taken before the shape of its base changed"):
             old.mul_(2) if write else old * 2
         new.mul_(3)
         (grad,) = torch.autograd.grad((new * new).sum(), new)
