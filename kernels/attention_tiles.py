@@ -140,17 +140,17 @@ def seen_pairs_transposed(
 def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
     """Split tokens start .. stop - 1 for a tile whose end rows see `lowest` and `highest`.
 
-    Returns (begin, a, b, end): no row sees anything but begin .. end - 1, and every row sees all of
-    a .. b - 1, which lies in whole blocks from begin on.
+    Returns (begin, full, full_end, end): no row sees anything but begin .. end - 1, and every
+    row sees all of full .. full_end - 1, which lies in whole blocks from begin on.
 
     Example: rows 8 .. 15 that see what is before them and themselves, so (0, 9) and (0, 16), tokens
     4 .. 31, BLOCK=2: (4, 4, 8, 16).
     """
     begin, end = tl.maximum(lowest[0], start), tl.minimum(highest[1], stop)
     common, until = tl.maximum(highest[0], begin), tl.minimum(lowest[1], end)
-    a = begin + cdiv(common - begin, BLOCK) * BLOCK
-    b = a + tl.maximum(until - a, 0) // BLOCK * BLOCK
-    return begin, a, b, end
+    full = begin + cdiv(common - begin, BLOCK) * BLOCK
+    full_end = full + tl.maximum(until - full, 0) // BLOCK * BLOCK
+    return begin, full, full_end, end
 
 
 @triton.jit

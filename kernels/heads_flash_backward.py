@@ -312,7 +312,9 @@ def _make_dkv(
                 step = part // SPANS
                 source = (rank + step) % WORLD_SIZE
                 start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
-                begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
+                begin, full, full_end, end = interval(
+                    lowest, highest, start, start + q_length, BLOCK_M
+                )
                 if begin < end:
                     arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                     for head in range(first, last):
@@ -321,7 +323,7 @@ def _make_dkv(
                             B, q_row - start, SHAPE,
                         )  # fmt: skip
                         dk, dv = add_to_dkv(
-                            dk, dv, k, v, position, head_q, begin, a, b, end, ring.sees,
+                            dk, dv, k, v, position, head_q, begin, full, full_end, end, ring.sees,
                             ring.scale * LOG2_E, SHAPE, BLOCK_M,
                         )  # fmt: skip
             part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)

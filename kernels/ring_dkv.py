@@ -159,15 +159,15 @@ def add_to_dkv(
     position,  # of row 0 of k
     queries,  # HeadQueries, row 0 at position 0
     begin,
-    a,
-    b,
+    full,
+    full_end,
     end,
     sees,
     qk_scale,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add what queries begin .. end - 1 contribute; queries a .. b - 1 see all keys of the tile.
+    """Add what queries begin .. end - 1 contribute; queries full .. full_end - 1 see all keys.
 
     One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
     tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
@@ -192,7 +192,7 @@ def add_to_dkv(
             ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
         else:
             ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
-        if (start < a) | (start >= b):
+        if (start < full) | (start >= full_end):
             if KEYS_FIRST:
                 seen = seen_pairs_transposed(
                     start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N
@@ -257,11 +257,13 @@ def make_dkv(
                 dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
                 for shared in range(SPANS * sharing):
                     start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
-                    begin, a, b, end = interval(lowest, highest, start, start + q_length, BLOCK_M)
+                    begin, full, full_end, end = interval(
+                        lowest, highest, start, start + q_length, BLOCK_M
+                    )
                     q_head = kv_head * sharing + shared // SPANS
                     dk, dv = add_to_dkv(
                         dk, dv, k, v, position, head_queries(queries, batch, q_head, q_row - start),
-                        begin, a, b, end, ring.sees, scale * LOG2_E, SHAPE, BLOCK_M,
+                        begin, full, full_end, end, ring.sees, scale * LOG2_E, SHAPE, BLOCK_M,
                     )  # fmt: skip
                 at = _slot_ptr(slots, ring, owner, rank, SHAPE)
                 at += tl.cast(head, tl.int64) * slots.rows * PITCH

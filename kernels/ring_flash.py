@@ -139,15 +139,15 @@ def _add_keys(
     position,  # of row 0 of q
     keys,  # HeadKeys, row 0 at position 0
     begin,
-    a,
-    b,
+    full,
+    full_end,
     end,
     sees,
     qk_scale,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add keys begin .. end - 1 to the softmax; all queries of the tile see keys a .. b - 1.
+    """Add keys begin .. end - 1 to the softmax; all queries see keys full .. full_end - 1.
 
     One loop with a branch: three loops, each with its addresses in registers, would spill.
     """
@@ -157,7 +157,7 @@ def _add_keys(
     for start in range(begin, end, BLOCK_N):
         k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
         scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
-        if (start < a) | (start >= b):
+        if (start < full) | (start >= full_end):
             seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
             scores = tl.where(seen, scores, float("-inf"))
         top, total, weights, rescale = softmax_step(top, total, scores)
@@ -193,12 +193,12 @@ def attend(
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
             start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
                 arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                 kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 top, total, acc = _add_keys(
-                    top, total, acc, q, position, kv, begin, a, b, end, ring.sees,
+                    top, total, acc, q, position, kv, begin, full, full_end, end, ring.sees,
                     ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
     out, lse = normalized(top, total, acc)

@@ -184,15 +184,15 @@ def _add_to_dq(
     position,  # of row 0 of q
     keys,  # HeadKeys, row 0 at position 0
     begin,
-    a,
-    b,
+    full,
+    full_end,
     end,
     sees,
     qk_scale,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What keys begin .. end - 1 add, of which all the queries see a .. b - 1."""
+    """What keys begin .. end - 1 add, of which all the queries see full .. full_end - 1."""
     BLOCK_M: tl.constexpr = q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
@@ -201,7 +201,7 @@ def _add_to_dq(
         v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
         scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
         p = tl.exp2(scores - lse[:, None])
-        if (start < a) | (start >= b):
+        if (start < full) | (start >= full_end):
             seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
             p = tl.where(seen, p, 0.0)
         ds = p * (tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None])
@@ -238,12 +238,12 @@ def sum_dq(
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
             start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, a, b, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
             if begin < end:
                 arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                 kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
                 dq = _add_to_dq(
-                    dq, q, dout, lse, delta, position, kv, begin, a, b, end, ring.sees,
+                    dq, q, dout, lse, delta, position, kv, begin, full, full_end, end, ring.sees,
                     ring.scale * LOG2_E, SHAPE, BLOCK_N,
                 )  # fmt: skip
     return arrivals, dq * ring.scale
