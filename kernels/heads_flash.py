@@ -205,19 +205,22 @@ def launch_head_attention(
     ws: Workspace,
     geometry: Geometry,
     scale: float,
+    *,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue this rank's part of the attention.
 
     Args:
         q: (B, H, n, D), any strides; k, v: (B, H_kv, m, D): shards along dim 2.
         ws: `workspace_for` them.
+        config: the same on all ranks; default `config_for`.
 
     Returns:
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
     W = ws.world_size
-    config = config_for(
+    config = config or config_for(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)

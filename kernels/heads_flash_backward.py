@@ -490,7 +490,7 @@ def _head_attention_backward_kernel(
 
 
 def launch_head_attention_backward(
-    saved: Saved, ws: Workspace, geometry: Geometry, scale: float
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `heads_flash.launch_head_attention`.
 
@@ -498,6 +498,7 @@ def launch_head_attention_backward(
         saved: operands and results of the forward, and gradients of the results; grad_out may have
             any strides.
         ws: `workspace_for` the tokens.
+        config: the same on all ranks; default `config_for`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.

@@ -140,7 +140,7 @@ def errors_body() -> None:
     ):
         pass
     with (
-        pytest.raises(ValueError, match="is no view"),
+        pytest.raises(ValueError, match="not be a view"),
         context_parallel(mesh, buffers=[q[:1]], buffer_seq_dims=[2]),
     ):
         pass
