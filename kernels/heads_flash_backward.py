@@ -506,7 +506,9 @@ def launch_head_attention_backward(
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
     W, H_kv = ws.world_size, k.shape[1]
-    config = config_for(B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device))
+    config = config or config_for(
+        B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
+    )
     heads = heads_at(ws.rank, H, W)
     of_keys = kv_range(heads, H, H_kv)
     k, v = contiguous_rows(k, v)
