@@ -9,8 +9,9 @@ them keeps another from starting:
     1. A grid that waits has at most cores / W programs (`chip_of`): those of all ranks fit.
     2. A stream has a hardware queue of its own. In a shared one, a kernel that waits would hold up
        what another rank has enqueued behind it.
-    3. All of torch's kernels are loaded at the start, and every thread has its cuBLAS handle. To
-       load or make one later may wait for what is running.
+    3. No rank launches before all ranks are about to, or goes on before all have (`keep_step`).
+       CUDA may wait for all that runs before it loads a kernel or makes a handle: a rank that had
+       to do so before it launches would wait for a kernel that waits for it.
     4. Backward runs in the rank's own thread. Torch's thread for the GPU would serve all ranks.
 What is overlooked here ends by the time-out that every wait has.
 """
@@ -27,13 +28,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from weft import settings
 from weft.collectives import pad
 from weft.collectives.cost import Machine
-from weft.collectives.group import forget_meshes
+from weft.collectives.group import forget_meshes, here
 from weft.collectives.symmetric import SymmetricBuffer, Waiter
 from weft.collectives.workspace import forget
 from weft.errors import PeerTimeout
@@ -64,9 +67,8 @@ def run_on_gpu(
         fn's results, in rank order; the GPU has finished.
 
     Raises:
-        RuntimeError: there is no GPU, kernels are interpreted in this process, or CUDA was
-            initialised with other settings than threads that wait for each other need: the message
-            names the variables.
+        RuntimeError: there is no GPU, kernels are interpreted in this process, or it has used the
+            GPU without the variable that the message names.
         PeerTimeout: a rank did not come.
         TimeoutError: it took longer than `timeout`; says where the ranks were.
         Exception: what `fn` raised first, with a note of the rank.
@@ -90,25 +92,25 @@ def run_on_gpu(
 
 
 def prepare(initialised: bool) -> None:
-    """Set what CUDA reads when it is initialised.
+    """Have the GPU's queues be as many as there may be, before it is `initialised`.
 
     Raises:
-        RuntimeError: it was, with other settings.
+        RuntimeError: it was, with others.
     """
+    name, value = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
     if torch.version.hip:
-        needed = {"GPU_MAX_HW_QUEUES": "24"}
-    else:
-        needed = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        name, value = "GPU_MAX_HW_QUEUES", "24"
     if not initialised:
-        os.environ |= needed
-    elif any(os.environ.get(name) != value for name, value in needed.items()):
+        os.environ[name] = value
+    elif os.environ.get(name) != value:
         raise RuntimeError(
-            f"ranks that share a process need {' '.join(map('='.join, needed.items()))} in the "
-            f"environment before the process first uses the GPU"
+            f"ranks that share a process need {name}={value} in the environment before the process "
+            f"first uses the GPU"
         )
 
 
 _ALIGN = 4096  # of segments
+_STEP_S = 5.0  # in which a rank that launches what others do is expected to
 
 
 class _Stopped(BaseException):
@@ -125,6 +127,9 @@ class ThreadWorld(Teams["ThreadTeam"]):
         self.failure: Exception | None = None
         self.kept: list[torch.Tensor] = []  # a rank may read after its owner has let go
         self._changed = threading.Condition(threading.RLock())
+        self._waits: dict[int, Callable[[], bool]] = {}  # by rank: whether what it awaits has come
+        self._steps = [0] * world_size
+        self._loading, self._loads = 0, threading.Lock()
 
     def new_team(self, name: str, ranks: tuple[int, ...]) -> ThreadTeam:
         return ThreadTeam(self, name, ranks)
@@ -141,13 +146,62 @@ class ThreadWorld(Teams["ThreadTeam"]):
             yield
             self._changed.notify_all()
 
+    @contextmanager
+    def waiting(self, come: Callable[[], bool]) -> Iterator[None]:
+        """This rank launches nothing inside the block before `come()`."""
+        rank = rank_here()
+        with self.alone():
+            self._waits[rank] = come
+        try:
+            yield
+        finally:
+            with self.alone():
+                del self._waits[rank]
+
     def sleep_until(self, come: Callable[[], bool], late: Callable[[float], Exception]) -> None:
         """Wait until `come()`; raise `late(seconds)` if that takes too long."""
         timeout_s = settings.timeout_s()
-        with self._changed:
+        with self._changed, self.waiting(come):
             self._changed.wait_for(lambda: come() or self.failure, timeout_s)
             if not come():
                 raise _Stopped if self.failure else late(timeout_s)
+
+    def ended(self, rank: int) -> None:
+        """`rank` launches nothing any more."""
+        with self.alone():
+            self._waits[rank] = lambda: False
+
+    @contextmanager
+    def loads(self) -> Iterator[None]:
+        """Kernels are compiled and loaded by one rank at a time."""
+        with self.alone():
+            self._loading += 1
+        try:
+            with self._loads:
+                yield
+        finally:
+            with self.alone():
+                self._loading -= 1
+
+    def keep_step(self) -> None:
+        """Wait until all ranks have called this as often, but for those that cannot."""
+        rank = rank_here()
+        with self._changed:
+            number = self._steps[rank] = self._steps[rank] + 1
+            self._changed.notify_all()
+
+            def come() -> bool:
+                return bool(self.failure) or all(
+                    count >= number or (other in self._waits and not self._waits[other]())
+                    for other, count in enumerate(self._steps)
+                )
+
+            while not self._changed.wait_for(come, _STEP_S) and self._loading:
+                pass
+            if self.failure:
+                raise _Stopped
+            # Who waits, or does not launch this kernel, is not expected to catch up.
+            self._steps = [max(count, number) for count in self._steps]
 
     def fail(self, error: Exception, rank: int) -> None:
         """End all ranks: what the first has to say, counts."""
@@ -260,6 +314,12 @@ class ThreadTeam(Members):
         return sender, value
 
 
+def rank_here() -> int:
+    """The rank of this thread."""
+    assert here.world is not None
+    return here.world.rank
+
+
 class _ThreadWaiter(Waiter):
     """Gives way at once, as threads of one process take turns in Python."""
 
@@ -268,6 +328,10 @@ class _ThreadWaiter(Waiter):
     def __init__(self, world: ThreadWorld, buffer: SymmetricBuffer) -> None:
         super().__init__(buffer)
         self._world = world
+
+    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
+        with self._world.waiting(lambda: self.own[slot] >= value):
+            super()._wait(slot, peer, value, op)
 
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, or a rank has failed."""
@@ -304,6 +368,7 @@ def run_threads(
             with ExitStack() as stack:
                 stream = _own_stream(stack, device)
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                stack.callback(world.ended, rank)
                 stack.callback(forget, rank)
                 stack.enter_context(distributed_hooks.rank_of(world, rank))
                 ready.wait()
@@ -316,7 +381,7 @@ def run_threads(
         except (_Stopped, SystemExit):
             pass
 
-    with distributed_hooks.installed():
+    with distributed_hooks.installed(), _launched_together(world):
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(body, rank), daemon=True)
             for rank in world.everybody
@@ -342,8 +407,26 @@ def _own_stream(stack: ExitStack, device: torch.device) -> torch.cuda.Stream | N
     stream = torch.cuda.Stream(device)
     stack.enter_context(torch.cuda.stream(stream))
     stack.enter_context(device)  # the default one
-    torch.cuda.current_blas_handle()
     return stream
+
+
+@contextmanager
+def _launched_together(world: ThreadWorld) -> Iterator[None]:
+    """The ranks load, and then launch, each of Triton's kernels together."""
+    run = JITFunction.run
+
+    def run_with_others(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if warmup or here.world is None:
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+        with world.loads():
+            run(kernel, *args, grid=grid, warmup=True, **options)._init_handles()
+        world.keep_step()
+        launched = run(kernel, *args, grid=grid, warmup=False, **options)
+        world.keep_step()
+        return launched
+
+    with patch.object(JITFunction, "run", run_with_others):
+        yield
 
 
 def _stacks(threads: list[threading.Thread]) -> str:

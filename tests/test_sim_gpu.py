@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_kernel_collectives import gather_body, reduce_body
 from test_matmul_ops import gather_case, random_cases, sum_case
 from test_matmul_ops import repeated_body as matmuls_again
 from test_ring_attention import repeated_body as ring_again
+from triton.runtime.jit import JITFunction
 
 import weft
 from weft import collectives, sim
@@ -178,13 +180,91 @@ def test_ranks_that_share_a_gpu_have_a_part_of_its_cores(monkeypatch: pytest.Mon
 
 
 def test_what_cuda_must_be_initialised_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
-    with pytest.raises(RuntimeError, match=r"CUDA_MODULE_LOADING=EAGER.*before"):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    with pytest.raises(RuntimeError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=32.*before"):
         gpu.prepare(initialised=True)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     gpu.prepare(initialised=False)
-    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     gpu.prepare(initialised=True)
+
+
+class Kernel:
+    """What Triton would launch: notes who loads it and who launches it, in this order."""
+
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self._load_s = load_s
+
+    def __call__(self, kernel: Any, *, grid: Any, warmup: bool) -> Kernel:
+        if not warmup:
+            self.seen.append(("launch", gpu.rank_here()))
+        return self
+
+    def _init_handles(self) -> None:
+        time.sleep(self._load_s * gpu.rank_here())
+        self.seen.append(("load", gpu.rank_here()))
+
+
+def launch(kernel: Kernel) -> None:
+    JITFunction.run(kernel, grid=(1,), warmup=False)
+
+
+def test_no_rank_launches_before_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(load_s=0.05)
+    monkeypatch.setattr(JITFunction, "run", kernel)
+    monkeypatch.setattr(gpu, "_STEP_S", 0.01)  # to load one may take longer
+
+    def body(rank: int) -> None:
+        for _ in range(3):
+            time.sleep(0.005 * rank)
+            launch(kernel)
+
+    gpu.run_threads(3, body, CPU, timeout=20)
+    assert [what for what, _ in kernel.seen] == (["load"] * 3 + ["launch"] * 3) * 3
+    assert all(
+        {rank for _, rank in kernel.seen[at : at + 3]} == {0, 1, 2} for at in range(0, 18, 3)
+    )
+    assert JITFunction.run is kernel
+
+
+def test_who_waits_or_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(JITFunction, "run", kernel)
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            launch(kernel)
+        if rank != 2:
+            dist.init_process_group("gloo")
+            group = dist.new_group([0, 1], use_local_synchronization=True)
+            collectives.all_reduce(torch.ones(2), group=group)
+            launch(kernel)
+            launch(kernel)
+
+    start = time.monotonic()
+    gpu.run_threads(3, body, CPU, timeout=20)
+    assert time.monotonic() - start < gpu._STEP_S
+    assert sorted(rank for what, rank in kernel.seen if what == "launch") == [0, 0, 1, 1, 1]
+
+
+def test_a_rank_that_launches_less_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(JITFunction, "run", kernel)
+    monkeypatch.setattr(gpu, "_STEP_S", 0.2)
+    done = threading.Event()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            launch(kernel)
+            done.set()
+        else:
+            done.wait(10)  # as if for the GPU, which nobody sees
+        launch(kernel)
+
+    gpu.run_threads(2, body, CPU, timeout=20)
+    assert next(rank for what, rank in kernel.seen if what == "launch") == 0
+    assert len(kernel.seen) == 6
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
