@@ -44,7 +44,15 @@ def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> li
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
-    return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1])))
+    strategies = _by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1]))
+    x, *weights = call.inputs
+    if (
+        call.name == "native_layer_norm"
+        and call.mesh.device_type == "cpu"
+        and all(w.dtype == x.dtype for w in weights)
+    ):  # there its statistics are no wider than all the rest, though those of its meta kernel are
+        call.outputs[1:] = [Meta(m.shape, m.stride, x.dtype) for m in call.outputs[1:]]
+    return Choices(strategies)
 
 
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")

@@ -35,7 +35,7 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that the op reduces, from the front."""
     ndim = call.inputs[0].ndim
     dims = call.bound.get("dim")
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+    if not ndim or dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return tuple(range(ndim))
     if isinstance(dims, int):
         dims = [dims]

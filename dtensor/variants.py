@@ -1,6 +1,7 @@
 """Variants of ops that write somewhere: computed by the variant that returns a new tensor.
 
-torch.mul(x, 2, out=y)     torch.mul(x, 2), and its result is copied to y, as y is placed
+torch.mul(x, 2, out=y)     torch.mul(x, 2), and its result is copied to y, as y is placed; a y
+                           without elements is resized first
 x.squeeze_(0)              x.squeeze(0), and x becomes the result: shape, layout and memory
 
 Autograd makes a view of a base that was written again, by the op that took the view. If the base's
@@ -14,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from weft.dtensor.call import Call, Op, leaves
 from weft.dtensor.grad_recording import no_function
-from weft.dtensor.tensor import DTensor, become
+from weft.dtensor.layout import contiguous_stride, layout_of, shard_dim
+from weft.dtensor.tensor import DTensor, become, wrap
 
 
 class Reshaped:
@@ -64,6 +67,8 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
         outs = [kwargs.pop(name) for name in names]
         result = functional(*args, **kwargs)
         for out, value in zip(outs, [result] if len(outs) == 1 else result, strict=True):
+            if out.numel() == 0 and isinstance(out, DTensor):
+                _resize(out, value)
             if out.shape != value.shape or not torch.can_cast(value.dtype, out.dtype):
                 raise ValueError(
                     f"{func}: the result is {value.dtype}{list(value.shape)}, and cannot be put in "
@@ -73,6 +78,14 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     return run
+
+
+def _resize(out: DTensor, like: torch.Tensor) -> None:
+    """Give a tensor without elements the shape of `like`; a dim that it lacks is not sharded."""
+    kept = [p if shard_dim(p) < like.ndim else Replicate() for p in out.placements]
+    shape = tuple(like.shape)
+    layout = layout_of(out.device_mesh, tuple(kept), shape, contiguous_stride(shape), out.dtype)
+    become(out, wrap(out._local_tensor.new_empty(layout.local_shape), layout))
 
 
 def _view_in_place(functional: Op) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 from dtensors import close, ints, r, tensors_of
 from torch.nn import functional
 
-from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 RANKS = 3
 Line = tuple[str, Callable[..., Any], list[torch.Tensor]]
@@ -109,6 +109,7 @@ def extrema() -> list[Line]:
         ("cummax", lambda t: t.cummax(0), [few]),
         ("kthvalue", lambda t: t.kthvalue(2, 0), [few]),
         ("var", lambda t: t.var(), [few]),
+        ("amax of a number", lambda t: t.amax(0), [r()]),
         ("prod", lambda t: t.prod(0), [few]),
     ]
 
@@ -203,7 +204,42 @@ def indexed() -> list[Line]:
     ]
 
 
-TABLES = {f.__name__: f for f in (losses, scalars, dynamic, extrema, ordered, indexed)}
+def resized() -> list[Line]:
+    """An out= without elements takes the shape of the result."""
+    x, y = r(5, 3), r(5, 3)
+
+    def into(function: Callable[..., Any], *outs: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            args = tuple(t.detach() for t in args)
+            out = tuple(make(args[0]) for make in outs)
+            result = function(*args, out=out if len(out) > 1 else out[0])
+            return result, *out
+
+        return run
+
+    def nothing(t: Any) -> Any:
+        return t.new_empty(0)
+
+    def no_rows(t: Any) -> Any:
+        return t[:0].clone()
+
+    def integers(t: Any) -> Any:
+        return t.new_empty(0, dtype=torch.int64)
+
+    return [
+        ("mul", into(torch.mul, nothing), [x, y]),
+        ("mul, no rows", into(torch.mul, no_rows), [x, y]),
+        ("sum", into(lambda t, out: torch.sum(t, 0, out=out), no_rows), [x]),
+        ("sum of all", into(lambda t, out: torch.sum(t, (0, 1), out=out), no_rows), [x]),
+        ("max", into(lambda t, out: torch.max(t, 1, out=out), nothing, integers), [x]),
+        ("mm", into(lambda a, b, out: torch.mm(a, b.t(), out=out), no_rows), [x, y]),
+        ("cat", into(lambda a, b, out: torch.cat([a, b], 1, out=out), nothing), [x, y]),
+        ("half", into(torch.exp, lambda t: t.new_empty(0, dtype=torch.float16)), [x]),
+        ("nothing", into(lambda t, out: torch.exp(t[:0], out=out), nothing), [x]),
+    ]
+
+
+TABLES = {f.__name__: f for f in (losses, scalars, dynamic, extrema, ordered, indexed, resized)}
 
 
 def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -250,3 +286,90 @@ def run(table: str) -> list[str]:
 def test_right_where_torch_is_not(ranks: Any, table: str) -> None:
     for wrong in ranks(RANKS, run, table):
         assert wrong == []
+
+
+def refusals() -> list[Line]:
+    """Values that an op refuses, though only one rank may see them."""
+    x, lists = r(4, 3), []
+    for wrong in (7, -7):
+        i = torch.tensor([0, wrong, 1, 2])
+        rows = i[:, None].expand(4, 3).contiguous()
+        lists += [
+            ("gather", lambda t, j: t.gather(0, j), [x, rows]),
+            ("one_hot", lambda j: functional.one_hot(j, 5), [i]),
+            ("index_select", lambda t, j: t.index_select(0, j), [x, i]),
+            ("x[i]", lambda t, j: t[j], [x, i]),
+            ("take", lambda t, j: t.take(j * 9), [x, i]),
+            ("embedding", lambda t, j: functional.embedding(j, t), [x, i]),
+            ("cross entropy", functional.cross_entropy, [x, i]),
+            ("scatter_add", lambda t, j: t.scatter_add(0, j, t), [x, rows]),
+            ("index_add", lambda t, j: t.index_add(0, j, t), [x, i]),
+            ("index_copy", lambda t, j: t.index_copy(0, j, t), [x, i]),
+            ("x[i] = 2", lambda t, j: t.clone().__setitem__(j, 2.0), [x, i]),
+        ]
+    return [
+        *lists,
+        ("one_hot below zero", lambda j: functional.one_hot(j), [torch.tensor([2, -1, 0])]),
+    ]
+
+
+def refused_as_by_torch() -> list[str]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    wrong = []
+    for name, function, args in refusals():
+        with pytest.raises((RuntimeError, IndexError)) as of_torch:
+            function(*args)
+        for placements in itertools.product(*map(placements_of, args)):
+            ours = [distribute_tensor(t, mesh, [p]) for t, p in zip(args, placements, strict=True)]
+            try:
+                function(*ours)
+            except (RuntimeError, IndexError) as error:
+                if type(error) is of_torch.type:
+                    continue
+                wrong.append(f"{name} {placements}: {error!r} is no {of_torch.type.__name__}")
+            else:
+                wrong.append(f"{name} {placements}: nothing is raised")
+    return wrong
+
+
+def test_wrong_values_are_refused_as_by_torch(ranks: Any) -> None:
+    assert ranks(RANKS, refused_as_by_torch) == [[]] * RANKS
+
+
+def indices_in_terms() -> None:
+    """A one in the place of each term is no term of a one."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    index = torch.tensor([[0, 3], [2, 1]])
+    terms = index * (RANKS if mesh.get_rank() == 0 else -1)
+    terms[1] = index[1] if mesh.get_rank() == 1 else 0
+    ours = DTensor.from_local(terms, mesh, [Partial()])
+    for classes in (-1, 6):
+        assert close(functional.one_hot(ours, classes), functional.one_hot(index, classes))
+
+
+def test_one_hot_of_a_sum(ranks: Any) -> None:
+    ranks(RANKS, indices_in_terms)
+
+
+def statistics() -> None:
+    """They have the dtype that torch gives them on a CPU: it depends on that of the weights."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    half, single = torch.float16, torch.float32
+    for dtype, of_weights in ((half, half), (half, single), (single, single)):
+        for weighs in (True, False):
+            w = torch.ones(3, dtype=of_weights) if weighs else None
+            args = torch.randn(4, 3).to(dtype), [3], w, w, 1e-5
+            ours = [
+                distribute_tensor(a, mesh, [Shard(0) if a.ndim > 1 else Replicate()])
+                if isinstance(a, torch.Tensor)
+                else a
+                for a in args
+            ]
+            for mine, theirs in zip(
+                torch.native_layer_norm(*ours), torch.native_layer_norm(*args), strict=True
+            ):
+                assert mine.dtype == mine.to_local().dtype == theirs.dtype
+
+
+def test_dtype_of_the_statistics_of_layer_norm(ranks: Any) -> None:
+    ranks(RANKS, statistics)
