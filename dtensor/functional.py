@@ -24,7 +24,6 @@ from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul, mm
 from weft.dtensor.grad_recording import is_nothing, record
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, layout_of, shard_dim
-from weft.dtensor.rules_index import one_hot as _one_hot_op
 from weft.dtensor.rules_nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 
@@ -130,7 +129,7 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
     """`F.one_hot`; without `num_classes` it takes the largest index of all ranks."""
     if num_classes == -1:
         num_classes = int(input.max().item()) + 1
-    return dispatch(_one_hot_op, (input, num_classes))
+    return dispatch(functional.one_hot, (input, num_classes))
 
 
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:

@@ -249,9 +249,13 @@ _DYNAMIC = object()
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 # These raise if an index is out of range, or an integer is divided by zero: errors that only the
 # rank with that value sees. On a GPU the device raises later, or not at all: nothing to agree on.
-_INDEXED = {
-    "embedding", "gather", "index", "index_select", "take", "one_hot", "max_unpool2d",
-    "max_unpool3d",
+_INDEXED: dict[str, type[Exception]] = {
+    "embedding": IndexError, "index": IndexError, "index_copy": IndexError,
+    "index_fill": IndexError, "index_put": IndexError, "_index_put_impl": IndexError,
+    "index_reduce": IndexError, "index_select": IndexError, "take": IndexError,
+    "gather": RuntimeError, "index_add": RuntimeError, "max_unpool2d": RuntimeError,
+    "max_unpool3d": RuntimeError, "one_hot": RuntimeError, "scatter": RuntimeError,
+    "scatter_add": RuntimeError, "scatter_reduce": RuntimeError,
 }  # fmt: skip
 _DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
 # Lazy in torch, where they set a bit that is ignored below __torch_dispatch__. Here they compute.
@@ -306,14 +310,14 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     cut = [t.dtype for t in targets if t.cut_dims]
     if call.refuses and cut:
         return RuntimeError, "a value is refused"
-    integers = {torch.int64, torch.int32}
-    if call.name in _INDEXED and (
+    integers, name = {torch.int64, torch.int32}, call.name.removesuffix("_")
+    if name in _INDEXED and (
         integers & set(cut)
         # If a rank has nothing to pick from, torch may not look at the indices.
         or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
     ):
-        return IndexError, "an index is out of range"
-    divides = call.name.removesuffix("_") in _DIVIDING and isinstance(call.args[1], Layout)
+        return _INDEXED[name], "an index is out of range"
+    divides = name in _DIVIDING and isinstance(call.args[1], Layout)
     if divides and cut and not call.outputs[0].dtype.is_floating_point:
         return RuntimeError, "ZeroDivisionError"
     return None

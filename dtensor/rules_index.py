@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
-import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import Layout, from_front, is_shard, linear_sums, moved, shard_dim
+from weft.dtensor.layout import (
+    Layout,
+    distinct,
+    from_front,
+    is_shard,
+    linear_sums,
+    moved,
+    shard_dim,
+)
 from weft.dtensor.rules_view import mapped
 
 
@@ -54,7 +63,6 @@ def stack(call: Call) -> Choices:
     "argsort",
     "flip",
     "roll",
-    "gather",
     "rot90",
 )
 def along_dim(call: Call) -> Choices:
@@ -64,14 +72,39 @@ def along_dim(call: Call) -> Choices:
     name = "dims" if "dims" in bound else "dim"
     dims = bound.get(name, -1)
     dims = range(ndim) if dims in (None, []) else ([dims] if isinstance(dims, int) else dims)
-    touched = {from_front(d, ndim) for d in dims}
-    if call.name == "gather":
-        index = call.inputs[1].shape
-        source = call.inputs[0].shape
-        if len(index) != ndim:  # an empty index may have any shape
-            return Choices([call.whole])
-        touched |= {d for d in range(ndim) if index[d] != source[d]}
-    return Choices(_together(call, touched))
+    return Choices(_together(call, {from_front(d, ndim) for d in dims}))
+
+
+@rule("gather", "scatter", "scatter_add", "scatter_reduce")
+def by_index(call: Call) -> Choices:
+    """(x, dim, index, ...): other dims may be sharded where all tensors are equally long."""
+    x = call.inputs[0]
+    if any(t.ndim != x.ndim for t in call.inputs):  # an empty index may have any shape
+        return Choices([call.whole])
+    touched = {from_front(call.bound["dim"], x.ndim)}
+    touched |= {d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in call.inputs)}
+    linear = call.name.removesuffix("_") in ("gather", "scatter_add")
+    sums = linear_sums(call.placements) if linear else []
+    return Choices(_together(call, touched) + [_but_index(call, p) for p in sums])
+
+
+def _but_index(call: Call, placement: Placement) -> Strategy:
+    """All as `placement`, but for the index, which is the second tensor, and what has no dims."""
+    inputs = tuple(
+        Replicate() if i == 1 or (is_shard(placement) and not t.ndim) else placement
+        for i, t in enumerate(call.inputs)
+    )
+    return Strategy(inputs, (placement,) * len(call.outputs))
+
+
+@rule("index_add", "index_copy", "index_fill", "index_reduce")
+def along_index(call: Call) -> Choices:
+    """(x, dim, index, ...): the index is replicated; shards of the other dims stay."""
+    dim = from_front(call.bound["dim"], call.inputs[0].ndim)
+    shards = [p for p in call.placements if is_shard(p) and shard_dim(p) != dim]
+    linear = call.name.removesuffix("_") in ("index_add", "index_copy")
+    sums = linear_sums(call.placements) if linear else []
+    return Choices([call.whole, *(_but_index(call, p) for p in (*shards, *sums))])
 
 
 @rule("_weight_norm_interface", "_weight_norm_interface_backward")
@@ -104,38 +137,85 @@ def index_select(call: Call) -> Choices:
     return mapped(call, {d: d for d in range(ndim) if d != dim})
 
 
+class _Indexed:
+    """The dims of x[..., indices, ...]: those of the indices replace the ones that they index.
+
+    If these are not consecutive, they come in front.
+    """
+
+    def __init__(self, call: Call) -> None:
+        indices = list(call.args[1])
+        self.at = [d for d, i in enumerate(indices) if i is not None]
+        self.tensors = [i for i in indices if isinstance(i, Layout)]
+        self.ndim = max((t.ndim for t in self.tensors), default=0)
+        consecutive = bool(self.at) and self.at == list(range(self.at[0], self.at[-1] + 1))
+        # Where the dims of the indices are.
+        self.first = self.at[0] if consecutive else 0
+        self._all_behind = not consecutive
+        self.has_mask = any(t.dtype.itemsize == 1 for t in self.tensors)
+        self.one_shape = len({t.shape for t in self.tensors}) == 1
+
+    def place_of(self, dim: int) -> int:
+        """Where a dim is that is not indexed."""
+        behind = self._all_behind or dim > self.first
+        return dim - sum(i < dim for i in self.at) + (self.ndim if behind else 0)
+
+
 @rule("index")
 def index(call: Call) -> Choices:
-    """x[..., indices, ...]: shards of dims that are not indexed stay, and those of the indices.
-
-    The dims of the indices replace those that they index; if these are not consecutive, in front.
-    """
-    source, indices = call.inputs[0], list(call.args[1])
-    indices += [None] * (len(source.shape) - len(indices))
-    at = [d for d, i in enumerate(indices) if i is not None]
-    tensors = [i for i in indices if isinstance(i, Layout)]
-    count = len(call.inputs)
+    """x[..., indices, ...]: shards of dims that are not indexed stay, and those of the indices."""
+    source, indexed = call.inputs[0], _Indexed(call)
+    if indexed.has_mask:  # the result's size depends on data
+        return Choices([call.whole])
     strategies = [call.whole]
-    n_index = max((len(t.shape) for t in tensors), default=0)
-    consecutive = bool(at) and at == list(range(at[0], at[-1] + 1))
-    first = at[0] if consecutive else 0
+    rest = len(call.inputs) - 1
     for placement in source.placements:
-        if not is_shard(placement) or shard_dim(placement) in at:
-            continue
-        d = shard_dim(placement)
-        before = sum(i < d for i in at)
-        out = d - before + (n_index if not consecutive or d > first else 0)
-        inputs = (placement, *(Replicate(),) * (count - 1))
-        strategies.append(Strategy(inputs, (moved(placement, out),)))
-    if len({t.shape for t in tensors}) == 1:
-        for placement in tensors[0].placements:
-            if is_shard(placement):
-                out_placement = moved(placement, shard_dim(placement) + first)
-                inputs = (Replicate(), *(placement,) * (count - 1))
-                strategies.append(Strategy(inputs, (out_placement,)))
-    if any(t.dtype.itemsize == 1 for t in tensors):  # a mask: the result's size depends on data
-        return Choices(strategies[:1])
+        if is_shard(placement) and shard_dim(placement) not in indexed.at:
+            out = moved(placement, indexed.place_of(shard_dim(placement)))
+            strategies.append(Strategy((placement, *(Replicate(),) * rest), (out,)))
+    if indexed.one_shape:
+        for placement in filter(is_shard, indexed.tensors[0].placements):
+            out = moved(placement, shard_dim(placement) + indexed.first)
+            strategies.append(Strategy((Replicate(), *(placement,) * rest), (out,)))
     return Choices([*strategies, *map(call.with_first, linear_sums(source.placements))])
+
+
+@rule("index_put", "_index_put_impl")
+def index_put(call: Call) -> Choices:
+    """x[..., indices, ...] = or += values: shards of dims that are not indexed stay.
+
+    Sharded indices say where each rank adds its values: terms of a sum. A mask is cut with x.
+    """
+    indexed = _Indexed(call)
+    x, *tensors, values = call.inputs
+    replicated = (Replicate(),) * len(tensors)
+    if indexed.has_mask:
+        if len(tensors) > 1 or indexed.at != [0] or math.prod(values.shape) != 1:
+            return Choices([call.whole])
+        masked = [p for p in call.placements if is_shard(p) and shard_dim(p) < tensors[0].ndim]
+        return Choices([call.whole, *(Strategy((p, p, Replicate()), (p,)) for p in masked)])
+    strategies = [call.whole]
+    shift = values.ndim - (x.ndim - len(indexed.at) + indexed.ndim)
+    for dim in set(range(x.ndim)) - set(indexed.at):
+        own = indexed.place_of(dim) + shift
+        follows = own >= 0 and values.shape[own] == x.shape[dim]
+        cuts = [p for p in x.placements if is_shard(p) and shard_dim(p) == dim]
+        if follows:
+            cuts += [
+                moved(p, dim) for p in values.placements if is_shard(p) and shard_dim(p) == own
+            ]
+        for cut in distinct(cuts):
+            of_values = moved(cut, own) if follows else Replicate()
+            strategies.append(Strategy((cut, *replicated, of_values), (cut,)))
+    for sum_ in linear_sums((*x.placements, *values.placements)):
+        strategies.append(Strategy((sum_, *replicated, sum_), (sum_,)))
+    if call.bound["accumulate"] and indexed.one_shape and shift == 0:
+        for cut in filter(is_shard, distinct(tensors[0].placements)):
+            own = shard_dim(cut) + indexed.first
+            if values.shape[own] == tensors[0].shape[shard_dim(cut)]:
+                terms = (Partial("sum"), *(cut,) * len(tensors), moved(cut, own))
+                strategies.append(Strategy(terms, (Partial("sum"),)))
+    return Choices(strategies)
 
 
 @rule("slice_backward", "select_backward")
@@ -171,14 +251,7 @@ def constant_pad(call: Call) -> Choices:
     return Choices(_together(call, padded))
 
 
-def one_hot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """(...) -> (..., num_classes): `F.one_hot` as one op."""
-    return torch.zeros(
-        *indices.shape, num_classes, dtype=torch.int64, device=indices.device
-    ).scatter_(-1, indices.unsqueeze(-1), 1)
-
-
 @rule("one_hot")
-def _one_hot_rule(call: Call) -> Choices:
-    """The classes are a new last dim."""
-    return mapped(call, {d: d for d in range(call.inputs[0].ndim)})
+def one_hot(call: Call) -> Choices:
+    """The classes are a new last dim. Terms of an index are none."""
+    return Choices(call.kept({d: d for d in range(call.inputs[0].ndim)}))

@@ -24,6 +24,7 @@ from weft.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from weft.dtensor.debug import ExplicitRedistributionContext
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 Case = tuple[Callable[..., Any], list[torch.Tensor]]
@@ -380,6 +381,53 @@ def gradients_of_weights_only() -> None:
 
 def test_gradients_of_weights_only(ranks: Any) -> None:
     ranks(2, gradients_of_weights_only)
+
+
+def nothing_is_gathered_to_write() -> None:
+    """At indices of one dim, in tensors that are sharded along another."""
+    mesh, heads, rows, whole = world(), Shard(1), Shard(0), Replicate()
+    cache, new, at = r(2, 5, 6, 3), r(2, 5, 2, 3), torch.tensor([4, 1])
+    x, order, weight, labels = r(7, 4), r(7, 4).argsort(1), r(7, 4), ints(9, 7, 3)
+
+    def put(t: Any, *index_and_value: Any, dim: int = 0) -> Any:
+        *index, value = index_and_value
+        t[(*[slice(None)] * dim, *index)] = value
+        return t
+
+    cases: list[tuple[Callable[..., Any], list[torch.Tensor], list[Any]]] = [
+        (lambda t, i, v: put(t, i, v, dim=2), [cache, at, new], [heads, whole, heads]),
+        (lambda t, i, v: put(t, i, v, dim=2), [cache, at, new[0, 0]], [heads, whole, whole]),
+        (lambda t, m: put(t, m, -100), [labels, labels > 4], [rows, rows]),
+        (lambda t, m: put(t, m, -100), [labels, labels[:, 0] > 4], [rows, rows]),
+        (lambda t, i, v: t.index_copy_(2, i, v), [cache, at, new], [heads, whole, heads]),
+        (lambda t, i, v: t.index_add_(2, i, v), [cache, at, new], [heads, whole, heads]),
+        (lambda t, i: t.index_fill_(2, i, 1.5), [cache, at], [heads, whole]),
+        (lambda t, i: t.gather(1, i), [x, order], [rows, rows]),
+        (lambda t, i: t.scatter(1, i, 1.5), [x, order], [rows, rows]),
+        (lambda t, i, v: t.scatter_(1, i, v), [x, order, weight], [rows, rows, rows]),
+        (lambda t, i, v: t.scatter_add_(1, i // 2, v), [x, order, weight], [rows, rows, rows]),
+        (
+            lambda t, i, v: t.scatter_reduce(1, i // 2, v, "amax"),
+            [x, order, weight],
+            [rows, rows, rows],
+        ),
+    ]
+    for number, (function, args, placements) in enumerate(cases):
+        ours = [distribute_tensor(t, mesh, [p]) for t, p in zip(args, placements, strict=True)]
+        with ExplicitRedistributionContext():
+            result = function(*ours)
+        assert result.placements == (placements[0],), number
+        assert close(result, function(*(t.clone() for t in args))), number
+    # The gradient of rows that sharded indices pick: each rank has the terms of its own.
+    table, tokens = distribute_tensor(x, mesh).requires_grad_(), ints(7, 5)
+    table[distribute_tensor(tokens, mesh, [rows])].square().sum().backward()
+    assert table.grad is not None and table.grad.placements == (Partial(),)
+    assert close(table.grad, torch.zeros_like(x).index_add_(0, tokens, 2 * x[tokens]))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_gathered_to_write_by_index(ranks: Any, world_size: int) -> None:
+    ranks(world_size, nothing_is_gathered_to_write)
 
 
 def batch_norms_in_training() -> None:
