@@ -51,5 +51,5 @@ def test_parameters_are_the_arguments(driver: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_parameters_of_every_kernel_are_the_arguments(driver: Path, dtype: str) -> None:
     told = launched(driver, dtype)
-    assert len(told) > 30
+    assert len(told) > 20  # the fewest, of fp8
     assert not any(told.values()), told
