@@ -252,7 +252,7 @@ atexit.register(close)
 
 def give_back(group: Group, channel: str, device: torch.device) -> None:
     """Free the workspace of a channel that is not needed again soon, on every rank of `group`."""
-    _workspaces.pop((group, device, channel), None)
+    _workspaces.pop((group, device_for(group, device), channel), None)
 
 
 def forget(rank: int) -> None:

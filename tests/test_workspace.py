@@ -117,9 +117,10 @@ def test_tensors_on_another_gpu_than_the_current_one_are_refused(gpu: Gpu) -> No
         on_gpu(1)
 
 
-def test_a_channel_can_be_given_back(gpu: Gpu) -> None:
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_channel_can_be_given_back(gpu: Gpu, name: str) -> None:
     ws = weakref.ref(on_gpu(1))
-    give_back(alone(), "test", GPU)
+    give_back(alone(), "test", torch.device(name))
     gc.collect()
     assert ws() is None
 
