@@ -193,6 +193,19 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws)
             self._ws.launched(self.op)
+        elif issubclass(kind, Exception) and kind is not PeerTimeout:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """This rank has failed amid the call. Peers may have enqueued calls ahead, and streams do
+        not compare them: that ends the workspace for all, as a rank that is gone does."""
+        if self._ws.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing has run
+        with suppress(RuntimeError):  # the error of this rank tells more
+            self._ws.break_off()
+            self.signal_all()
+            self._signals.end(self._ws)
+            self._ws.launched(self.op)
 
     def signal(self, peer: int) -> None:
         """Publish to `peer` all that the stream has written."""

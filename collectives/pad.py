@@ -3,7 +3,8 @@
     word           written by        holds
     GENERATION     this rank         number of the last call begun on this workspace
     TICKET         this rank         programs of the running launch that have finished
-    STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out
+    STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out;
+                                     FAILED: `peer` has failed amid a call
     HOST_SLOTS     rank s, line s    a cache line for each source rank: its generation, its message
     KERNEL_SLOTS   rank s            signals of kernels
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 GENERATION = 0
 TICKET = 1
 STATUS = 2
+FAILED = 2  # a code in STATUS
 MAX_RANKS = 128  # more than a rack of 72 GPUs on one switch
 MAX_PROGRAMS = 256
 LINE = 8  # words in a cache line

@@ -96,10 +96,11 @@ def polls_within(seconds: float, device: torch.device) -> int:
     the clock there: see `_sleep`.
     """
     rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 4_000_000
-    return max(1, int(seconds * rate))
+    return max(1, int(min(seconds * rate, _MOST_POLLS)))
 
 
 _INTERPRETED_POLLS_PER_S = 10_000
+_MOST_POLLS = 2.0**62  # of those that wait without end: kernels count in 64 bits
 _last_poll = (0, 0, 0.0)  # address, value, time
 
 

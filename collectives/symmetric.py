@@ -24,7 +24,7 @@ import torch
 from weft import settings
 from weft.collectives import pad
 from weft.collectives.group import Group, GroupLike, moves_gpu_tensors, resolve
-from weft.errors import MismatchError, PeerTimeout
+from weft.errors import MismatchError, PeerTimeout, WeftError
 
 
 class Memory(Protocol):
@@ -395,10 +395,20 @@ class Waiter:
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if self.own[pad.STATUS]:
-            _, waiter, peer, value = self.own[pad.STATUS : pad.STATUS + 4]
-            # Our kernels write the same words, so this rank may itself be the waiter.
-            blamed = peer if peer != self.rank else waiter
-            raise PeerTimeout(self.rank, blamed, op, value, settings.timeout_s())
+            raise told_by(self.own[pad.STATUS : pad.STATUS + 4], self.rank, op)
+
+
+def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
+    """The error that the words at STATUS in the pad of `rank` tell of."""
+    code, waiter, peer, generation = status
+    if code == pad.FAILED:
+        return MismatchError(
+            f"{op}: rank {peer} has failed amid a call, its own error tells why. Results since are "
+            f"no good, and the group cannot be used until all of its ranks have called weft.close()"
+        )
+    # Our kernels write the same words, so this rank may itself be the waiter.
+    blamed = peer if peer != rank else waiter
+    return PeerTimeout(rank, blamed, op, generation, settings.timeout_s())
 
 
 _wait_seconds = 0.0

@@ -28,8 +28,8 @@ from weft.collectives.symmetric import (
     SymmetricBuffer,
     close_buffers,
     device_for,
+    told_by,
 )
-from weft.errors import PeerTimeout
 
 _ALIGN = 4096
 _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
@@ -67,7 +67,7 @@ class Workspace:
             with torch.inference_mode(False):
                 self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
             self._fetched = self._status.numpy()  # the same memory, read by every call
-            self._status_there = self._status_on_gpu()
+            self._status_there = self._status_of(self.rank)
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
         self._last_op = name
@@ -95,7 +95,8 @@ class Workspace:
         return view
 
     def check(self, op: str) -> None:
-        """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank.
+        """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or
+        `MismatchError` if a rank has failed amid a call of a stream.
 
         On a GPU this reads what the last finished `launched` fetched. It never stops the host, so
         the error may be raised by a later call. What is enqueued next runs after the previous call,
@@ -117,9 +118,7 @@ class Workspace:
         if self._on_host:
             self.waiter.check(op)
         elif self._fetched[0]:
-            _, waiter, peer, generation = self._fetched.tolist()
-            blamed = peer if peer != self.rank else waiter
-            raise PeerTimeout(self.rank, blamed, self._last_op, generation, settings.timeout_s())
+            raise told_by(self._fetched.tolist(), self.rank, self._last_op)
 
     def launched(self, op: str) -> None:
         """Fetch the status of kernels that wait on this workspace; call it after launching them."""
@@ -129,8 +128,15 @@ class Workspace:
             self._last_op = op
             self._status.copy_(self._status_there, non_blocking=True)
 
-    def _status_on_gpu(self) -> torch.Tensor:
-        words = self.buffer._segments[self.rank][: pad.pad_bytes(self.world_size)]
+    def break_off(self) -> None:
+        """Tell all ranks in the current stream, this one as well, that this one has failed amid a
+        call."""
+        told = torch.tensor([pad.FAILED, self.rank, self.rank, 0], device="cpu")
+        for rank in range(self.world_size):
+            self._status_of(rank).copy_(told)
+
+    def _status_of(self, rank: int) -> torch.Tensor:
+        words = self.buffer._segments[rank][: pad.pad_bytes(self.world_size)]
         return words.view(torch.int64)[pad.STATUS : pad.STATUS + 4]
 
 
@@ -221,6 +227,7 @@ def check_peers() -> None:
 
     Raises:
         PeerTimeout: naming the rank that did not come.
+        MismatchError: naming the rank that has failed amid a call on a GPU.
     """
     world = here.world
     for ws in (*_workspaces.values(), *_outgrown):

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import weft
 from weft import collectives
-from weft.collectives import pad, rendezvous, stream_signals, symmetric
+from weft.collectives import pad, rendezvous, signals, stream_signals, symmetric
 from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
@@ -142,6 +143,32 @@ def stream_body() -> None:
         stream_signals.barrier(buffer, call % 2)
 
 
+def broken_off_body() -> tuple[list[str], int]:
+    """Rank 0 fails amid a call and goes on, as do the others: what is told, and what is right."""
+    rank, told, right = dist.get_rank(), [], 0
+    for turn in range(6):
+        ws = workspace(None, 1 << 12, channel="broken off")
+        try:
+            with StreamExchange(ws, "test") as ex:
+                ex.local((8,), torch.int64).fill_(100 * turn + rank)
+                if turn == 1 and rank == 0:
+                    ex.signal(1)
+                    raise MemoryError("no room")
+                ex.signal_all()
+                ex.wait_all()
+                parts = [ex.peer(peer, (8,), torch.int64).clone() for peer in ex.peers()]
+        except (MemoryError, weft.MismatchError) as error:
+            told.append(str(error))
+            if turn == 3:
+                weft.close()
+                dist.barrier()
+        else:
+            right += all(
+                (x == 100 * turn + r).all() for x, r in zip(parts, ex.peers(), strict=True)
+            )
+    return told, right
+
+
 def growth_body() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     first = workspace(None, 1000, channel="growth")
@@ -245,6 +272,14 @@ def test_exchanges_and_barriers_by_kernels(ranks: Any, world_size: int) -> None:
     ranks(world_size, stream_body)
 
 
+def test_a_rank_that_fails_amid_a_call_of_a_stream(own_ranks) -> None:
+    """No rank takes another call's data for this one's, nobody waits, and a new start helps."""
+    for rank, (told, right) in enumerate(own_ranks(3).run(broken_off_body, timeout_s=50)):
+        assert told[0] == "no room" if rank == 0 else "rank 0 has failed amid a call" in told[0]
+        assert all("until all of its ranks have called weft.close()" in text for text in told[1:])
+        assert (len(told), right) == (3, 3)
+
+
 def test_memory_of_destroyed_groups_is_given_back(ranks: Any) -> None:
     ranks(2, destroyed_body)
 
@@ -305,6 +340,14 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S must be a number"):
         weft.settings.timeout_s()
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "inf")  # kernels count polls in 64 bits
+    forever = signals.polls_within(weft.settings.timeout_s(), torch.device("cuda"))
+    assert 1 << 60 < forever < 1 << 63
+    for name in weft.settings.VARIABLES:
+        monkeypatch.setenv(name, "")
+    assert (weft.settings.timeout_s(), weft.settings.current_engine()) == (60.0, "auto")
+    assert weft.settings.cache_dir() == Path("~/.cache/weft").expanduser()
+    assert weft.settings.direct_reads() and not weft.settings.check_calls()
     with pytest.raises(ValueError, match="engine must be one of"):
         weft.engine("fast").__enter__()  # type: ignore[arg-type]
 

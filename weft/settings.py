@@ -1,6 +1,6 @@
 """Settings: environment variables, the choice of engine, and the record of what was chosen.
 
-Environment variables, read when they are used:
+Environment variables, read when they are used; an empty one counts as not set:
 
     WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (60)
     WEFT_CHECK       1: compare every call's op, shapes and dtypes across ranks before it starts (0)
@@ -79,7 +79,7 @@ _getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
 
 def _variable(name: str, default: str) -> str:
     value = _getenv(name.encode())
-    return default if value is None else os.fsdecode(value)
+    return os.fsdecode(value) if value else default
 
 
 def timeout_s() -> float:
@@ -100,17 +100,17 @@ def timeout_s() -> float:
 
 def check_calls() -> bool:
     """Whether each call is compared across ranks before it starts."""
-    return _variable("WEFT_CHECK", "0") not in ("", "0")
+    return _variable("WEFT_CHECK", "0") != "0"
 
 
 def direct_reads() -> bool:
     """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
-    return _variable("WEFT_DIRECT", "1") not in ("", "0")
+    return _variable("WEFT_DIRECT", "1") != "0"
 
 
 def multimem() -> bool:
     """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
-    return _variable("WEFT_MULTIMEM", "0") not in ("", "0")
+    return _variable("WEFT_MULTIMEM", "0") != "0"
 
 
 def cache_dir() -> Path:
