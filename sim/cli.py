@@ -159,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "check it for races, deadlocks and accesses out of bounds. What follows `--` is\nwhat the "
         "script finds in sys.argv.",
         epilog=_EXAMPLES,
+        allow_abbrev=False,  # what `_again` leaves out must be there by name
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -253,7 +254,7 @@ def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
     path = Path(name)
     sys.argv = [name, *arguments]
     if not function:
-        code = compile(path.read_text(), str(path.resolve()), "exec")
+        code = compile(path.read_bytes(), str(path.resolve()), "exec")
         sys.path.insert(0, str(path.resolve().parent))
         return lambda rank: _run_script(code, path)
     module = compiling.load(path)

@@ -61,7 +61,7 @@ def load(path: Path) -> ModuleType:
     """The module in a script, which may define what is looked up by its module's name."""
     module = ModuleType(path.stem)
     module.__file__ = str(path)
-    code = compile(path.read_text(), str(path.resolve()), "exec")
+    code = compile(path.read_bytes(), str(path.resolve()), "exec")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -162,7 +162,8 @@ class ThreadWorld(Teams["ThreadTeam"]):
         """Wait until `come()`; raise `late(seconds)` if that takes too long."""
         timeout_s = settings.timeout_s()
         with self._changed, self.waiting(come):
-            self._changed.wait_for(lambda: come() or self.failure, timeout_s)
+            at_most_s = min(timeout_s, threading.TIMEOUT_MAX)
+            self._changed.wait_for(lambda: come() or self.failure, at_most_s)
             if not come():
                 raise _Stopped if self.failure else late(timeout_s)
 
@@ -303,12 +304,9 @@ class ThreadTeam(Members):
             peer = self.ranks[next(s for s in sources if s != target)]
             return PeerTimeout(self.ranks[target], peer, f"receive, {tag=}", 0, seconds)
 
-        def came() -> list[int]:
-            return [s for s in sources if self.mail[s, target, tag]]
-
-        self._world.sleep_until(lambda: bool(came()), late)
+        self._world.sleep_until(lambda: self.has_mail(source, target, tag), late)
         with self._world.alone():
-            sender = came()[0]
+            sender = self.senders(source, target, tag)[0]
             value = self.mail[sender, target, tag].popleft()
         _use_here(value)
         return sender, value

@@ -28,7 +28,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 class VirtualWork(dist.Work):
-    """What a call gives: `wait` ends it."""
+    """What a call gives: `wait` ends it.
+
+    Args:
+        ready: whether `finish` would not wait; if not, others go on.
+    """
 
     def __init__(self, finish: Callable[[], None], ready: Callable[[], bool]) -> None:
         super().__init__()
@@ -44,8 +48,8 @@ class VirtualWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait."""
-        return self._finish is None or self._ready()
+        """Whether all members have come; the outputs are then filled."""
+        return self._finish is None or (self._ready() and self.wait())
 
     def is_success(self) -> bool:
         """A call that fails raises in `wait`."""
@@ -105,7 +109,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
             with self._team.timed_as_one(call.split()[0].partition("(")[0]):
                 finish(values)
 
-        return VirtualWork(end, lambda: meeting.complete)
+        return VirtualWork(end, lambda: self._team.complete(meeting))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> VirtualWork:
         op = _reduce_op(opts)
@@ -238,7 +242,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
             work.source, value = self._team.receive(source, self._me, tag)
             _fill(tensors[0], value)
 
-        work = _Receive(finish, lambda: False)
+        work = _Receive(finish, lambda: self._team.has_mail(source, self._me, tag))
         return work
 
     # What they are called before torch 2.13.

@@ -214,6 +214,12 @@ class Scheduler:
             strand.words[address] = version
             strand.vain = 0
 
+    def let_others(self, strand: Strand, what: str) -> None:
+        """`strand` has looked in vain for `what` others bring: they go on first, if they can."""
+        strand.site = self.sites.here()
+        self.polled(strand, what)
+        self._switch(strand)
+
     def sleep_until(
         self, strand: Strand, awake: Callable[[], bool], waits_for: Callable[[], str]
     ) -> None:
@@ -264,7 +270,10 @@ class Scheduler:
     def _deadlock(self) -> DeadlockError:
         for strand in self.live:
             if strand.waits_for is None and strand.words:
-                told = [self.explain(word, strand.wanted.get(word)) for word in strand.words]
+                told = [
+                    word if isinstance(word, str) else self.explain(word, strand.wanted.get(word))
+                    for word in strand.words
+                ]
                 strand.waits_for = lambda told=told: ", ".join(told)
         text = f"no rank can move:\n{self.describe()}"
         if returned := self._ranks - {strand.rank for strand in self.live}:

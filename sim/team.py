@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -100,6 +100,19 @@ class Members:
         """What every member brought to `meeting`, once all have come."""
         raise NotImplementedError
 
+    def complete(self, meeting: Meeting) -> bool:
+        """Whether all have come to `meeting`."""
+        return meeting.complete
+
+    def senders(self, source: int | None, target: int, tag: int) -> list[int]:
+        """Who has sent what `receive` would take."""
+        sources = range(len(self.ranks)) if source is None else [source]
+        return [s for s in sources if self.mail[s, target, tag]]
+
+    def has_mail(self, source: int | None, target: int, tag: int) -> bool:
+        """Whether `receive` would not wait."""
+        return bool(self.senders(source, target, tag))
+
     def gather(self, member: int, value: Any) -> list[Any]:
         """Every member's `value`: nobody goes on before all have come."""
         return self.attend(self.arrive(member, value, _MEMORY), _MEMORY)
@@ -187,6 +200,25 @@ class Team(Members):
         self._join(meeting.clock)
         return [meeting.values[i][0] for i in range(len(self.ranks))]
 
+    def complete(self, meeting: Meeting) -> bool:
+        """Whether all have come to `meeting`; if not, others go on first."""
+        what = f"all of ranks {_listed(self.ranks)} to come to a call, for which it asks in a loop"
+        return self._glance(lambda: meeting.complete, what)
+
+    def _glance(self, there: Callable[[], bool], what: str) -> bool:
+        """Whether `what` has come from other ranks. Who asks in a loop must let them go on."""
+        strand, scheduler = strand_here(), self._world.scheduler
+        if self._world.tape:
+            self._world.tape.unfit = "a look at whether others have come"
+        if not there():
+            scheduler.let_others(strand, what)
+        found = there()
+        if found:
+            scheduler.progressed(strand)
+        if scheduler.tracing:
+            scheduler.saw(strand, self.ranks, found, False)
+        return found
+
     @contextmanager
     def timed_as_one(self, name: str) -> Iterator[None]:
         """In virtual time, what this rank does inside is one collective of a process group."""
@@ -249,25 +281,30 @@ class Team(Members):
 
     def receive(self, source: int | None, target: int, tag: int) -> tuple[int, torch.Tensor]:
         """The next value that `source` (None: anybody) left for `target`, and who it was."""
-        sources = range(len(self.ranks)) if source is None else [source]
-
-        def came() -> list[int]:
-            return [s for s in sources if self.mail[s, target, tag]]
 
         def waits_for() -> str:
-            who = "anybody" if source is None else f"rank {self.ranks[source]}"
-            return f"{who} to send it something with tag {tag}"
+            return f"{self._named(source)} to send it something with tag {tag}"
 
         if tape := self._world.tape:
             tape.sync(strand_here(), "receive", (self._name, source, target, tag))
             if source is None:
                 tape.unfit = "a message from anybody"
-        self._world.scheduler.sleep_until(strand_here(), lambda: bool(came()), waits_for)
-        sender = came()[0]
+        self._world.scheduler.sleep_until(
+            strand_here(), lambda: bool(self.senders(source, target, tag)), waits_for
+        )
+        sender = self.senders(source, target, tag)[0]
         value, clock = self.mail[sender, target, tag].popleft()
         if clock is not None:
             self._join(clock)
         return sender, value
+
+    def has_mail(self, source: int | None, target: int, tag: int) -> bool:
+        """Whether `receive` would not wait; if not, others go on first."""
+        what = f"{self._named(source)} to send it something with tag {tag}"
+        return self._glance(lambda: bool(self.senders(source, target, tag)), what)
+
+    def _named(self, source: int | None) -> str:
+        return "anybody" if source is None else f"rank {self.ranks[source]}"
 
     def _clock(self) -> Any:
         assert self._world.detector is not None

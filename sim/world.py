@@ -18,7 +18,7 @@ from weft.collectives import pad
 from weft.collectives.workspace import forget
 from weft.sim import distributed_hooks
 from weft.sim.compiling import Launched, launched
-from weft.sim.errors import SimError
+from weft.sim.errors import OutOfBoundsError, SimError
 from weft.sim.hardware import Hardware
 from weft.sim.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.host_ops import HostOps
@@ -290,6 +290,9 @@ class World(Teams[Team]):
             strand.site = scheduler.sites.here()
         if self.tape:
             self.tape.flush(strand)
+        if effect is not None and effect[0] == "set":
+            with self._reporting():
+                self._check_source(strand, first)
         out, changed, seen = run()
         if self.detector:
             detector, kind = self.detector, ATOMIC if changed else ATOMIC_READ
@@ -318,6 +321,26 @@ class World(Teams[Team]):
                 version = self.scheduler.versions.get(address, 0)
                 self.recorder.atomic(strand, address, version, changed, sem)
         return out
+
+    def _check_source(self, strand: Strand, address: int) -> None:
+        """Raise if `strand` signals by a word that is another rank's, as programs do that a pad has
+        no words for."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address >= self._ends[at]:
+            return
+        team, owner, nbytes = self._pads[self._starts[at]]
+        word = (address - self._starts[at]) // pad.WORD_BYTES
+        if not pad.KERNEL_SLOTS <= word < nbytes // pad.WORD_BYTES:
+            return
+        phase, member = divmod((word - pad.KERNEL_SLOTS) // pad.MAX_PROGRAMS, len(team.ranks))
+        if phase > 1 or strand.rank not in (team.ranks[member], owner):
+            whose = "nobody's" if phase > 1 else f"rank {team.ranks[member]}'s"
+            raise OutOfBoundsError(
+                f"rank {strand.rank}, {strand.what}, signals by a word of rank {owner}'s pad that "
+                f"is {whose}: a pad has words for {pad.MAX_PROGRAMS} programs of a rank, 0 to "
+                f"{pad.MAX_PROGRAMS - 1}, in each phase. Launch no more programs than that, or let "
+                f"several share a word:\n  {self.scheduler.sites.text(self.scheduler.sites.here())}"
+            )
 
     def _time_change(self, address: int) -> None:
         if self.recorder and self._word(address):

@@ -99,6 +99,7 @@ def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixtu
         (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
         (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
         (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
+        (["examples/sim_ring.py", "--sched", "5"], "unrecognized arguments: --sched 5"),
         (["examples/sim_ring.py", "--ranks", "0"], "--ranks must be in 1..128, got 0"),
         (["examples/sim_ring.py", "--schedule", "x"], "a schedule is a number or like '17:2,40:0'"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,6 +199,45 @@ def test_torch_distributed(world_size: int) -> None:
 
     sim.run(world_size, body, schedules=3)
     assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def polled(work: Any) -> None:
+    while not work.is_completed():
+        pass
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_others_go_on_while_one_asks_whether_they_have_come(replay: bool) -> None:
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo")
+        x, got = torch.full((2,), float(rank)), torch.empty(1)
+        for _ in range(70):  # asked so often in vain, a rank alone would be stuck
+            polled(dist.all_reduce(x, async_op=True))
+            assert x.tolist() == [3.0, 3.0]
+            x.fill_(float(rank))
+        coming = dist.irecv(got, (rank - 1) % 3)
+        dist.isend(torch.tensor([float(rank)]), (rank + 1) % 3)
+        polled(coming)
+        assert got == (rank - 1) % 3
+
+    sim.run(3, body, schedules=10, replay=replay)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: dist.all_reduce(torch.ones(1), async_op=True), "all of ranks 0, 1 to come to a"),
+        (lambda: dist.irecv(torch.ones(1), 0, tag=3), "rank 0 to send it something with tag 3"),
+    ],
+)
+def test_who_asks_for_what_never_comes_is_stuck(call: Callable[[], Any], text: str) -> None:
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo")
+        if rank == 1:
+            polled(call())
+
+    with pytest.raises(sim.DeadlockError, match=f"rank 1, host: .*waits for {text}"):
+        sim.run(2, body)
 
 
 def test_what_a_rank_says_of_itself_must_be_true() -> None:

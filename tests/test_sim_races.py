@@ -266,6 +266,30 @@ def test_deadlocks_name_the_word_and_the_values(how: str, wanted: str) -> None:
 
 
 @triton.jit
+def _pairs_kernel(signal_ptrs, rank, PHASE: tl.constexpr) -> None:
+    """Every program tells the one of its number on the other rank that it is there."""
+    program = tl.program_id(0)
+    signals.signal_peers(signal_ptrs, rank, 2, PHASE, program, 1)
+    signals.wait_for_peers(signal_ptrs, rank, 2, PHASE, program, 1, 1 << 30)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("phase", [0, 1])
+def test_more_programs_than_a_pad_has_words_for(phase: int) -> None:
+    def body(programs: int) -> Callable[[int], None]:
+        def of_rank(rank: int) -> None:
+            tables = collectives.empty((1,))
+            _pairs_kernel[(programs,)](tables.signal_ptrs, rank, PHASE=phase)
+
+        return of_rank
+
+    sim.run(2, body(256))
+    text = found(body(257), sim.OutOfBoundsError)
+    assert "program 256, signals by a word of rank" in text
+    assert "words for 256 programs of a rank, 0 to 255" in text
+
+
+@triton.jit
 def _sums_kernel(out_ptr, x_ptr, COUNT: tl.constexpr, TURNS: tl.constexpr) -> None:
     offs = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     acc = tl.zeros((COUNT,), tl.float32)
