@@ -126,19 +126,27 @@ def _from_file(path: Path) -> tuple[Any, ...]:
 
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict) or not content or not content.keys() <= {"models", "sizes"}:
         raise argparse.ArgumentTypeError(f'{path} must hold "models" or "sizes", or both')
+    models, rows = content.get("models") or {}, content.get("sizes") or []
+    if not isinstance(models, dict) or not isinstance(rows, list):
+        raise argparse.ArgumentTypeError(f'{path}: "models" are by name, "sizes" are a list')
     needed = {each.name for each in fields(Model)} - {"name", "source"}
     entries: list[Any] = []
-    for name, sizes in (content.get("models") or {}).items():
-        if not isinstance(sizes, dict) or not needed <= sizes.keys() <= needed | {"source"}:
+    for name, sizes in models.items():
+        if (
+            not isinstance(sizes, dict)
+            or not needed <= sizes.keys() <= needed | {"source"}
+            or not all(isinstance(sizes[each], int) and sizes[each] > 0 for each in needed)
+        ):
             raise argparse.ArgumentTypeError(
-                f"{path}: a model has {', '.join(sorted(needed))}; {name} has {sizes}"
+                f"{path}: a model has {', '.join(sorted(needed))}, at least 1 each; {name} has "
+                f"{sizes}"
             )
         entries.append(Model(name=name, **sizes))
-    for row in content.get("sizes") or []:
+    for row in rows:
         entries += parse(",".join(map(str, row)) if isinstance(row, list) else str(row))
     return tuple(entries)
 

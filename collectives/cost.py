@@ -163,9 +163,16 @@ def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
     for folder in _folders():
         with suppress(OSError, ValueError):
             kept: Any = json.loads((folder / name).read_text())
-            if isinstance(kept, dict) and kept.keys() == set(fields):
+            if isinstance(kept, dict) and kept.keys() == set(fields) and _are_rates(kept):
                 return kept
     return None
+
+
+def _are_rates(kept: dict[str, Any]) -> bool:
+    return all(
+        _are_rates(value) if isinstance(value, dict) else isinstance(value, (int, float))
+        for value in kept.values()
+    )
 
 
 def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:

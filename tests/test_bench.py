@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -285,8 +286,18 @@ def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:
     assert [s.name for s in specs][:2] == [
         "all_gather_matmul 4096x128x64 (mine qkv)", "all_gather_matmul 4096x192x64 (mine gate+up)"
     ]  # fmt: skip
-    file.write_text("models: {mine: {hidden: 64}}")
-    with pytest.raises(Exception, match="a model has ffn, head_dim"):
+    for content, text in (
+        ("models: {mine: {hidden: 64}}", "a model has ffn, head_dim"),
+        ("models: {m: {hidden: x, ffn: 1, heads: 1, kv_heads: 1, head_dim: 1}}", "at least 1 each"),
+        ("models: {m: {hidden: 8, ffn: 1, heads: 1, kv_heads: 0, head_dim: 1}}", "at least 1 each"),
+        ("models: [mine]", '"models" are by name, "sizes" are a list'),
+        ("sizes: 5", '"models" are by name, "sizes" are a list'),
+    ):
+        file.write_text(content)
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            shapes.parse(str(file))
+    file.write_bytes(b"\xff\xfe\x9d")
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot read"):
         shapes.parse(str(file))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import json
 import os
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,23 @@ def test_ranks_choose_alike_where_they_cannot_keep_what_they_measured(
     assert [name.split("-")[0] for name in os.listdir(next(tmp_path.glob("weft-*")))] == ["matmul"]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    ["", "[]", "{", {"flops": None}, {"flops": {"torch.float32": "fast"}}, {"sync_us": None}],
+)
+def test_what_is_kept_is_taken_only_if_it_is_rates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str | dict[str, Any]
+) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    rates = asdict(H100.rates())
+    cost._save("machine.json", rates)
+    assert cost._load("machine.json", rates) == rates
+    text = changed if isinstance(changed, str) else json.dumps(rates | changed)
+    (tmp_path / "cache" / "machine.json").write_text(text)
+    assert cost._load("machine.json", rates) is None
+
+
 def test_auto_chooses_alike_on_every_rank_and_keeps_what_it_measured(
     ranks: Any, tmp_path: Path
 ) -> None:
@@ -215,7 +234,24 @@ def round_rates(monkeypatch: pytest.MonkeyPatch) -> Group:
             {"dtype": torch.float32},
             {"triton": (400 / 0.95 + 10, 400 + 10), "generic": (400 + 8100, 8100)},
         ),
-        ("matmul_all_reduce", {}, {"generic": (200 + 2100 + 5, 2100 + 5)}),
+        (  # in two shots: 5 bytes for each 4, and of 4 ranks a quarter
+            "matmul_all_reduce",
+            {},
+            {
+                "triton": (200 / 0.95 + 20 + 87.5, 125 + 20 + 87.5),  # 4 signals, 0.7 of K = 250
+                "generic": (200 + 2100 + 5, 2100 + 5),
+            },
+        ),
+        (
+            "matmul_all_reduce",
+            {"dtype": torch.float32},
+            {"triton": (400 / 0.95 + 20 + 175, 200 + 20 + 175)},
+        ),
+        (  # few enough sums for one shot
+            "matmul_all_reduce",
+            {"M": 100, "moved_bytes": 400_000},
+            {"triton": (30 + 10, 30 + 10)},
+        ),
         ("ring_attention", {}, {"triton": (410, 410), "host": (580, 580), "generic": (4300, 4300)}),
         ("on a CPU", {}, {"host": (200 + 400 + 10, 410), "generic": (200 + 800 + 10, 810)}),
     ],
