@@ -19,7 +19,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.group import kept_by_group
-from weft.kernels.chips import chip_of, gathers_by_copy_engines
+from weft.kernels.chips import ONE_SHOT_BYTES, chip_of, gathers_by_copy_engines
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -184,7 +184,8 @@ def _on_gpus(
 
     The fused gather waits for its first shards and ends with whole tiles, which costs about 2 empty
     exchanges and a third of a tile, or 16 and a 16th by copy engines. Fused sums in the worst case
-    multiply first and transfer then.
+    multiply first and transfer then. In two shots they multiply at 0.6 of the rate, as only some
+    programs have tiles; ranks may differ in K, which counts as half of N.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
@@ -194,6 +195,12 @@ def _on_gpus(
     packed = _moved(rates, problem.moved_bytes * 3 // 4) if narrow else moved
     kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
     start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
+    if problem.op == "matmul_all_reduce" and W > 2 and problem.M * problem.N * 4 > ONE_SHOT_BYTES:
+        sent = 3 + 2 if narrow else 4 + 4  # bytes of a partial sum, and of the whole one
+        packed = _moved(rates, problem.moved_bytes * sent // (4 * W))
+        slower_us = 0.7 * rates.flops_us(problem.M, problem.N, problem.N // 2, problem.dtype)
+        how = f"4 of {sync:.3g} us, {slower_us:.3g} us of few programs"
+        start = ("two shots", 4 * sync + slower_us, how)
     if gathers:
         tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
         by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)

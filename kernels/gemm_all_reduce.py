@@ -43,27 +43,29 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, signals, workspace
 from weft.collectives.workspace import check_room, link_of
 from weft.kernels import gemm_one_shot, partial_sums, tiles, tuning
-from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.chips import INTERPRETER, ONE_SHOT_BYTES, Chip, Tiling, chip_of, tiling_for
 from weft.kernels.gemm_one_shot import tile_count
 from weft.kernels.operands import described
 from weft.kernels.partial_sums import Config as Config
 from weft.kernels.partial_sums import finish_of, terms_of
 from weft.kernels.scaled import Scaling
 
-# One shot receives (W - 1) x as many bytes as the partial sum has; two shots about 1.5 x, but pay
-# a second exchange of signals. At 450 GB/s and 5 us a step they meet at about 1 MiB for 8 ranks.
-_ONE_SHOT_BYTES = 1 << 20
-
 
 def config_for(
     M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | gemm_one_shot.Config:
     """The launch for a sum of (M, N) matrices. K plays no part: ranks may differ in it."""
-    one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else _ONE_SHOT_BYTES
+    one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else ONE_SHOT_BYTES
     choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
     if world_size <= 2 or one_shot_bytes >= M * N * 4:
         return gemm_one_shot.config_for(M, N, dtype, chip, choice.tiling)
-    return two_shot_config_for(M, N, dtype, chip, choice.tiling)
+    # Only as many programs work as an owner has tiles: small ones, as if its columns were all, and
+    # of few rows where there are few columns: fewer still would wait for w from L2. In fp32 they
+    # would spill.
+    few = dtype != torch.float32 and 2 * one_shot_bytes >= M * N * 4
+    rows = min(M, 32) if few else M
+    tiling = choice.tiling or tiling_for(chip, rows, -(-N // world_size), dtype)
+    return two_shot_config_for(M, N, dtype, chip, tiling)
 
 
 @lru_cache(maxsize=1024)
