@@ -34,6 +34,7 @@ examples:
 docs/sim.md teaches it by one bug, from start to end.
 """
 _MOST_TIMED = 20  # schedules, with and without races
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,16 +114,24 @@ def _checked(
         parser.error(f"--gpu runs the compiled kernels once, unchecked: leave out {others}")
     if not 1 <= args.ranks <= pad.MAX_RANKS:
         parser.error(f"--ranks must be in 1..{pad.MAX_RANKS}, got {args.ranks}")
+    if args.hardware and args.ranks > (most := PRESETS[args.hardware].ranks):
+        parser.error(f"--ranks: {args.hardware} is a domain of {most} ranks, got {args.ranks}")
+    if args.timeout is not None and not args.timeout > 0:
+        parser.error(f"--timeout must be above 0 seconds, got {args.timeout:g}")
     for path in filter(None, (args.trace, args.plot)):
         if not path.parent.is_dir():
             parser.error(f"no folder {str(path.parent)!r} to write {path.name!r} to")
+        if path.is_dir():
+            parser.error(f"{str(path)!r} is a folder: name a file in it")
+    if args.plot and args.plot.suffix not in _PICTURES:
+        parser.error(f"--plot writes {', '.join(_PICTURES)}, got {args.plot.name!r}")
     try:
         parse(args.schedule or "default")
     except ValueError as error:
         parser.error(f"--schedule: {error}")
     asked = args.schedules or ("1" if args.hardware and args.schedule is None else "100")
-    if asked != "exhaustive" and not asked.isdecimal():
-        parser.error(f"--schedules must be a number or `exhaustive`, got {asked!r}")
+    if asked != "exhaustive" and not (asked.isdecimal() and int(asked)):
+        parser.error(f"--schedules must be a number from 1 on or `exhaustive`, got {asked!r}")
     schedules: int | Literal["exhaustive"] = "exhaustive" if asked == "exhaustive" else int(asked)
     if args.replay and (args.no_races or args.hardware or schedules == "exhaustive"):
         parser.error("--replay is for races, in a number of --schedules, without --hardware")
@@ -258,7 +267,7 @@ def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
         sys.path.insert(0, str(path.resolve().parent))
         return lambda rank: _run_script(code, path)
     module = compiling.load(path)
-    if not hasattr(module, function):
+    if not callable(getattr(module, function, None)):
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
     found: Callable[[int], Any] = getattr(module, function)
     return found

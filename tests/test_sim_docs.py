@@ -97,7 +97,22 @@ def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixtu
         (["examples/sim_ring.py", "--hardware", "h100", "--compile"], "ring.py:FUNCTION"),
         (["examples/sim_ring.py", "--hardware", "h100", "--symmetric"], "add --no-numerics"),
         (["nowhere.py:call"], "no script 'nowhere.py': give FILE or FILE:FUNCTION"),
-        (["examples/sim_ring.py", "--schedules", "few"], "must be a number or `exhaustive`"),
+        (["examples/sim_ring.py", "--schedules", "few"], "a number from 1 on or `exhaustive`"),
+        (["examples/sim_ring.py", "--schedules", "0"], "a number from 1 on or `exhaustive`"),
+        (["examples/sim_ring.py", "--timeout", "-1"], "--timeout must be above 0 seconds, got -1"),
+        (["examples/sim_ring.py", "--timeout", "nan"], "--timeout must be above 0 seconds"),
+        (
+            ["examples/sim_ring.py", "--hardware", "h100", "--ranks", "9"],
+            "h100 is a domain of 8 ranks, got 9",
+        ),
+        (
+            ["examples/sim_ring.py", "--hardware", "h100", "--trace", "examples"],
+            "'examples' is a folder",
+        ),
+        (
+            ["examples/sim_ring.py", "--hardware", "h100", "--plot", "x.txt"],
+            "--plot writes .png, .svg, .pdf, .jpg, got 'x.txt'",
+        ),
         (["examples/sim_ring.py", "--plot", "x.png"], "are for virtual time: add --hardware"),
         (["examples/sim_ring.py", "--sched", "5"], "unrecognized arguments: --sched 5"),
         (["examples/sim_ring.py", "--ranks", "0"], "--ranks must be in 1..128, got 0"),
