@@ -48,21 +48,21 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Spread a tensor over a mesh. Every rank passes one; the first rank's values are taken.
+    """Distribute a tensor over a mesh. Every rank passes one; the first rank's values are used.
 
     Args:
         tensor: the whole tensor, a leaf of autograd. Nothing is communicated for a meta tensor.
         device_mesh: default: the mesh of the enclosing `with mesh:`.
         placements: one per mesh dim; default: `Replicate` on all.
-        src_data_rank: coordinate, along every mesh dim, of the rank whose values are taken. None:
-            each rank cuts its own tensor, and nothing is communicated.
+        src_data_rank: coordinate, along every mesh dim, of the rank whose values are used. None:
+            each rank cuts its own tensor, without communication.
 
     Returns:
         A leaf that requires gradients if `tensor` does.
 
     Raises:
         RuntimeError: `tensor` is not a leaf.
-        ValueError: a number of placements that is not the mesh's, or a DTensor placed otherwise.
+        ValueError: not one placement per mesh dim, or a DTensor with other placements.
         NotImplementedError: `tensor` is sparse.
     """
     mesh, wanted = _mesh_and_placements(device_mesh, placements, tensor.ndim)
@@ -129,8 +129,8 @@ def distribute_module(
     """Turn a module's parameters and buffers into DTensors, in place.
 
     Args:
-        partition_fn: called as (name, submodule, mesh) for every submodule; what it leaves as plain
-            tensors is replicated.
+        partition_fn: called as (name, submodule, mesh) for every submodule; plain tensors that it
+            leaves are replicated.
         input_fn: called as (module, inputs, mesh) before forward, returns the new inputs.
         output_fn: called as (module, outputs, mesh) after forward, returns the new outputs.
 
@@ -178,10 +178,10 @@ def distribute_parameter(
     placements: Sequence[Placement] | None = None,
     src_data_rank: int | None = 0,
 ) -> None:
-    """Make a parameter of a module a DTensor. Modules that share one go on sharing it.
+    """Make a parameter of a module a DTensor. Modules that share one still share it afterwards.
 
     Raises:
-        ValueError: one that shares it has it placed otherwise.
+        ValueError: a module that shares it has it with other placements.
     """
     param = module._parameters[name]
     assert param is not None

@@ -1,7 +1,7 @@
 """What DTensor adds to torch.ops.weft, each as one op of a traced graph.
 
     redistribute    the local tensor of one layout into that of another
-    check_even      what a traced `from_local` takes for granted, checked each time the graph runs
+    check_even      what a traced `from_local` assumes, checked each time the graph runs
 
 In a traced graph a layout is a shape, which may be symbolic, and a name for its mesh and
 placements. The names are registered while the graph is traced.
@@ -18,7 +18,7 @@ from weft.collectives import agree, spanning_group
 from weft.collectives.library import define
 from weft.dtensor.layout import Layout, contiguous_stride, layout_of, show
 
-# (mesh, placements); the layout itself where these do not say all of it.
+# (mesh, placements), or the layout itself if these do not determine it.
 _named: dict[str, tuple[Any, Any] | Layout] = {}
 
 
@@ -68,11 +68,11 @@ def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor
     known = _named[name]
     group = spanning_group(known.mesh if isinstance(known, Layout) else known[0])
     if not group.why:
-        told = [agree(group, f"from_local({name})", local.shape[dim]) for dim in dims]
-        if any(len(set(lengths)) > 1 for lengths in told):
+        lengths = [agree(group, f"from_local({name})", local.shape[dim]) for dim in dims]
+        if any(len(set(along_dim)) > 1 for along_dim in lengths):
             raise ValueError(
                 f"a traced from_local assumes shards of equal length: {name}, they have lengths "
-                f"{told} along dims {dims}. Pass shape= and stride= of the whole tensor, or "
+                f"{lengths} along dims {dims}. Pass shape= and stride= of the whole tensor, or "
                 f"DTensors to a module that makes them of plain inputs"
             )
     return local.new_empty(0)

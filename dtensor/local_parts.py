@@ -4,8 +4,8 @@
     lengths 3, 2      shards of 5 rows, as torch.chunk cuts them
     lengths 2, 3      not what torch.chunk gives: an error on every rank
 
-The ranks tell each other the lengths of their shards. While a graph is traced they cannot: there
-shards are taken to be even, which the graph checks when it runs.
+The ranks exchange the lengths of their shards. While a graph is traced they cannot: shards are then
+assumed to be even, which is checked when the graph runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
     """The layout that the ranks' local tensors make up; shards may differ in length. Collective.
 
     Raises:
-        ValueError: on every rank, where the lengths are not those of torch.chunk.
+        ValueError: on every rank, if the lengths are not those of torch.chunk.
     """
     traced = is_traced(local)  # sizes may be symbols, which no cache takes
     evenly = _even_layout.__wrapped__ if traced else _even_layout
@@ -54,12 +54,12 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
     if group is None:
         return even
     cut, given = even.cut_dims, local.shape
-    told = [agree(group, call, given[dim]) for dim in cut]
-    if told == [[given[dim]] * group.world_size for dim in cut]:
+    exchanged = [agree(group, call, given[dim]) for dim in cut]
+    if exchanged == [[given[dim]] * group.world_size for dim in cut]:
         return even
     place, shape = even.place, list(given)
     parts: list[list[int]] = []
-    for dim, values in zip(cut, told, strict=True):
+    for dim, values in zip(cut, exchanged, strict=True):
         lengths = dict(zip(group.ranks, values, strict=True))
         parts.append([lengths[rank] for rank in place.ranks])
         shape[dim] = sum(
@@ -101,7 +101,7 @@ def _even_layout(
 
 @lru_cache(maxsize=4096)
 def _who_agrees(even: Layout) -> tuple[Group | None, str]:
-    """The group that exchanges the lengths of shards, None if none does, and a name of the call."""
+    """The group that exchanges the lengths of shards (or None), and a name of the call."""
     if not even.cut_dims or even.index is None:
         return None, ""
     group = spanning_group(even.mesh)

@@ -6,9 +6,9 @@
     x: 7 rows                            the ranks hold 4 and 3: a graph for 7 rows, and no others
 
 A size stays open if no mesh dim cuts it, or if plain shards cut it into equal parts. Otherwise, and
-where a number is needed (a halo, a rule that is found by trying), the graph is specialized to the
-present size, and others are compiled anew. All this depends on sizes alone, so that all ranks come
-to the same graphs.
+if a number is needed (for a halo, or a rule found by trying), the graph is specialized to the
+present size, and others are compiled anew. All this depends on sizes alone, so that all ranks
+arrive at the same graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OpenLayout(Layout):
     """A layout with open sizes, made only while a graph is traced.
 
     It has no hash: what is known of its sizes may change, and a cache would keep the graph alive.
-    Equal ones are `==`, but not one object.
+    Equal layouts compare equal, but are not one object.
     """
 
     __hash__ = None  # type: ignore[assignment]

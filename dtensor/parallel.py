@@ -1,7 +1,7 @@
 """Parallel styles: lay out a module's parameters, inputs and outputs over a 1-D mesh.
 
 A plan names sub-modules and gives each a style. A style shards the module's parameters once and
-hangs two hooks on it, so that the module's own code stays as it was:
+adds two hooks, so that the module's own code stays as it is:
 
     style               parameters                        input wanted       output by default
     ColwiseParallel     Linear: weight, bias Shard(0)     Replicate          Shard(-1)
@@ -12,12 +12,11 @@ hangs two hooks on it, so that the module's own code stays as it was:
     SequenceParallel    any: Replicate                    Shard(sequence)    Shard(sequence)
     PrepareModule*      untouched                         as asked           as asked
 
-Names, arguments and meaning are those of `torch.distributed.tensor.parallel`. One thing is done in
-another place: where ColwiseParallel would gather a sequence shard ahead of an `nn.Linear`, the
-shard goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies. The
-other way round, RowwiseParallel redistributes its partial sums in the very hook that receives them,
-which is where `matmul_reduce_scatter` takes over.
-"""
+Names, arguments and meaning are those of `torch.distributed.tensor.parallel`. Only the
+communication moves: where ColwiseParallel would gather a sequence shard in front of an `nn.Linear`,
+the shard goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies.
+Conversely, RowwiseParallel redistributes its partial sums in the hook that receives them, where
+`matmul_reduce_scatter` takes over."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Random numbers on a mesh: those that one device with the same seed would draw, bit for bit.
 
-A generator hands out its numbers in the order of the whole tensor's memory, and cannot skip. So
-every rank draws them all, keeps those of its box, and leaves its generator as one device would:
+A generator produces numbers in the order of the whole tensor's memory and cannot skip any. So every
+rank draws them all, keeps those of its box, and leaves its generator as a single device would:
 
     seed 7    whole  [ .3 .9 .1 .5 | .8 .2 .6 .4 ]      rank 0 keeps the left half, rank 1 the right
 
-That costs each rank the time of the whole tensor, and room for a piece of it: a large one is drawn
-in pieces where its generator draws pieces as it draws the whole. Ranks may have been seeded
-differently: the first random call on a mesh gives all of them the first rank's state. A generator
-that is passed must be seeded alike on every rank.
+Each rank takes the time of the whole tensor, but memory only for a piece of it: large tensors are
+drawn in pieces if that gives the same numbers. Ranks may have been seeded differently: the first
+random call on a mesh gives all of them the first rank's state. A generator that is passed must have
+the same seed on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _agreed: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
 
 _PIECE_BYTES = 64 << 20
-# A CPU draws these number by number, or (normal) in blocks of 16, and the last block otherwise.
+# A CPU draws these one by one or, for normal_, in blocks of 16, of which the last one differs.
 _BLOCK = 16
 _IN_PIECES = ("uniform_", "normal_", "random_")
 
@@ -38,8 +38,8 @@ _IN_PIECES = ("uniform_", "normal_", "random_")
 def agree_on_state(mesh: DeviceMesh) -> None:
     """Give every rank of `mesh` the generator states of its first rank. Collective.
 
-    It is done once for the same ranks and kind of device, and not once a mesh: garbage collection
-    drops meshes at different times on different ranks.
+    Done once for the same ranks and kind of device, rather than once for each mesh, as garbage
+    collection drops meshes at different times on different ranks.
     """
     group, kind = spanning_group(mesh), mesh.device_type
     agreed = _agreed.setdefault(group, set())
@@ -84,7 +84,7 @@ def drawn(
     rows = layout.shape[0] if layout.shape else 1
     step = _rows_at_once(name, layout, local.device)
     for start in range(0, max(rows, 1), max(step, 1)):
-        # Fewer rows than a block may not remain: the last block is drawn otherwise than the rest.
+        # No fewer rows than a block may remain, as the last block is drawn differently.
         stop = rows if rows - start - step < _BLOCK else start + step
         piece = torch.empty_strided(
             (stop - start, *layout.shape[1:]) if layout.shape else (),
