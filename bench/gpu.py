@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _status(tests)
     if tests.wrong:
         say("a test failed; figures are taken of what is right")
-    if on_gpu:  # ranks of which one hangs are given up a minute after that
+    if on_gpu:  # hung ranks are killed a minute after that
         os.environ.setdefault("WEFT_TIMEOUT_S", "20")
     options = Options(
         device=args.device,

@@ -51,7 +51,8 @@ class Row:
 def peak_bytes(call: Callable[[], Any]) -> int:
     """What this process needs at its peak while `call` runs, above what it had before.
 
-    Only after `free_at_once`: kept memory would hide what is needed, or be taken for it.
+    Only after `free_at_once`: memory that the allocator keeps would hide what is needed, or be
+        counted as needed.
     """
     _libc.malloc_trim(0)  # what lies free between small blocks in use
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten

@@ -74,7 +74,7 @@ class Prepared:
         expected: what every variant returns for inputs 0, by the oracle in float64; None if
             `prepare` has compared them, or there is nothing to compare.
         tolerance: largest deviation, relative to the largest expected value.
-        observe: what is compared of a variant's value, where that is no tensor.
+        observe: the tensors to compare of a variant's value, if that is not itself a tensor.
         unchecked: variants that compute something else, for comparison of times only.
         repeats: how often a variant does its work in one call.
         virtual: calls return their time in us; they are not timed, and compute nothing to compare.

@@ -40,11 +40,12 @@ __all__ = ["AtomicWriter", "load", "save"]
 
 
 def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
-    """Write a checkpoint, in place of the one that is there. Collective.
+    """Write a checkpoint, which replaces the one in the folder. Collective.
 
     Args:
-        state_dict: DTensors, tensors (the first rank's are stored), and what pickle takes; nested.
-        checkpoint_id: the folder, by the name that torch has for it.
+        state_dict: nested DTensors, tensors (the first rank's are stored) and values that pickle
+            takes.
+        checkpoint_id: the folder (torch's name for it).
     """
     state_dict_saver.save(dict(state_dict), storage_writer=AtomicWriter(checkpoint_id))
 
@@ -53,8 +54,8 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> N
     """Read a checkpoint into the tensors of `state_dict`, in place. Collective.
 
     Args:
-        state_dict: what is to be read, each DTensor in any layout. Values that are not tensors are
-            replaced. What only the checkpoint has is not read.
+        state_dict: the entries to read, each DTensor in any layout. Values that are not tensors are
+            replaced. Entries that only the checkpoint has are not read.
         checkpoint_id: the folder.
 
     Raises:
@@ -66,7 +67,7 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> N
 
 
 class AtomicWriter(FileSystemWriter):
-    """A storage writer for `torch.distributed.checkpoint.save` that never harms what is there.
+    """A writer for `torch.distributed.checkpoint.save` that never damages an older checkpoint.
 
     Takes the arguments of `FileSystemWriter`.
     """

@@ -1,7 +1,7 @@
 """Checkpoint folders, read in one process: what is in them, and what is missing or damaged.
 
 Tensors are read block by block, so that memory holds one block at a time: `merge` and `reshard`
-fill tensors that lie in files.
+fill tensors whose memory is a file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SAFETENSORS = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is not what its metadata say: a piece is missing or damaged."""
+    """A checkpoint does not match its metadata: a piece is missing or damaged."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ Fill = Callable[[Entry, torch.Tensor], None]
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], fill: Fill) -> None:
-    """Write a .safetensors file whose tensors `fill` fills one after another, in the file."""
+    """Write a .safetensors file; `fill` writes each tensor into it, one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: list[int] = []
     at = 0
@@ -343,7 +343,7 @@ def write_torch(
     fill: Fill,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> None:
-    """Write a file for `torch.load`. The tensors lie in a file beside it until they are written."""
+    """Write a file for `torch.load`. Until then each tensor is in a file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         tensors: dict[str, Any] = {}

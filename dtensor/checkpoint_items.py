@@ -1,12 +1,12 @@
 """What `torch.distributed.checkpoint` asks of a tensor: the blocks of it that this rank holds.
 
-A rank's box is the product of its runs over the dims. Each block of one run a dim is stored by
-itself, at its offset in the global tensor, and replicas only once:
+A rank's box is the product of its runs over the dims. Each block, one run per dim, is stored by
+itself at its offset in the global tensor, and replicas only once:
 
     _StridedShard(0, split_factor=2), 2 ranks, 8 rows       rank 0: rows [0, 2) and [4, 6)
                                                             rank 1: rows [2, 4) and [6, 8)
 
-So whatever layout a tensor was saved in, another one loads it by cutting blocks with its own.
+So a tensor is loaded into any layout, whatever it was saved in, by intersecting the blocks of both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def blocks(layout: Layout, index: int | None) -> list[Block]:
     """
     if layout.has_partial:
         raise ValueError(
-            f"a DTensor that is {show(layout.placements)} cannot be saved or loaded, its values "
-            f"are not reduced yet: redistribute it to Replicate() or Shard(dim) first"
+            f"a DTensor that is {show(layout.placements)} cannot be saved or loaded, as its "
+            f"values are not reduced yet: redistribute it to Replicate() or Shard(dim) first"
         )
     if index is None:
         return []
@@ -55,7 +55,7 @@ def blocks(layout: Layout, index: int | None) -> list[Block]:
 
 
 def write_items(tensor: DTensor, fqn: str) -> list[Any]:
-    """One WriteItem a block."""
+    """One WriteItem for each block."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -71,7 +71,7 @@ def write_items(tensor: DTensor, fqn: str) -> list[Any]:
 
 
 def chunks(tensor: DTensor) -> list[Any]:
-    """One ChunkStorageMetadata a block."""
+    """One ChunkStorageMetadata for each block."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [

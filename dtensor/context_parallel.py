@@ -3,11 +3,11 @@
     with context_parallel(mesh, buffers=[tokens, labels, turns], buffer_seq_dims=[1, 1, 0]):
         loss = ...          # the buffers hold this rank's tokens; attention reaches all ranks'
 
-Within the block every buffer is cut along its sequence dim, in the zigzag order in which causal
-work is even (see `weft.kernels.sharded_sequence`), and
-`torch.nn.functional.scaled_dot_product_attention` on plain tensors is `weft.ring_attention`. What
-the model knows of positions must be among the buffers, as RoPE's table is: rows stay together with
-their tokens.
+Within the block every buffer is cut along its sequence dim, in the zigzag order that balances
+causal work (see `weft.kernels.sharded_sequence`), and
+`torch.nn.functional.scaled_dot_product_attention` on plain tensors is `weft.ring_attention`.
+Tensors that depend on positions, such as RoPE's table, must be among the buffers: their rows then
+stay with their tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.kernels import from_zigzag, ring_attention, to_zigzag, zigzag_sizes
 
 
 class _RingAttention(TorchFunctionMode):
-    """Sends scaled_dot_product_attention on plain tensors round `group`."""
+    """Makes scaled_dot_product_attention of plain tensors ring attention over `group`."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -77,18 +77,18 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
 ) -> Iterator[None]:
-    """Cut `buffers` along their sequence dims, and have attention reach the keys of all ranks.
+    """Shard `buffers` along their sequence dims, and let attention reach the keys of all ranks.
 
     Args:
         mesh: 1-D.
-        buffers: tensors that every rank holds whole: inputs, labels, tables of positions. They are
-            changed in place, and whole again after the block. No parameters.
+        buffers: tensors that every rank holds whole: inputs, labels, tables of positions, but no
+            parameters. They are changed in place, and are whole again after the block.
         buffer_seq_dims: the dim of each buffer along which tokens lie.
         no_restore_buffers: those of `buffers` that need not be whole again.
 
     Raises:
-        ValueError: not one dim a buffer; a buffer that wants a gradient or is a view; buffers to
-            leave cut that are not among the buffers.
+        ValueError: not one dim for each buffer; a buffer that requires a gradient or is a view;
+            `no_restore_buffers` that are not among the buffers.
 
     Example:
         2 ranks, a buffer [0 1 2 3 4 5 6 7]: within the block it is [0 1 6 7] on rank 0 and
@@ -138,7 +138,7 @@ def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Whole tensors, in order, of what `context_parallel` left on the ranks; differentiable.
+    """The whole tensors, in order, of which `context_parallel` left parts; differentiable.
 
     Args:
         mesh: that of the `context_parallel`.

@@ -49,8 +49,8 @@ def local_map(
     Args:
         func: takes and returns plain tensors. None: `local_map(...)` is a decorator.
         out_placements: of each result (a tuple of placements lists, or one for a single result);
-            None for a result that is no tensor.
-        in_placements: that each flattened argument must have; None for one that is no tensor.
+            None for a result that is not a tensor.
+        in_placements: that each flattened argument must have; None for one that is not a tensor.
             Default: any.
         in_grad_placements: how each argument's local gradients make up the global one, see
             `DTensor.to_local`.
@@ -61,8 +61,8 @@ def local_map(
         The function of DTensors. Without any DTensor among its arguments it is `func` itself.
 
     Raises:
-        ValueError: an argument is placed otherwise; a number of placements that is not that of the
-            arguments or results, or placements for what is no tensor.
+        ValueError: an argument has other placements; not one entry for each argument or result, or
+            placements for a value that is not a tensor.
 
     Example:
         >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
@@ -109,7 +109,7 @@ def _run_locally(
         if not isinstance(arg, DTensor):
             if placements is not None and not isinstance(arg, torch.Tensor):
                 raise ValueError(
-                    f"local_map: argument {i} is no tensor but {type(arg).__name__}, its "
+                    f"local_map: argument {i} is a {type(arg).__name__}, not a tensor: its "
                     f"in_placements must be None, got {placements}"
                 )
             local.append(arg)
@@ -160,21 +160,21 @@ def _placed(arg: DTensor, placements: PlacementType, redistribute: bool, i: int)
         return arg
     if not redistribute:
         raise ValueError(
-            f"local_map: argument {i} has mismatched placements {show(arg.placements)}, wanted are "
+            f"local_map: argument {i} has mismatched placements {show(arg.placements)}, expected "
             f"{show(placements)}: redistribute it, or set redistribute_inputs=True"
         )
     return arg.redistribute(placements=placements)
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that says how an aten or custom op may be sharded. It replaces our rule.
+    """Decorate a function that says how an aten or custom op may be sharded, in place of our rule.
 
     Args:
         op: an `OpOverload`, or a list of them.
 
     The function gets the op's arguments, with a layout (`.shape`, `.ndim`, `.placements`) in place
     of each tensor. It returns pairs ([placement of each result], [placement of each argument, None
-    for one that is no tensor]), each a way to run the op along one mesh dim. The cheapest is taken.
+    if it is not a tensor]), each a way to run the op along one mesh dim. The cheapest is used.
 
     Example:
         >>> @register_sharding(torch.ops.mylib.scale.default)    # scale(Tensor x, float by)
@@ -216,7 +216,7 @@ def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> tuple[Pla
 
 
 class Replicating(TorchFunctionMode):
-    """Makes DTensors of the plain tensors that meet a DTensor in a call (of `functions`)."""
+    """Makes replicated DTensors of plain tensors passed with a DTensor (to `functions`, or any)."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__()
@@ -243,9 +243,9 @@ class Replicating(TorchFunctionMode):
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors that meet a DTensor in an operation as replicated.
+    """Treat plain tensors that meet a DTensor in an operation as replicated.
 
-    Their gradients are plain tensors. Every rank must hold the same values: nobody checks.
+    Their gradients are plain tensors. Every rank must hold the same values, which is not checked.
     """
     with Replicating():
         yield

@@ -1,11 +1,11 @@
 """Steps of torch's elementwise optimizers: one plain step on this rank's parts of the DTensors.
 
-Where every gradient and every state lies as its parameter does, a rank can step its own part
-without the others. So a pre-step hook brings the gradients into the layouts of their parameters,
-once instead of in each operation of the step, and then hands `step()` a stand-in for the optimizer:
-its groups and its state hold the local tensors, in the same memory, in place of the DTensors. The
-optimizer itself is left alone, so an error within the step leaves it as it was. A step that creates
-state, and any other that the stand-in could not do in the same way, runs on the DTensors.
+If every gradient and every state has the layout of its parameter, a rank can step its own part
+without the others. So a pre-step hook redistributes the gradients to the layouts of their
+parameters, once instead of in each operation of the step, and passes `step()` a stand-in for the
+optimizer: its groups and its state hold the local tensors, in the same memory, in place of the
+DTensors. The optimizer itself is left alone, so an error within the step leaves it as it was. A
+step that creates state, or that the stand-in could not do in the same way, runs on the DTensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _before_step(
         return None
     for hook in before_write:
         hook()
-    torch._C._increment_version(stand_in.parts.written)  # autograd does not see them written
+    torch._C._increment_version(stand_in.parts.written)  # autograd does not see the writes
     return (stand_in, *args[1:]), kwargs
 
 
@@ -86,7 +86,7 @@ def _gradient(p: DTensor) -> torch.Tensor | None:
 
 
 def _stand_in(optimizer: Any) -> Any:
-    """The optimizer of the local tensors; `parts` are what it works on."""
+    """The optimizer of the local tensors, which are its `parts`."""
     for group in optimizer.param_groups:
         if group.get("differentiable") or group.get("capturable"):
             raise _NotAlikeError
@@ -109,14 +109,14 @@ def _stand_in(optimizer: Any) -> Any:
 class _Parts:
     """This rank's parts of an optimizer's parameters, with their gradients, and of its state.
 
-    Finding them takes 6 us a parameter, checking that they are still the same takes 1 us: all but
-    the gradients are kept from one step to the next.
+    Finding them takes 6 us per parameter, checking that they are still the same 1 us: all but the
+    gradients are kept from one step to the next.
 
     Attributes:
         groups: the parts of each group's parameters.
-        state: of the parts.
+        state: the state of each part.
         written: the DTensors that a step writes.
-        given: for each parameter with state, that of its part and what was in it at first.
+        given: for each parameter with state, the state of its part and the values it began with.
         can_renew: whether every parameter is a DTensor with a gradient.
     """
 
@@ -180,7 +180,7 @@ class _Parts:
         self._own_values = _values_of(self._own_states)
 
     def renew(self, optimizer: Any) -> bool:
-        """Take the gradients of another step; False if anything else is not as it was."""
+        """Take the gradients of another step; False if anything else has changed."""
         groups, flat = [group["params"] for group in optimizer.param_groups], self._flat
         with no_function():
             grads = list(map(_grad_of, flat))
@@ -214,7 +214,7 @@ class _Parts:
         return _same(_values_of(self._own_states), self._own_values)
 
 
-# A state that is replaced lives on here until the next step.
+# A state that has been replaced stays alive here until the next step.
 _parts: weakref.WeakKeyDictionary[Any, _Parts] = weakref.WeakKeyDictionary()
 _chain = chain.from_iterable
 _local_of, _layout_of = attrgetter("_local"), attrgetter("_layout")
@@ -250,7 +250,7 @@ def _local(tensor: Any, layout: Layout) -> torch.Tensor:
 
 
 def _after_step(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Take what the step has replaced in the stand-in's state over into the optimizer's."""
+    """Copy what the step has replaced in the stand-in's state into the optimizer's."""
     if (stand_in := args[0]) is optimizer or stand_in.parts.unchanged():
         return
     for p, local_state, given in stand_in.parts.given:

@@ -16,7 +16,8 @@ Names, arguments and meaning are those of `torch.distributed.tensor.parallel`. O
 communication moves: where ColwiseParallel would gather a sequence shard in front of an `nn.Linear`,
 the shard goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies.
 Conversely, RowwiseParallel redistributes its partial sums in the hook that receives them, where
-`matmul_reduce_scatter` takes over."""
+`matmul_reduce_scatter` takes over.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def parallelize_module(
 
     Args:
         module: changed in place.
-        device_mesh: 1-D; of an n-d mesh take one dim, `mesh["tp"]`. None: the mesh of the `with`
+        device_mesh: 1-D; of an n-D mesh take one dim, `mesh["tp"]`. None: the mesh of the `with`
             block around the call.
         parallelize_plan: a style for `module` itself, or `{path: style}`. A path is a sub-module's
             dotted name; each of its parts may hold fnmatch wildcards ("layers.*.w1"); "" is
@@ -155,7 +156,7 @@ def _relayout(
     use_local: bool,
     what: str,
 ) -> Any:
-    """`value`, read as `given` and brought to `desired`; as it is where `given` is None."""
+    """`value`, read as `given` and brought to `desired`; unchanged if `given` is None."""
     if given is None:
         return value
     tensor = _as_dtensor(value, mesh, given, what)
@@ -185,10 +186,10 @@ def _shown(style: ParallelStyle, *names: str) -> str:
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Take a plain target (and weight) of `F.cross_entropy` and `F.nll_loss` as replicated.
+    """Treat a plain target (and weight) of `F.cross_entropy` and `F.nll_loss` as replicated.
 
-    Logits that are sharded by class are never gathered, inside the block or outside: the loss costs
-    two small reductions, and its gradient is sharded as the logits are. Any reduction, any mesh.
+    Logits sharded by class are never gathered, inside the block or outside: the loss costs two
+    small reductions, and its gradient is sharded like the logits. It takes any reduction and mesh.
 
     Example:
         >>> with loss_parallel():
@@ -206,7 +207,7 @@ class _WeightSharding(ParallelStyle):
     # The layout of a parameter that the table does not name; None: replicated.
     _other_params: ClassVar[Placement | None] = None
 
-    # The layouts of the input and of the output where none are given.
+    # The default layouts of the input and of the output.
     _usual: ClassVar[tuple[Placement, Placement]]
 
     def __init__(
@@ -288,7 +289,7 @@ class ColwiseParallel(_WeightSharding):
     _usual: ClassVar = Replicate(), Shard(-1)
 
     def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
-        # A subclass may do other things with its input than multiply it.
+        # A subclass may do more with its input than multiply it.
         layout = x.placements[0]
         return (
             type(module).forward is nn.Linear.forward
@@ -370,7 +371,7 @@ def _check_pair(given: Any, desired: Any, what: str) -> None:
     if desired is None or len(given) != len(desired):
         raise ValueError(
             f"{what} and desired_{what} must have the same length, "
-            f"got {given} and {desired}: write None for a value to be left alone"
+            f"got {given} and {desired}: write None for a value to leave alone"
         )
 
 
@@ -378,7 +379,7 @@ class PrepareModuleInput(ParallelStyle):
     """Turn a module's inputs into DTensors and bring them to other layouts. Parameters stay.
 
     Args:
-        input_layouts: the layout of each positional input, None for one to be left alone; a single
+        input_layouts: the layout of each positional input, None for one to leave alone; a single
             placement stands for a single input. None: positional inputs are left alone.
         desired_input_layouts: the layouts that they are brought to; as long as `input_layouts`.
         input_kwarg_layouts: the layouts of keyword inputs, by name.
@@ -447,7 +448,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Turn a module's outputs into DTensors and bring them to other layouts. Parameters stay.
 
     Args:
-        output_layouts: the layout of each output, None for one to be left alone; a single
+        output_layouts: the layout of each output, None for one to leave alone; a single
             placement stands for a single output.
         desired_output_layouts: the layouts that they are brought to; as long as `output_layouts`.
         use_local_output: whether the module returns plain tensors, this rank's parts, rather than

@@ -86,7 +86,7 @@ def _own_run(layout: Layout, dim: int) -> tuple[int, int]:
 
 
 def _checked_later(x: torch.Tensor) -> bool:
-    """Whether the host cannot look at the values of x: on a GPU, and in a traced graph."""
+    """Whether the host cannot read the values of x: on a GPU, and in a traced graph."""
     return x.is_cuda or is_traced(x)
 
 
@@ -173,7 +173,7 @@ def embedding_weight_grad(
 
 @rule("embedding_weight_grad")
 def _embedding_weight_grad(call: Call) -> Choices:
-    """Placed as the weight is, where that costs nothing."""
+    """Placed as the weight is, if that costs nothing."""
     grad, indices, weight = call.inputs
     replicate = Replicate()
     shards = distinct(filter(is_shard, (*grad.placements, *indices.placements)))
@@ -269,7 +269,7 @@ class _Loss:
         return classes, valid.to(like) if weight is None else weight[classes] * valid, bad
 
     def check(self, bad: Any) -> None:
-        """Raise where a class does not exist: on all ranks, as `bad` is summed over them."""
+        """Raise if a class does not exist: on all ranks, as `bad` is summed over them."""
         if bad:
             raise IndexError(self._unknown)
 

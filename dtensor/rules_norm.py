@@ -3,7 +3,7 @@
 layer_norm    each rank norms its own rows, which are whole
 group_norm    each rank norms its own samples, which are whole
 batch_norm    in training, the ranks that share a channel compute its statistics together, by one
-              exchange of three numbers a channel; given statistics, each rank norms what it holds
+              exchange of three numbers per channel; given statistics, each rank norms its part
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
     """Batch norm with given statistics: by samples or by channels.
 
     Args:
-        of_samples: how results with one number a channel are placed, where samples are sharded.
+        of_samples: the placement of results with one number per channel, if samples are sharded.
     """
     channels = call.inputs[0].shape[1:2]
 
@@ -136,7 +136,7 @@ def _localize_fixed(call: Call, inputs: list[Layout], outputs: list[Layout]) -> 
 
     def run(first: torch.Tensor, *args: Any) -> Any:
         of_input, *others = op(first, *args)
-        # Its meta kernel gives a gradient of the input also where none was asked for.
+        # Its meta kernel returns a gradient of the input even if none was asked for.
         return first if of_input is None else of_input, *others
 
     return run

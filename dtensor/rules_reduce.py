@@ -54,7 +54,7 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def fourier(call: Call) -> Choices:
-    """Transforms along some dims: linear, and apart from each other along the rest."""
+    """Transforms along some dims, linear, and independent along the others."""
     dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
     sums = [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0].placements)]
 
@@ -72,7 +72,7 @@ def fourier(call: Call) -> Choices:
 
 
 def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
-    """Whether some rank may hold nothing of these dims, however many mesh dims cut them."""
+    """Whether some rank may hold no index of these dims, however many mesh dims cut them."""
     cuts = [p for p in distinct(layout.placements) if shard_dim(p) in dims]
     ways = [layout.placements, *((p,) * len(layout.placements) for p in cuts)]
     boxes = [box for way in ways for box in layout.with_placements(way).boxes]
@@ -108,14 +108,14 @@ def sum_(call: Call) -> Choices:
 
 @rule("mean")
 def mean(call: Call) -> Choices:
-    """Each rank's mean weighs as much as the rank holds of the whole: a Partial sum.
+    """The ranks' means, weighted by their shares of the elements, are a Partial sum.
 
-    Where all hold the same, the plain mean is a Partial average.
+    With equal shares, the plain means are a Partial average.
     """
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     source = call.inputs[0]
     ranks = len(source.place.ranks)
-    # Whichever mesh dims will cut a dim: it stays even if all of them together cut it evenly.
+    # Any mesh dims may cut a dim: its shards are even if all of them together cut it evenly.
     parts = ranks * math.lcm(*map(pieces_of, source.placements))
     cut = [source.shape[d] for d in source.cut_dims if d in dims]
     even = all(size % parts == 0 for size in cut)
@@ -204,9 +204,9 @@ def variance(call: Call) -> Choices | Decomposed:
         count = math.prod(solid.shape[d] for d in dims)
         free = max(count - (1 if correction is None else correction), 0)
         var = (var * count / free).to(x.dtype)
-        lies = reduced_layout(solid, dims, keepdim, x.dtype)
-        first = wrap(var.sqrt() if call.name.startswith("std") else var, lies)
-        return (first, wrap(mean.to(x.dtype), lies)) if len(call.outputs) == 2 else first
+        reduced = reduced_layout(solid, dims, keepdim, x.dtype)
+        first = wrap(var.sqrt() if call.name.startswith("std") else var, reduced)
+        return (first, wrap(mean.to(x.dtype), reduced)) if len(call.outputs) == 2 else first
 
     return Decomposed(run)
 
@@ -216,8 +216,8 @@ def moments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean, mean square of the distance from it) over `dims`, in float32 at least. Collective.
 
-    Each rank tells its own two, and of how many elements they are: sums of plain squares would
-    cancel each other.
+    Each rank sends its own two and its number of elements: the difference of plain sums of squares
+    would lose digits.
     """
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
     count = math.prod(local.shape[d] for d in dims)
@@ -265,7 +265,7 @@ def _norm_of_norms(dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
 def reduced_layout(
     source: Layout, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
 ) -> Layout:
-    """How a reduction of `source` over `dims` lies, to which all ranks have contributed."""
+    """The layout of a reduction of `source` over `dims`, the ranks' results combined."""
     placements = tuple(
         moved(p, _kept_dim(shard_dim(p), dims, keepdim))
         if is_shard(p) and shard_dim(p) not in dims
@@ -281,16 +281,16 @@ def reduced_layout(
 def _of_each_rank(
     part: torch.Tensor, source: Layout, dims: tuple[int, ...], keepdim: bool
 ) -> torch.Tensor:
-    """(ranks, *part): what the ranks that share `dims` of `source` have found. Collective.
+    """(ranks, *part): the parts of the ranks that share `dims` of `source`. Collective.
 
     Args:
-        part: what this rank has found, of the reduced shape and any more dims.
+        part: this rank's result, of the reduced shape and any further dims.
     """
-    lies = reduced_layout(source, dims, keepdim, part.dtype)
+    reduced = reduced_layout(source, dims, keepdim, part.dtype)
     crossed = [shard_dim(p) in dims for p in source.placements]
     ranks = math.prod(n for n, c in zip(source.place.sizes, crossed, strict=True) if c)
-    kept = [moved(p, shard_dim(p) + 1) if is_shard(p) else p for p in lies.placements]
-    shape = (ranks, *lies.shape, *part.shape[lies.ndim :])
+    kept = [moved(p, shard_dim(p) + 1) if is_shard(p) else p for p in reduced.placements]
+    shape = (ranks, *reduced.shape, *part.shape[reduced.ndim :])
     gathered = layout_of(source.mesh, tuple(kept), shape, contiguous_stride(shape), part.dtype)
     stacked = [Shard(0) if c else p for c, p in zip(crossed, kept, strict=True)]
     return move(part.unsqueeze(0), gathered.with_placements(stacked), gathered)
@@ -300,7 +300,7 @@ def _local_norm(
     x: torch.Tensor, order: Any, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     if any(x.shape[d] == 0 for d in dims):
-        # What leaves the norm over the ranks unchanged: infinity where that is a minimum.
+        # Leaves the norm over the ranks unchanged: infinity if that is a minimum.
         neutral = math.inf if order < 0 else 0.0
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.full(shape, neutral, dtype=dtype.to_real(), device=x.device)
@@ -310,7 +310,7 @@ def _local_norm(
 
 @rule("equal")
 def equal(call: Call) -> Decomposed:
-    """Every rank compares its part; they agree if all do."""
+    """Every rank compares its part; the tensors are equal if all parts are."""
 
     def run(a: DTensor, b: DTensor) -> bool:
         if a._layout.shape != b._layout.shape:

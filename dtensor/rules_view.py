@@ -124,7 +124,7 @@ def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
 
 @rule("as_strided", "as_strided_copy", "as_strided_scatter")
 def as_strided(call: Call) -> Choices:
-    """Reads memory as that of the whole tensor: on every rank, laid out in the same way."""
+    """Reads the whole tensor's memory: replicated, with the same strides on every rank."""
     source = call.inputs[0]
     if not source.is_contiguous:
         raise NotImplementedError(
@@ -148,7 +148,7 @@ def _diagonal_map(bound: dict[str, Any], ndim: int) -> dict[int, int]:
 
 
 def _pattern(shape: Shape, dims: range, placement: Placement, parts: int) -> Pattern | None:
-    """What `placement` selects in the flattened `dims`; None where it does not repeat evenly."""
+    """What `placement` selects in the flattened `dims`; None if it does not repeat evenly."""
     dim = shard_dim(placement)
     pieces = pieces_of(placement)
     size, inner = shape[dim], math.prod(shape[d] for d in dims if d > dim)
@@ -184,14 +184,14 @@ def _candidates(new: Shape, dims: range, period: int) -> Iterator[Placement]:
     for d in dims:
         inner = math.prod(new[e] for e in dims if e > d)
         if new[d] * inner % period == 0 and new[d] * inner > period:
-            # A number, on which a graph must settle: it is part of the placement.
+            # A number that a graph must specialize on, as it is part of the placement.
             yield _StridedShard(d, split_factor=int(new[d] * inner // period))
 
 
 def _viewed(
     placement: Placement, parts: int, old: Shape, new: Shape, old_dims: range, new_dims: range
 ) -> Placement | None:
-    """How the result of a view is placed on one mesh dim; None where it is no shard at all."""
+    """The placement of a view's result on one mesh dim; None if no shard describes it."""
     pattern = _pattern(old, old_dims, placement, parts)
     if pattern is None:
         return None
@@ -202,7 +202,7 @@ def _viewed(
 
 
 def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
-    """The shape that every rank has after a shard, None where they differ."""
+    """The shape of every rank after a shard, None if they differ."""
     dim = shard_dim(placement)
     pieces = pieces_of(placement)
     if shape[dim] % (parts * pieces):
@@ -269,10 +269,10 @@ def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> A
         return x.reshape(size)
 
     def viewed(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        # A gathered or cut local tensor may lie in memory otherwise than the global one says.
+        # The strides of a gathered or cut local tensor may not follow from the global ones.
         try:
             return x.view(size)
-        except (RuntimeError, ValueError):  # the latter from what stands for a tensor in a trace
+        except (RuntimeError, ValueError):  # the latter from fake tensors in a trace
             raise NoViewError from None
 
     return viewed if call.name in ("view", "_reshape_alias") else copied

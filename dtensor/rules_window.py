@@ -54,12 +54,12 @@ class _Windows:
         return list(value) * n if len(value) == 1 else list(value)
 
     def below(self, axis: int, rows: Range) -> Range:
-        """Input rows [start, stop) that these result rows see; it may go over the edges."""
+        """Input rows [start, stop) that these result rows see; they may extend beyond the edges."""
         s, p = self.stride[axis], self.padding[axis]
         return rows[0] * s - p, (rows[1] - 1) * s - p + self.reach[axis] + 1
 
     def inside(self, axis: int, rows: Range, size: int) -> Range:
-        """Of `below`, what lies among `size` rows."""
+        """`below`, clipped to the input's `size` rows."""
         start, stop = (min(max(row, 0), size) for row in self.below(axis, rows))
         return start, max(start, stop)
 
@@ -78,8 +78,8 @@ def _own(layout: Layout, rank: int, dim: int) -> Range:
 def _pulled(
     layout: Layout, dims: list[int], other: Layout, wanted: Callable[[int, Range, int], Range]
 ) -> Layout:
-    """`layout`, with other rows for each rank: `wanted(axis, rows, size)`, given its rows of
-    `other` and how many `layout` has."""
+    """`layout` with other rows on each rank: `wanted(axis, rows, size)`, from the rank's rows of
+    `other` and the number of rows of `layout`."""
     layout = layout.closed()
     boxes = []
     for rank, box in enumerate(layout.boxes):
@@ -104,7 +104,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     x, w = (call.inputs[0], call.inputs[1]) if forward else (call.inputs[1], call.inputs[2])
     windows = _Windows(call, w)
     rows, columns = (1, 0) if windows.transposed else (0, 1)  # of w: dims of outputs and inputs
-    # Each line: how x, w and the bias lie, and how y does; the gradients follow.
+    # Each line: the placements of x, w, the bias and y; those of the gradients follow.
     lines: list[tuple[Placement, Placement, Placement, Placement]] = [
         (_R, _R, _R, _R),
         (Shard(0), _R, _R, Shard(0)),
@@ -135,7 +135,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
 
 
 def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
-    """What follows the first arguments, with as many groups as lie here."""
+    """The arguments after the first ones, with this rank's number of groups."""
     groups = call.bound["groups"]
     if groups > 1:
         for p, n in zip(x.placements, x.place.sizes, strict=True):
@@ -146,7 +146,7 @@ def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
 def _convolved(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, shape: Shape, options: list[Any]
 ) -> torch.Tensor:
-    """The local convolution; of no rows or channels, which torch refuses, the bias."""
+    """The local convolution; without rows or channels, which torch refuses, the bias alone."""
     if x.numel() and w.numel():
         result: torch.Tensor = torch.ops.aten.convolution(x, w, bias, *options)
         return result
@@ -157,7 +157,7 @@ def _convolved(
 def _gradients(
     grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, options: list[Any]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Of x, w and bias, those that the last of the options asks for."""
+    """The gradients of x, w and bias, None where the mask (the last option) has False."""
     if grad.numel() and x.numel() and w.numel():
         backward: Any = torch.ops.aten.convolution_backward
         return tuple(backward(grad, x, w, [grad.shape[1]], *options))
@@ -196,7 +196,7 @@ def convolution(call: Call) -> Choices:
 
 
 def _unpadded(windows: _Windows, cut: list[int], groups: int) -> list[Any]:
-    """Options of the local op: the rows that were pulled are padded where that is needed."""
+    """Options of the local op, without padding along `cut` dims, as `_padded` does that."""
     padding = [0 if d + _SPATIAL in cut else p for d, p in enumerate(windows.padding)]
     n = len(padding)
     return [windows.stride, padding, windows.dilation, False, [0] * n, groups]
@@ -205,7 +205,7 @@ def _unpadded(windows: _Windows, cut: list[int], groups: int) -> list[Any]:
 def _padded(
     pulled: torch.Tensor, y: Layout, windows: _Windows, cut: list[int], slab: Layout
 ) -> torch.Tensor:
-    """The pulled rows, with zeros where the windows of the own result rows go over the edges."""
+    """The pulled rows, with zeros where the windows of this rank's rows extend beyond the edges."""
     assert y.index is not None
     shape = list(pulled.shape)
     where: list[slice] = [slice(None)] * len(shape)
@@ -243,7 +243,7 @@ def convolution_backward(call: Call) -> Choices:
             result = grad.new_zeros(x.local_shape)
             if 0 in pulled.shape or 0 in result.shape:
                 return result
-            # The whole reach of the pulled gradients: of it, the own rows are kept.
+            # All input rows that the pulled gradients reach; this rank's are kept.
             shape, take, put = list(result.shape), [slice(None)] * 2, [slice(None)] * 2
             for dim in range(_SPATIAL, len(shape)):
                 if dim not in cut:
@@ -279,7 +279,7 @@ def convolution_backward(call: Call) -> Choices:
     return Choices(_strategies(call, False), localize)
 
 
-# How many last dims make up an image. Their arguments come from autograd, and were checked before.
+# The number of image dims, the last ones. Autograd passes arguments that were checked before.
 _IMAGES = {
     "max_pool2d_with_indices_backward": 2,
     "max_pool3d_with_indices_backward": 3,
@@ -323,7 +323,7 @@ _IMAGES = {
 
 @rule(*_IMAGES)
 def images(call: Call) -> Choices:
-    """Tensors of images, each of which is worked on by itself."""
+    """Ops that treat each image by itself."""
     batch = call.inputs[0].ndim - _IMAGES[call.name]
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) < batch]
     return Choices([call.whole, *map(call.with_all, shards)], _of_images)

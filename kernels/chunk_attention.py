@@ -156,7 +156,7 @@ class AttentionGrad:
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows, which torch's kernel takes for granted."""
+    """x with contiguous rows, which torch's kernel assumes."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -86,7 +86,7 @@ def timeout_s() -> float:
     """Seconds that a wait lasts at most.
 
     Raises:
-        ValueError: WEFT_TIMEOUT_S is no number above 0.
+        ValueError: WEFT_TIMEOUT_S is not a number above 0.
     """
     text = _variable("WEFT_TIMEOUT_S", "60")
     try:
