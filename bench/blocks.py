@@ -119,8 +119,7 @@ class _LocalMatmul(torch.autograd.Function):
 
 
 def mesh_of_ranks(device: str) -> DeviceMesh:
-    """On the group that there is: init_device_mesh may make one of NCCL, which takes no shared
-    GPUs."""
+    """A mesh of the existing group: init_device_mesh may use NCCL, which takes no shared GPUs."""
     return DeviceMesh.from_group(process_group(None), device)
 
 

@@ -351,8 +351,7 @@ def _status(tests: gpu_tests.Outcomes) -> int:
 
 
 def bad(case: Case, on_gpu: bool) -> bool:
-    """Whether something of ours did not run or was wrong; on a GPU, the fused kernel, also where
-    auto takes another engine."""
+    """Whether a variant of weft failed or was wrong; on a GPU, the kernel even if auto skips it."""
     kernel = case.variants.get("triton")
     return failed(case) or (on_gpu and kernel is not None and not kernel.ok)
 

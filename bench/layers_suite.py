@@ -2,7 +2,8 @@
 
 On a CPU the models are scaled down to a width of 512 in proportion (unless --full-size). Input and
 output are sequence-sharded; variants and bound: `weft.bench.blocks`. Sequences too long for one
-rank are in the suite "attention"."""
+rank are in the suite "attention".
+"""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ def _listed(value: Tensors) -> list[torch.Tensor]:
 
 
 def _deviation(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest deviation, relative to each tensor's largest value; inf for NaN or differing
-    shapes."""
+    """The largest deviation, relative to each tensor's largest value; inf for NaN, other shapes."""
     if [each.shape for each in got] != [each.shape for each in expected]:
         return math.inf
     worst = 0.0

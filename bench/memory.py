@@ -65,8 +65,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process, by the kernel's names; in Pss a page counts for each that has it in
-    equal parts."""
+    """Bytes of this process, by Linux's names; Pss divides shared pages by their users."""
     found = {}
     for source in ("status", "smaps_rollup"):
         for line in Path("/proc/self", source).read_text().splitlines():

@@ -114,8 +114,7 @@ class Suite(Protocol):
 
 
 def arrived(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor or DTensor, once it is there: torch's collectives may return
-    before."""
+    """This rank's part of a tensor or DTensor, waited for: torch's collectives may return early."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     value: torch.Tensor = local.wait() if hasattr(local, "wait") else local
     return value

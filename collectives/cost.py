@@ -65,7 +65,8 @@ class Machine:
         """Time of an (M, K) @ (K, N) on one rank.
 
         That is its multiplications or, if longer as with few rows, reading and writing its operands
-        (a copy does both at once)."""
+        (a copy does both at once).
+        """
         touched = (M * K + K * N + M * N) * dtype.itemsize
         return max(self.flops_us(M, N, K, dtype), touched / max(2 * self.copy, 1e-9))
 

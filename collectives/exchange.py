@@ -35,7 +35,8 @@ class Exchange:
     """One call on a workspace on the CPU. Made by `exchange`.
 
     Each signal is accompanied by the call's signature, so that ranks whose calls differ do not add
-    up or return unrelated data."""
+    up or return unrelated data.
+    """
 
     def __init__(self, ws: Workspace, op: str, nbytes: int | None = None) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op

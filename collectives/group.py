@@ -488,7 +488,8 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group that only its members make.
 
     torch would name it by the number of groups that a process knows, and members that know
-    different numbers would wait for each other forever. It gets a name that they agree on."""
+    different numbers would wait for each other forever. It gets a name that they agree on.
+    """
     number = _made[here.world, ranks] = _made.get((here.world, ranks), 0) + 1
     name = f"weft {ranks} {number}"
     if here.world is not None:  # virtual ranks share a process; they compare what precedes the @

@@ -39,7 +39,8 @@ class PosixMemory:
 
     Rank 0 makes an anonymous file (memfd) and the others open it through /proc. It never has a name
     in /dev/shm, so nothing can be left there, however ranks die, and the size of /dev/shm (64 MiB
-    in a container by default) is no limit."""
+    in a container by default) is no limit.
+    """
 
     def __init__(self, nbytes: int, group: Group) -> None:
         self.multicast_ptr = 0
@@ -148,7 +149,8 @@ def persistent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`, to be kept from call to call.
 
     While torch.compile prepares CUDA graphs, a thread's allocations come from memory that the
-    graphs reuse even if somebody keeps it. So another thread allocates."""
+    graphs reuse even if somebody keeps it. So another thread allocates.
+    """
     if device.type != "cuda":
         return values.to(device)
     with ThreadPoolExecutor(max_workers=1) as beside:

@@ -100,7 +100,8 @@ class Workspace:
 
         On a GPU this reads what the last finished `launched` fetched. It never stops the host, so
         the error may be raised by a later call. What is enqueued next runs after the previous call,
-        even in another stream."""
+        even in another stream.
+        """
         self.buffer.check_open()
         self.check_peers(op)
         if self._on_host:

@@ -12,7 +12,8 @@ The trials include what could be misleading: parts of length 1, which are broadc
 if a rank may have one; NaN and infinities. A constant result proves nothing. Tensors are small, but
 keep dims of size 1, equal sizes, and remainders. Outputs are shards, replicas or sums, inputs
 shards or replicas. Every rank makes the same trials on its CPU, with its own generator: nothing is
-communicated, and no state changes."""
+communicated, and no state changes.
+"""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     """`move` that returns once `local` is published; the result itself if nothing is left to do.
 
     On a GPU `move` itself only enqueues; on virtual ranks it finishes. Of two steps, only the last
-    is deferred."""
+    is deferred.
+    """
     outside = source.index is None or target.index is None
     if outside or local.device.type != "cpu" or is_traced(local):
         return move(local, source, target)

@@ -297,7 +297,8 @@ def _contributes(placement: Placement, index: int) -> bool:
     """Whether the rank at `index` of a new Partial dim holds the value, not a neutral element.
 
     One rank holds the value and the others 0 (or 1), instead of a share each: this does not round
-    and also works for integers. If repeating a value changes nothing, every rank holds it."""
+    and also works for integers. If repeating a value changes nothing, every rank holds it.
+    """
     op = placement.reduce_op if isinstance(placement, Partial) else ""
     return index == 0 or op not in ("sum", "product", "bxor")
 

@@ -36,7 +36,8 @@ class Sight(NamedTuple):
     """What a position sees: itself, `before` positions to its left and `after` to its right.
 
     It sees only its own document (`documents`: (limit, 2), the first token of each token's document
-    and the one after its last; or None) and only the first `limit` tokens."""
+    and the one after its last; or None) and only the first `limit` tokens.
+    """
 
     documents: Any
     before: Any
@@ -88,7 +89,8 @@ def load_rows(
     """BLOCK rows of a matrix D wide, from row `start` on; 0 beyond column D and from row `stop` on.
 
     Each row's address is computed from its number in every iteration: offsets inside the block,
-    which do not change, would stay in registers through the whole loop."""
+    which do not change, would stay in registers through the whole loop.
+    """
     rows, columns = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < stop) & (columns[None, :] < D)

@@ -191,7 +191,8 @@ class WeightGrad:
     """dw = sum over row chunks of x_chunk^T @ dy_chunk, in the memory layout of `w`.
 
     nn.Linear passes its weight as a transposed view, and a gradient in another layout would be
-    copied when it is accumulated. Several chunks are added up in `sum_dtype`."""
+    copied when it is accumulated. Several chunks are added up in `sum_dtype`.
+    """
 
     def __init__(self, w: torch.Tensor, chunks: int = 1) -> None:
         self._like, self._mm = w, partial_mm if chunks > 1 else mm

@@ -256,7 +256,8 @@ def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price
     """The ranks' cores also copy, so nothing overlaps; but nothing is copied twice.
 
     Unfused, the collective reads the same bytes of the same memory, and writes them once more
-    before the matmul can begin."""
+    before the matmul can begin.
+    """
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = ("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
     copied = ("copy", moved[1], "what was read, once more")

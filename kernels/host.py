@@ -205,7 +205,8 @@ def reduce_rows(
     """The sum (or average) of every rank's rows from `start` on (+ bias + residual), as `dtype`.
 
     Added in rank order and rounded once. `own` are this rank's rows, in `sum_dtype` like the
-    peers'; `overwrite` allows them to be used for the sum."""
+    peers'; `overwrite` allows them to be used for the sum.
+    """
     ex.wait_all()
     shape, wire = tuple(own.shape), own.dtype
     offset = start * own.shape[1] * wire.itemsize

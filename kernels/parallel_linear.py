@@ -144,7 +144,8 @@ class _ParallelLinear(ParallelModule):
         time, and the state holds `weight` in fp8 and `weight_scale` (out_features, 1) in fp32,
         whose product is the original weight. `load_state_dict` takes such a state of the whole
         layer, also with one scale for all of it or one for each merged layer. Every rank must call
-        this; it returns the module."""
+        this; it returns the module.
+        """
         if self.weight_scale is not None:
             raise RuntimeError(f"this {type(self).__name__} is already quantized")
         with torch.no_grad():

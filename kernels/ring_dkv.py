@@ -171,7 +171,8 @@ def add_to_dkv(
 
     One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
     tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
-    the way dk and dv use them; elsewhere that spills."""
+    the way dk and dv use them; elsewhere that spills.
+    """
     BLOCK_N: tl.constexpr = k.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d

@@ -151,7 +151,8 @@ def _scaled_mm(
     """By torch._scaled_mm where it supports the call, else in fp32.
 
     It needs a GPU with fp8, sizes divisible by 16 and a w that is contiguous along K; its CPU
-    version computes one element at a time."""
+    version computes one element at a time.
+    """
     K, N = w.shape
     if (
         x.is_cuda

@@ -211,8 +211,7 @@ def install(scope: Any, kind: Any) -> None:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Inside the block integers may overflow unseen: Triton looks for it at each sum, which takes
-    ten times as long as to add."""
+    """Let integers overflow unseen: Triton's check of each sum takes ten times the sum's time."""
     builder = interpreter.interpreter_builder
     options, np_dtype = builder.options, interpreter._get_np_dtype
     builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -5,7 +5,8 @@
 
 Every call contributes copies and returns a `Work`, whose `wait` waits until all members have come
 and then fills the outputs. Calls order the ranks as a barrier does. Reductions add in rank order,
-in the tensors' own type."""
+in the tensors' own type.
+"""
 
 from __future__ import annotations
 

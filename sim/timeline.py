@@ -139,8 +139,7 @@ class Timeline:
         }
 
     def table(self) -> Any:
-        """A rich table: the figures of the whole, then the kernels of rank 0 by name. These run in
-        several streams, and may take longer together than the whole."""
+        """A rich table: totals, then rank 0's kernels by name, which may overlap in streams."""
         from rich.table import Table
 
         table = Table(title=f"virtual time on {len(self.trace.streams)} x {self.hardware.name}")

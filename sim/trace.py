@@ -45,8 +45,7 @@ class Work:
 
 @dataclass(slots=True)
 class Store:
-    """A store to the memory of rank `owner`, of what event number `loaded` of the program has
-    brought, or (None) of results."""
+    """A store to rank `owner`'s memory: of what event `loaded` brought, or (None) of results."""
 
     owner: int
     nbytes: int
@@ -307,8 +306,7 @@ class Recorder:
             self.add(strand, Signal(address, version, owner, order == "release"))
 
     def _awaited(self, strand: Strand, address: int, last: int) -> dict[int, int]:
-        """The changes that a poll which goes on has waited for: the last, unless values are looked
-        for that earlier ones brought."""
+        """The changes that a poll waited for: the last, or earlier ones if it looks for theirs."""
         if address not in strand.looks_for:
             return {address: last}
         return {
