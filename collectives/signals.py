@@ -163,7 +163,7 @@ def half_ptr(buffer_ptrs, rank, generation, half_bytes, dtype: tl.constexpr):
 
 @triton.jit
 def slot_ptr(signal_ptrs, owner, world_size, phase: tl.constexpr, source, program):
-    """The word of `owner`'s pad where `program` (<256) of rank `source` announces `phase` (0, 1)."""
+    """The word of `owner`'s pad where `program` (< 256) of rank `source` announces a `phase`."""
     tl.static_assert(phase == 0 or phase == 1, "a pad has words for phases 0 and 1")
     pad = peer_ptr(signal_ptrs, owner, tl.int64)
     return pad + _KERNEL_SLOTS + (phase * world_size + source) * _MAX_PROGRAMS + program
