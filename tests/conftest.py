@@ -124,8 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _order(item: Any) -> int:
-    """What only a GPU runs comes first, if time is short: kernels and graphs; then the ranks that
-    are threads, then other engines."""
+    """Of tests on a GPU, kernels and graphs come first, then ranks as threads, then the rest."""
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     threads = item.path.name == "test_sim_gpu.py"
     return 1 if threads else {"host": 2, "generic": 3}.get(engine, 0)

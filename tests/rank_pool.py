@@ -179,8 +179,7 @@ class RankPool:
 
 
 class GpuRanks:
-    """Ranks on GPUs, several on one if need be; new ones after a failure, as an error of a GPU
-    stays with its process."""
+    """Ranks on GPUs, which they may share; new ones after a failure, as a CUDA error is sticky."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

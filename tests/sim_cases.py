@@ -133,8 +133,7 @@ def gather_contraction(rank: int, ours: Modules = OURS) -> None:
 def in_turn(
     call: int, x: torch.Tensor, w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Operands in fp32, in bf16, in fp32 ..., as their partial sums travel in two ways; and how
-    near the result must be."""
+    """Operands in fp32 and bf16 by turns, whose partial sums travel differently; and tolerances."""
     if call % 2:
         return x.bfloat16(), w.bfloat16(), {"rtol": 0.02, "atol": 0.2}
     return x, w, {"rtol": 1e-4, "atol": 1e-4}

@@ -258,8 +258,7 @@ def test_activations_are_computed_again(ranks: Any, reentrant: bool) -> None:
 
 
 def recomputed_but_for_matmuls() -> None:
-    """Selective checkpoints count the ops of a forward, and expect them when they run it again:
-    what is done once, to make plans and workspaces, must not be among them."""
+    """Selective checkpoints expect the same ops in the recomputation: no plans, no workspaces."""
     mesh = world()
     collectives.close()
     linears = nn.Linear(10, 14).double(), nn.Linear(14, 10).double()

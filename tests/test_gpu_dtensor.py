@@ -26,8 +26,7 @@ pytestmark = [
 
 
 def gpus() -> DeviceMesh:
-    """A mesh of all ranks, on their own group: of init_device_mesh it has one of NCCL by some
-    versions of torch, which refuses ranks that share a GPU."""
+    """A mesh on the ranks' own group: init_device_mesh may use NCCL, which takes no shared GPU."""
     return DeviceMesh.from_group(resolve().pg, "cuda")
 
 

@@ -42,8 +42,7 @@ def tolerance(dtype: torch.dtype, K: int) -> dict[str, float]:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, layout: str = "rows"):
-    """The same on every rank. layout: "rows" or "columns" contiguous, "strided" (neither), or
-    "negated"."""
+    """The same on every rank. `layout`: "rows" or "columns" contiguous, "strided", or "negated"."""
     generator = torch.Generator().manual_seed(seed)
     if layout == "columns":
         return torch.randn(columns, rows, generator=generator).to(dtype).T

@@ -208,8 +208,7 @@ def test_fewer_key_heads_than_ranks(ranks: Any, sequence_dim: int | None) -> Non
 
 
 def fp8_body(sequence_dim: int | None) -> None:
-    """Weights of fp8 with a factor a feature: near the layers that they were made of, saved and
-    loaded whole."""
+    """fp8 weights, scaled by feature, are near the layers of origin; saved and loaded whole."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = pair(32, 48, bias=True)
     model = parallel(whole, sequence_dim)

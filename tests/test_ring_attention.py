@@ -36,8 +36,7 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 
 def shard(x: torch.Tensor, sizes: list[int], layout: str, rank: int, strided: bool) -> torch.Tensor:
-    """This rank's part of a whole (B, H, S, D), or (B, H, S). If `strided`, as (B, S, H, D) in
-    memory, or where D is odd with a gap behind every element."""
+    """This rank's part of (B, H, S[, D]); if `strided`, (B, S, H, D) in memory, odd D with gaps."""
     if layout == "zigzag":
         x = to_zigzag(x, len(sizes), 2)
     part = x.split(sizes, 2)[rank].clone()
