@@ -192,11 +192,13 @@ def index_put(call: Call) -> Choices:
     if indexed.has_mask:
         if len(tensors) > 1 or indexed.at != [0] or math.prod(values.shape) != 1:
             return Choices([call.whole])
-        masked = [p for p in call.placements if is_shard(p) and shard_dim(p) < tensors[0].ndim]
-        return Choices([call.whole, *(Strategy((p, p, Replicate()), (p,)) for p in masked)])
+        shards = list(filter(is_shard, call.placements))
+        cuts = [p if shard_dim(p) < tensors[0].ndim else Replicate() for p in shards]
+        pairs = zip(shards, cuts, strict=True)
+        return Choices([call.whole, *(Strategy((p, m, Replicate()), (p,)) for p, m in pairs)])
     strategies = [call.whole]
     shift = values.ndim - (x.ndim - len(indexed.at) + indexed.ndim)
-    for dim in set(range(x.ndim)) - set(indexed.at):
+    for dim in (d for d in range(x.ndim) if d not in indexed.at):
         own = indexed.place_of(dim) + shift
         follows = own >= 0 and values.shape[own] == x.shape[dim]
         cuts = [p for p in x.placements if is_shard(p) and shard_dim(p) == dim]

@@ -310,6 +310,9 @@ def refusals() -> list[Line]:
     return [
         *lists,
         ("one_hot below zero", lambda j: functional.one_hot(j), [torch.tensor([2, -1, 0])]),
+        ("cat of numbers", lambda t, u: torch.cat([t, u]), [r(), r()]),
+        ("argmax of nothing", lambda t: t.argmax(), [r(0)]),
+        ("amax of nothing", lambda t: t.amax(0), [r(0, 3)]),
     ]
 
 

@@ -399,6 +399,7 @@ def nothing_is_gathered_to_write() -> None:
         (lambda t, i, v: put(t, i, v, dim=2), [cache, at, new[0, 0]], [heads, whole, whole]),
         (lambda t, m: put(t, m, -100), [labels, labels > 4], [rows, rows]),
         (lambda t, m: put(t, m, -100), [labels, labels[:, 0] > 4], [rows, rows]),
+        (lambda t, m: put(t, m, -100), [labels, labels[:, 0] > 4], [Shard(1), whole]),
         (lambda t, i, v: t.index_copy_(2, i, v), [cache, at, new], [heads, whole, heads]),
         (lambda t, i, v: t.index_add_(2, i, v), [cache, at, new], [heads, whole, heads]),
         (lambda t, i: t.index_fill_(2, i, 1.5), [cache, at], [heads, whole]),
