@@ -481,11 +481,12 @@ def _softmax(
             q, k, v, attn_mask=mask, scale=scale
         )
         return out, lse
-    scores = (q.float() * scale) @ k.float().mT
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) * scale) @ k.to(wide).mT
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)
-    return _weights(scores, lse.unsqueeze(-1)) @ v.float(), lse
+    return _weights(scores, lse.unsqueeze(-1)) @ v.to(wide), lse
 
 
 def _attend_captured(

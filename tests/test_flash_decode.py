@@ -268,6 +268,21 @@ def test_many_rows_on_a_key_head_are_several_tiles(monkeypatch: pytest.MonkeyPat
 
 
 @needs_interpreter
+@pytest.mark.parametrize("lengths", [[3, 1], [13, 25], [0, 40]])
+def test_float64_with_several_queries(lengths: list[int]) -> None:
+    """Beside few keys and many, which other kernels attend to."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, tokens, 8, dtype=torch.float64, generator=generator)
+        for heads, tokens in ((4, 5), (2, 40), (2, 40))
+    )
+    told = torch.tensor(lengths)
+    out, lse = weft.flash_decode(q, k, v, told, shard=None, return_lse=True)
+    right, right_lse = flash_decode_reference(q, k, v, told)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, right_lse.float())
+
+
 def test_as_many_queries_as_there_are() -> None:
     """Tiles bound the width of a head alone: 16 heads of 8 tokens, 256 wide, on one key head."""
     sim.run(3, lambda rank: decode_twice(rank, 256, H=16, T=8))
