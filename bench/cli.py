@@ -6,7 +6,6 @@ import argparse
 import importlib
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weft.bench import shapes
 from weft.bench.suites import SUITES
+from weft.cli import make_folder
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options
@@ -87,14 +87,10 @@ def _run(given: list[str]) -> int:
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
-        if args.out:  # now, not when hours of figures are to be written
-            args.out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=args.out):
-                pass
+        if args.out:
+            make_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
-    except OSError as error:
-        parser.error(f"--out {args.out}: cannot write there, {error.strerror}")
 
     def show(result: Result) -> None:
         if result.cases:

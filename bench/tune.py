@@ -23,6 +23,7 @@ from weft.bench import ops_suite, shapes
 from weft.bench.cli import add_machine_options, machine_options
 from weft.bench.measure import Ranks
 from weft.bench.problem import Options, Spec
+from weft.cli import make_folder
 from weft.collectives import chunk_sizes
 from weft.kernels import all_gather_gemm, tuning
 from weft.kernels.chips import chip_of, tiling_for
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         specs = [spec for spec in ops_suite.cases(options) if spec.params["op"] in args.ops]
+        make_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
     found = launch(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft import settings
-from weft.bench import cli, compare, doctor, explain, rows
+from weft.bench import cli, compare, doctor, explain, rows, tune
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
 
@@ -114,6 +114,13 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path: Path, capsys: Any) -> N
         with pytest.raises(SystemExit):
             cli.main(["ops", "--quick", *arguments])
         assert text in capsys.readouterr().err
+
+
+def test_tune_tells_before_its_search_where_it_cannot_write(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        tune.main(["--shapes", "8,8,8", "--device", "cpu", "--out", str(tmp_path / "file")])
+    assert "file: cannot write there, File exists" in capsys.readouterr().err
 
 
 def test_explain_tells_what_could_not_be_timed() -> None:

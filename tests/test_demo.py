@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,9 @@ def test_three_ranks_with_uneven_sequences_train_alike(ranks: Any) -> None:
         ("--kv-heads 3", r"heads must be a multiple of kv_heads, got heads=8, kv_heads=3"),
         ("--ranks 1", r"give at least 2 to compare"),
         ("--steps 0", r"argument --steps: must be at least 1, got 0"),
+        ("--lr nan", r"--lr must be above 0 and finite, got nan"),
+        ("--lr -1", r"--lr must be above 0 and finite, got -1"),
+        ("--out /dev/null", r"--out /dev/null: cannot write there, "),
         ("--engine fast", r"invalid choice: 'fast' \(choose from .*host"),
     ],
 )
@@ -151,3 +156,11 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_terminal_may_lack_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main([]) == 2
+    print("±", flush=True)
+    assert written.getvalue().endswith(b"?\n")

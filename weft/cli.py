@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import weft
 
@@ -40,8 +43,25 @@ examples:
 """
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of --out: now, not when hours of work are to be written there.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot write there, {error.strerror}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of what a terminal's encoding lacks, as ASCII ±
     parser = argparse.ArgumentParser(
         prog="weft",
         usage="weft [-h] [--version] COMMAND ...",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from weft.cli import make_folder
 from weft.settings import Engine
 
 _DESCRIPTION = """\
@@ -107,8 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ranks == 1:
         p.error("--ranks 1: the one-process reference runs anyway, give at least 2 to compare")
     shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
+    if not 0 < args.lr < math.inf:
+        p.error(f"--lr must be above 0 and finite, got {args.lr:g}")
     try:
         shape.check(ranks)
+        make_folder(args.out)
     except ValueError as error:
         p.error(str(error))
     interpreted = device == "cpu" and args.engine == "triton"  # a forward takes a second or more
