@@ -134,10 +134,10 @@ def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int)
     return world_size > 1 and M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
 
 
-# Of an all-reduce one shot receives (W - 1) x as many bytes as the partial sum has in fp32; two
-# shots about 1.5 x, but pay a second exchange of signals. At 450 GB/s and 5 us a step they meet at
-# about 1 MiB for 8 ranks.
-ONE_SHOT_BYTES = 1 << 20
+# For a matmul with all-reduce, one shot receives (W - 1) times as many bytes as the partial sums
+# have in fp32, two shots 1.25 to 2 times as many, but with a second exchange of signals. In virtual
+# time they take as long at 64 KiB for 8 ranks, and at 128 KiB for 4.
+ONE_SHOT_BYTES = 128 << 10
 
 
 @lru_cache(maxsize=1024)

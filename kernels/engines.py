@@ -198,9 +198,7 @@ def _on_gpus(
     if problem.op == "matmul_all_reduce" and W > 2 and problem.M * problem.N * 4 > ONE_SHOT_BYTES:
         sent = 3 + 2 if narrow else 4 + 4  # bytes of a partial sum, and of the whole one
         packed = _moved(rates, problem.moved_bytes * sent // (4 * W))
-        slower_us = 0.7 * rates.flops_us(problem.M, problem.N, problem.N // 2, problem.dtype)
-        how = f"4 of {sync:.3g} us, {slower_us:.3g} us of few programs"
-        start = ("two shots", 4 * sync + slower_us, how)
+        start = ("signals of two shots", 4 * sync, f"4 of {sync:.3g} us")
     if gathers:
         tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
         by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)

@@ -15,8 +15,8 @@ finished tiles in the output's dtype.
 
     rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 
-Protocol, in each program p; tile j of an owner is t = j W + owner, and p makes those with
-j % P == p.
+Protocol, in each program p. Tile j of an owner is t = j W + owner; one after another, owners' tiles
+go to the P programs in turn (`partial_sums.first_tile`), so that all have work if there is any.
   1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`. Signal
      the words (0, rank, p) of all peers: release at system scope. Store the tiles of this rank in
      its own slot.
@@ -59,13 +59,7 @@ def config_for(
     choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
     if world_size <= 2 or one_shot_bytes >= M * N * 4:
         return gemm_one_shot.config_for(M, N, dtype, chip, choice.tiling)
-    # Only as many programs work as an owner has tiles: small ones, as if its columns were all, and
-    # of few rows where there are few columns: fewer still would wait for w from L2. In fp32 they
-    # would spill.
-    few = dtype != torch.float32 and 2 * one_shot_bytes >= M * N * 4
-    rows = min(M, 32) if few else M
-    tiling = choice.tiling or tiling_for(chip, rows, -(-N // world_size), dtype)
-    return two_shot_config_for(M, N, dtype, chip, tiling)
+    return two_shot_config_for(M, N, dtype, chip, choice.tiling)
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +130,7 @@ def _gemm_two_shot_kernel(
     """y = scale * sum over ranks of x @ w, + bias + residual. Grid: the same on all ranks.
 
     Example: 2 ranks, 5 tiles, 2 programs: rank 0 owns tiles 0 2 4, rank 1 owns 1 3. Program 0 of
-    both ranks makes 0 4 for rank 0 and 1 for rank 1, program 1 makes 2 and 3.
+    both ranks makes 0 4 for rank 0 and 3 for rank 1, program 1 makes 2 and 1.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.last_generation(link.signal_ptrs, rank) + 1
@@ -146,7 +140,8 @@ def _gemm_two_shot_kernel(
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
     SENT: tl.constexpr = BLOCK_M * ROW_WORDS
-    slot_stride = tl.cast(tiles.cdiv(count, WORLD_SIZE), tl.int64) * SENT
+    owned = tiles.cdiv(count, WORLD_SIZE)
+    slot_stride = tl.cast(owned, tl.int64) * SENT
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
         if owner == rank:
@@ -154,7 +149,8 @@ def _gemm_two_shot_kernel(
         half_bytes = link.half_bytes
         slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
-        for j in range(program, tiles.cdiv(count - owner, WORLD_SIZE), programs):
+        first = partial_sums.first_tile(owner, owned, program, programs)
+        for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + owner
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m = tile_m * BLOCK_M
@@ -171,7 +167,8 @@ def _gemm_two_shot_kernel(
     finished_at = WORLD_SIZE * slot_stride * 4  # bytes into the half
     if arrived:
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
-        for j in range(program, tiles.cdiv(count - rank, WORLD_SIZE), programs):
+        first = partial_sums.first_tile(rank, owned, program, programs)
+        for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             for part in range(0, BLOCK_M, REDUCE_M):
@@ -198,7 +195,8 @@ def _gemm_two_shot_kernel(
         got = _finished_ptr(link, rank, generation, finished_at, dtype)
         for step in range(1, WORLD_SIZE):
             owner = (rank + step) % WORLD_SIZE
-            for j in range(program, tiles.cdiv(count - owner, WORLD_SIZE), programs):
+            first = partial_sums.first_tile(owner, owned, program, programs)
+            for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
                 tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
                 # Only the rows that were sent: the rest of the tile was never written.

@@ -100,15 +100,15 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     def one_shot(config: object) -> bool:
         return isinstance(config, gemm_one_shot.Config)
 
-    # 1 MiB of sums in fp32; two ranks have no second shot.
-    whole = [gemm_all_reduce.config_for(M, 8192, bf16, 8, H100) for M in (32, 33)]
+    # 128 KiB of sums in fp32; two ranks have no second shot.
+    whole = [gemm_all_reduce.config_for(M, 8192, bf16, 8, H100) for M in (4, 5)]
     assert [one_shot(config) for config in whole] == [True, False]
     assert one_shot(gemm_all_reduce.config_for(8192, 8192, bf16, 2, H100))
-    # Up to 2 MiB in two shots of 32 rows; an owner's columns, an eighth, are few for large tiles.
-    sizes = [(64, 8192), (65, 8192), (512, 4096), (512, 16384), (8192, 8192)]
-    tiles = [gemm_all_reduce.config_for(M, N, bf16, 8, H100).tiling for M, N in sizes]
-    blocks = [(32, 64), (64, 64), (64, 64), (64, 64), (128, 256)]
-    assert [(tiling.block_m, tiling.block_n) for tiling in tiles] == blocks
+    sizes = [(64, 8192), (128, 4096), (512, 4096), (512, 16384), (8192, 8192)]
+    shots = [gemm_all_reduce.config_for(M, N, bf16, 8, H100) for M, N in sizes]
+    blocks = [(64, 64), (64, 64), (128, 128), (128, 256), (128, 256)]
+    assert [(shot.tiling.block_m, shot.tiling.block_n) for shot in shots] == blocks
+    assert [shot.programs for shot in shots] == [128, 128, 128, 132, 132]
     chunks = [gemm_reduce_scatter.config_for(rows, 8192, bf16, 8, H100) for rows in (127, 128)]
     assert [one_shot(config) for config in chunks] == [True, False]
     assert isinstance(chunks[1], gemm_reduce_scatter.Config) and chunks[1].senders == 8
