@@ -224,7 +224,13 @@ def _reduce_launches(
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),
     ]
-    sums = [("two shots", 8192, _HIDDEN), ("one shot", 16, _HIDDEN), ("one shot, narrow", 16, 1024)]
+    sums = [
+        ("two shots", 8192, _HIDDEN),
+        ("two shots, 128 tokens", 128, _HIDDEN),
+        ("two shots, 16 tokens", 16, _HIDDEN),
+        ("one shot", 4, _HIDDEN),
+        ("one shot, narrow", 16, 1024),
+    ]
     if wide:
         # 496 is not a whole number of steps. Depths that are not multiples of 16 bytes leave rows
         # unaligned, and large tiles of them spill: up to 490 bytes in bf16, 1,360 in fp8.

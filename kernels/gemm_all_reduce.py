@@ -34,6 +34,7 @@ peer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -67,7 +68,10 @@ def two_shot_config_for(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> Config:
     """The launch in two shots, whatever the size."""
-    tiling = tiling or tiling_for(chip, M, N, dtype)
+    if tiling is None:
+        tiling = tiling_for(chip, M, N, dtype)
+        if chip.descriptors:  # tiles of 128 x 128 would spill 8 bytes on sm_100
+            tiling = replace(tiling, all_registers=True)
     return Config(
         tiling,
         programs=max(1, min(chip.programs, tile_count(M, N, tiling))),
