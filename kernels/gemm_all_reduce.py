@@ -16,7 +16,7 @@ finished tiles in the output's dtype.
     rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 
 Protocol, in each program p. Tile j of an owner is t = j W + owner; one after another, owners' tiles
-go to the P programs in turn (`partial_sums.first_tile`), so that all have work if there is any.
+go to the P programs in turn (`tiles.first_of`), so that all have work if there is any.
   1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`. Signal
      the words (0, rank, p) of all peers: release at system scope. Store the tiles of this rank in
      its own slot.
@@ -153,7 +153,7 @@ def _gemm_two_shot_kernel(
         half_bytes = link.half_bytes
         slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
-        first = partial_sums.first_tile(owner, owned, program, programs)
+        first = tiles.first_of(owner * owned, program, programs)
         for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + owner
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
@@ -171,7 +171,7 @@ def _gemm_two_shot_kernel(
     finished_at = WORLD_SIZE * slot_stride * 4  # bytes into the half
     if arrived:
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
-        first = partial_sums.first_tile(rank, owned, program, programs)
+        first = tiles.first_of(rank * owned, program, programs)
         for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
@@ -199,7 +199,7 @@ def _gemm_two_shot_kernel(
         got = _finished_ptr(link, rank, generation, finished_at, dtype)
         for step in range(1, WORLD_SIZE):
             owner = (rank + step) % WORLD_SIZE
-            first = partial_sums.first_tile(owner, owned, program, programs)
+            first = tiles.first_of(owner * owned, program, programs)
             for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
                 tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)

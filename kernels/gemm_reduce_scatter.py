@@ -213,7 +213,7 @@ def _gemm_rs_kernel(
         if not away:
             turns.end_all(link, rank, program, generation, WORLD_SIZE)
             lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
-            firsts = partial_sums.first_tile(peers, count, program, programs)
+            firsts = tiles.first_of(peers * count, program, programs)
             words = signals.slot_ptr(link.signal_ptrs, peers, WORLD_SIZE, 0, rank, firsts)
             signals.signal(words, generation, lanes < WORLD_SIZE - 1)
         begin = tiles.element(offsets, owner, WORLD_SIZE)
@@ -221,7 +221,7 @@ def _gemm_rs_kernel(
         half_bytes = link.half_bytes
         slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
         slot += rank * slot_stride
-        first = partial_sums.first_tile(owner, count, program, programs)
+        first = tiles.first_of(owner * count, program, programs)
         for tile in range(first, count, programs):
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
             start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -250,7 +250,7 @@ def _gemm_rs_kernel(
                             N, BLOCK_M, BLOCK_N, ROW_WORDS, REDUCE_M, WORLD_SIZE,
                         )  # fmt: skip
     if not waited:
-        first = partial_sums.first_tile(rank, count, program, programs)
+        first = tiles.first_of(rank * count, program, programs)
         _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)

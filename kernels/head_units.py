@@ -91,7 +91,7 @@ def own_heads(rank, H, SHAPE: tl.constexpr):
 def first_unit(begin, shift, SHAPE: tl.constexpr):
     """The first unit from `begin` on that is this program's; the next one is P later."""
     program, programs = compute_program(SHAPE)
-    return begin + (program + programs - (begin + shift) % programs) % programs
+    return begin + tiles.first_of(begin + shift, program, programs)
 
 
 @triton.jit

@@ -162,15 +162,6 @@ def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
 
 
 @triton.jit
-def first_tile(owner, count, program, programs):
-    """The first tile of `owner` that `program` makes; maybe beyond the `count` that an owner has.
-
-    An owner's tiles go to the programs in turn, and begin where those of the owner before end.
-    """
-    return (program + programs - owner * count % programs) % programs
-
-
-@triton.jit
 def store_block(block_ptr, acc, ROW_WORDS: tl.constexpr):
     """Send a whole tile of partial sums."""
     rows = tl.arange(0, acc.shape[0])[:, None] * ROW_WORDS

@@ -145,12 +145,6 @@ def _slot_size(slots, ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _first_tile(owner, slots, program, programs):
-    """The first tile of an owner's keys that is this program's; the next one is P later."""
-    return (program + programs - owner * slots.stagger % programs) % programs
-
-
-@triton.jit
 def add_to_dkv(
     dk,  # (BLOCK_N, block_d) fp32
     dv,
@@ -241,7 +235,8 @@ def make_dkv(
             arrivals = wait_for_source(arrivals, step, ring, SHAPE)
         if (arrivals >> step & 1) == 0:
             count = 0  # its keys are not seen, or did not arrive in time
-        for tile in range(_first_tile(owner, slots, program, programs), count, programs):
+        first = tiles.first_of(owner * slots.stagger, program, programs)
+        for tile in range(first, count, programs):
             head = tile % keys.heads
             position, row, length = tile_of(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
             stop = row + length
@@ -298,7 +293,8 @@ def reduce_dkv(
         size = _slot_size(slots, ring, SHAPE)
         first_slot = _slot_ptr(slots, ring, rank, 0, SHAPE)
         count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * ring.keys.heads
-        for tile in range(_first_tile(rank, slots, program, programs), count, programs):
+        first = tiles.first_of(rank * slots.stagger, program, programs)
+        for tile in range(first, count, programs):
             head = tl.cast(tile % ring.keys.heads, tl.int64)
             _, row, length = tile_of(spans_ptr, rank, tile // ring.keys.heads, SPANS, BLOCK_N)
             for part in range(0, length, REDUCE_N):

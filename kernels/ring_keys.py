@@ -332,8 +332,7 @@ def first_chunk(head, chunks, SHAPE: tl.constexpr):
 
     It waits for its namesakes alone, so they must have published all that it fetches.
     """
-    before = head * chunks % SHAPE.copy_programs
-    return (tl.program_id(0) + SHAPE.copy_programs - before) % SHAPE.copy_programs
+    return tiles.first_of(head * chunks, tl.program_id(0), SHAPE.copy_programs)
 
 
 @triton.jit

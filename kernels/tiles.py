@@ -27,6 +27,15 @@ def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def first_of(before, program, programs):
+    """The first of some items that is `program`'s; its next one is `programs` later.
+
+    Items go to the programs in turn, and `before` items have gone before these.
+    """
+    return (program + programs - before % programs) % programs
+
+
+@triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Row and column of tile number `tile`, going down GROUP_M rows before the next column.
 

@@ -109,7 +109,6 @@ def prepare(initialised: bool) -> None:
         )
 
 
-_ALIGN = 4096  # of segments
 _STEP_S = 5.0  # in which a rank that launches what others do is expected to
 
 
@@ -246,8 +245,7 @@ class ThreadTeam(Members):
 
         def late(seconds: float) -> Exception:
             member, *_ = set(range(len(self.ranks))) - set(meeting.values)
-            me, *_ = meeting.values
-            return PeerTimeout(self.ranks[me], self.ranks[member], call, meeting.number, seconds)
+            return PeerTimeout(rank_here(), self.ranks[member], call, meeting.number, seconds)
 
         self._world.sleep_until(lambda: meeting.complete, late)
         values = [meeting.values[i][0] for i in range(len(self.ranks))]
