@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # These register themselves: the rules in `dispatch`, the functions in `DTensor`, hooks of steps.
+from weft.dtensor import fully_sharded as fully_sharded
 from weft.dtensor import functional as functional
 from weft.dtensor import optimizer_step as optimizer_step
 from weft.dtensor import rules_index as rules_index
