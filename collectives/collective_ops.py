@@ -8,6 +8,7 @@ once at the end, so that results are bitwise the same from run to run and from r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -79,7 +80,12 @@ def known_sizes(
             return group.gather_objects(x.shape[dim], call())
         return agree(group, call(), x.shape[dim])
     check_sizes("sizes", sizes, group, dim, x.shape[dim])
-    return list(sizes)
+    return _plain_sizes(sizes)
+
+
+def _plain_sizes(sizes: Sequence[int]) -> list[int]:
+    """Those of numpy or a tensor as Python's integers, as addresses are computed with them."""
+    return [*map(index, sizes)]
 
 
 def check_sizes(name: str, sizes: Sequence[int], group: Group, dim: int, length: int) -> None:
@@ -157,7 +163,10 @@ def reduce_scatter(
     group = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    lengths = movement.chunk_sizes(x.shape[dim], group.world_size) if sizes is None else list(sizes)
+    if sizes is None:
+        lengths = movement.chunk_sizes(x.shape[dim], group.world_size)
+    else:
+        lengths = _plain_sizes(sizes)
     check_call(
         group,
         lambda: (
@@ -284,7 +293,7 @@ def all_to_all(
             given = [x.shape[0] // world_size] * world_size
         if len(given) != world_size or min(given) < 0:
             raise ValueError(f"{name}_split_sizes must be {world_size} sizes, got {list(given)}")
-        splits.append(list(given))
+        splits.append(_plain_sizes(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
     check_call(group, lambda: f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")

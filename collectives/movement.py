@@ -65,7 +65,8 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 def gather(
     x: torch.Tensor, group: Group, sizes: list[int], given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _moved(_gather_into, (sum(sizes), *x.shape[1:]), x, group, given, sizes)
+    shape, own = (sum(sizes), *x.shape[1:]), offsets(sizes)[group.rank]
+    return _moved(_gather_into, shape, x, group, given, own, sizes)
 
 
 def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int]) -> None:
@@ -109,7 +110,8 @@ def scatter(
     op: ReduceOp,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _moved(_scatter_into, (sizes[group.rank], *x.shape[1:]), x, group, given, sizes, op)
+    shape, own = (sizes[group.rank], *x.shape[1:]), offsets(sizes)[group.rank]
+    return _moved(_scatter_into, shape, x, group, given, own, sizes, op)
 
 
 def _scatter_into(
@@ -171,7 +173,7 @@ _ONE_SHOT_BYTES = 32 << 10
 def all_reduce(
     x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _moved(_all_reduce_into, x.shape, x, group, given, op)
+    return _moved(_all_reduce_into, x.shape, x, group, given, 0, op)
 
 
 def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
@@ -268,9 +270,8 @@ def all_to_all(
     explicit: bool,
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _moved(
-        _all_to_all_into, (sum(receives), *x.shape[1:]), x, group, given, sends, receives, explicit
-    )
+    shape, splits = (sum(receives), *x.shape[1:]), (sends, receives, explicit)
+    return _moved(_all_to_all_into, shape, x, group, given, None, *splits)
 
 
 def _all_to_all_into(
@@ -350,7 +351,7 @@ def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[li
 def broadcast(
     x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _moved(_broadcast_into, x.shape, x, group, given, src)
+    return _moved(_broadcast_into, x.shape, x, group, given, 0, src)
 
 
 def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) -> None:
@@ -391,16 +392,32 @@ def _moved(
     x: torch.Tensor,
     group: Group,
     given: torch.Tensor | None,
+    own: int | None,
     *args: Any,
 ) -> torch.Tensor:
-    """The result of `move(out, x, group, *args)` for a contiguous x, in `given` if there is one."""
+    """The result of `move(out, x, group, *args)` for a contiguous x, in `given` if there is one.
+
+    That may share memory with x in one way: row `own` of the longer is the first of the other.
+    Otherwise x is copied first, as it would be overwritten while it is read.
+    """
     out = given if given is not None and _plain(given) is given else x.new_empty(shape)
     x = _plain(x)
+    if out is given and _overlap(x, out):
+        long, short = (x, out) if x.numel() > out.numel() else (out, x)
+        skipped = None if own is None else own * math.prod(shape[1:])
+        if skipped is None or long.view(-1)[skipped:].data_ptr() != short.data_ptr():
+            x = x.clone()
     if group.world_size == 1:
         out.copy_(x)
     else:
         move(out, x, group, *args)
     return out if given is None or given is out else given.copy_(out)
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    (a, b), (c, d) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (x, y))
+    return max(a, c) < min(b, d)
 
 
 Way = Literal["triton", "host", "generic"]

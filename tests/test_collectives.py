@@ -267,6 +267,34 @@ def gradient_body() -> None:
     torch.testing.assert_close(x.grad, torch.full_like(x, float(rank)))
 
 
+def shared_memory_body() -> None:
+    """`out` may overlap `x` in any way; sizes may be integers of numpy or of a tensor."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for n in (10, 100_000):  # through windows, and read directly
+        whole = torch.arange(float(world_size * n))
+        total, mine = world_size * whole, slice(n * rank, n * rank + n)
+        for start in (0, n * rank, (world_size - 1) * n // 3):  # elsewhere, in place, between
+            z = torch.zeros_like(whole)
+            x = z[start : start + n].copy_(whole[mine])
+            assert torch.equal(collectives.all_gather(x, out=z), whole)
+            z = whole.clone()
+            out = collectives.reduce_scatter(z, out=z[start : start + n])
+            assert torch.equal(out, total[mine])
+            z = whole.repeat(2)
+            out = collectives.all_reduce(z[: len(whole)], out=z[start : start + len(whole)])
+            assert torch.equal(out, total)
+            z = whole.repeat(2) + rank
+            out = collectives.broadcast(z[: len(whole)], out=z[start : start + len(whole)])
+            assert torch.equal(out, whole)
+        z, sizes = whole + rank, torch.tensor([n] * world_size)
+        expected = torch.cat([whole[mine] + source for source in range(world_size)])
+        assert torch.equal(collectives.all_to_all(z, sizes, sizes, out=z), expected)
+    gathered = collectives.all_gather(expected[:n], sizes=sizes.numpy())  # type: ignore[arg-type]
+    assert torch.equal(gathered[mine], expected[:n])
+    part = collectives.reduce_scatter(whole, sizes=sizes)  # type: ignore[arg-type]
+    assert torch.equal(part, total[mine])
+
+
 def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
     with weft.engine(engine):
         body()
@@ -278,7 +306,7 @@ def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
     "body",
     [
         gather_body, reduce_body, exchange_body, strides_body, dtypes_body, kinds_body, out_body,
-        gradient_body,
+        gradient_body, shared_memory_body,
     ],
 )  # fmt: skip
 def test_collective(ranks: Any, world_size: int, engine: str, body: Callable[[], None]) -> None:
