@@ -117,9 +117,17 @@ def spread(x: torch.Tensor, mesh: Any, rng: random.Random) -> DTensor:
     return made.requires_grad_(x.requires_grad)
 
 
+def is_leaf(t: Any) -> bool | None:
+    """None where torch refuses to tell: of one of several views, of what has been written since."""
+    try:
+        return bool(t.is_leaf)
+    except RuntimeError:
+        return None
+
+
 def gradients(pool: list[Any], roots: list[int], seed: int, mesh: Any) -> list[Any]:
     """Of the values at `roots`, by all leaves; of their squares again for every fifth program."""
-    leaves = [t for t in pool if t.requires_grad and t.is_leaf]
+    leaves = [t for t in pool if t.requires_grad and is_leaf(t)]
     if not roots or not leaves:
         return []
     draw, rng = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -148,10 +156,10 @@ def plain_gradients_of(pool: list[Any], seed: int) -> tuple[list[int], list[Any]
     def taken(roots: list[int]) -> list[Any] | None:
         try:
             return gradients(pool, roots, seed, None)
-        except RuntimeError:  # a value that is needed was written, say
+        except REFUSALS:  # a value that is needed was written, say
             return None
 
-    roots = [i for i, t in enumerate(pool) if t.requires_grad and not t.is_leaf]
+    roots = [i for i, t in enumerate(pool) if t.requires_grad and is_leaf(t) is False]
     found = taken(roots)
     if found is None:
         roots = [i for i in roots if taken([i]) is not None]

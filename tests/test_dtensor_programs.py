@@ -16,7 +16,8 @@ from weft.dtensor.placement_types import _StridedShard
 
 
 def test_programs() -> None:
-    assert check(range(12)) == []
+    # The last two read a view that torch no longer lets be read, and pass None to a hook.
+    assert check([*range(12), 1044, 1157]) == []
 
 
 def second(x: Any) -> Any:
