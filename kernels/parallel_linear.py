@@ -157,15 +157,10 @@ class _ParallelLinear(ParallelModule):
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         return self
 
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew, as the constructor does, with the same seed on every rank."""
-        like = self.weight
-        whole = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, like.device, like.dtype
-        )
-        with torch.no_grad():
-            for name, value in whole.named_parameters():
-                getattr(self, name).copy_(self.part(name, value))
+    def drawn(self) -> nn.Module:
+        """An nn.Linear with new values."""
+        weight, biased = self.weight, self.bias is not None
+        return nn.Linear(self.in_features, self.out_features, biased, weight.device, weight.dtype)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the nn.Linear."""

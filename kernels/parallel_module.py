@@ -119,6 +119,16 @@ class ParallelModule(nn.Module):
         dim = self.cut.get(name)
         return whole if dim is None else self.split.own(whole, dim, self.group.rank)
 
+    def drawn(self) -> nn.Module:
+        """The whole module with new values."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as the constructor does, with the same seed on every rank."""
+        with torch.no_grad():
+            for name, value in self.drawn().named_parameters():
+                getattr(self, name).copy_(self.part(name, value))
+
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of the whole module."""
         raise NotImplementedError
@@ -148,7 +158,9 @@ class ParallelModule(nn.Module):
         for name, part in self._parameters.items():
             if part is not None:
                 value, dim = part if keep_vars else part.detach(), self.cut.get(name)
-                if dim is not None:
+                if dim is not None and value.is_meta:
+                    value = value.new_empty(self.whole_shapes()[name])
+                elif dim is not None:
                     value = self.split.whole(value, dim, self.group)
                 destination[prefix + name] = value
 

@@ -92,6 +92,11 @@ class VocabParallelEmbedding(ParallelModule):
         self.split = Split((self.num_embeddings,), (1,), self.group.world_size)
         self.take(whole, ("weight",))
 
+    def drawn(self) -> nn.Module:
+        """An nn.Embedding with new values."""
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        return nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, **like)
+
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of the nn.Embedding."""
         return {"weight": (self.num_embeddings, self.embedding_dim)}

@@ -307,6 +307,8 @@ def constructor_body() -> None:
     torch.manual_seed(3)
     with torch.device("meta"):
         later = weft.ColumnParallelLinear(6, 9)
+    shapes = {name: value.shape for name, value in whole.state_dict().items()}
+    assert {name: value.shape for name, value in later.state_dict().items()} == shapes
     later.to_empty(device="cpu").reset_parameters()
     assert torch.equal(later.weight, module.weight) and torch.equal(later.bias, module.bias)
     again = copy.deepcopy(module)

@@ -22,6 +22,12 @@ def embedding_body(rows: int, sequence_dim: int | None) -> None:
     module = weft.VocabParallelEmbedding(rows, 6, 1, dtype=torch.float64, sequence_dim=sequence_dim)
     assert len(module.weight) == chunk_sizes(rows, world_size)[rank]
     torch.testing.assert_close(module.state_dict(), whole.state_dict())
+    torch.manual_seed(3)
+    later = weft.VocabParallelEmbedding(
+        rows, 6, 1, device="meta", dtype=torch.float64, sequence_dim=sequence_dim
+    )
+    later.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(later.weight, module.weight)
     whole.load_state_dict({"weight": torch.randn(rows, 6)})
     module.load_state_dict(whole.state_dict())
     again = weft.VocabParallelEmbedding.from_embedding(whole, sequence_dim=sequence_dim)
