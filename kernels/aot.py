@@ -371,8 +371,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     archs = [arch for each in options.arch for arch in each.split(",") if arch]
-    if unknown := [arch for arch in archs if arch not in _TARGETS]:
-        parser.error(f"no arch {unknown[0]!r}: there are {', '.join(_TARGETS)}")
+    unknown = [arch for arch in archs if arch not in _TARGETS]
+    if unknown or not archs:  # commas alone
+        parser.error(f"no arch {(unknown or options.arch)[0]!r}: there are {', '.join(_TARGETS)}")
     if signals.INTERPRETED:
         given = sys.argv[1:] if arguments is None else arguments
         command = [sys.executable, "-m", "weft.kernels.aot", *given]

@@ -159,8 +159,9 @@ def test_another_process_gets_the_arguments(monkeypatch, given):
     assert commands == [[sys.executable, "-m", "weft.kernels.aot", *given]]
 
 
-def test_an_unknown_arch_is_refused(capsys):
+@pytest.mark.parametrize(("given", "named"), [("sm_90,sm_42", "'sm_42'"), (",", "','")])
+def test_an_unknown_arch_is_refused(capsys, given, named):
     with pytest.raises(SystemExit):
-        aot.main(["--arch", "sm_90,sm_42"])
+        aot.main(["--arch", given])
     said = capsys.readouterr().err
-    assert "'sm_42'" in said and "sm_80" in said
+    assert f"no arch {named}" in said and "sm_80" in said
