@@ -296,7 +296,13 @@ def all_to_all(
         splits.append(_plain_sizes(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
-    check_call(group, lambda: f"all_to_all of rows {list(x.shape[1:])} {x.dtype}")
+    check_call(
+        group,
+        lambda: (
+            f"all_to_all of rows {list(x.shape[1:])} {x.dtype}, "
+            + ("split sizes given" if explicit else f"equal shares of {x.shape[0]}")
+        ),
+    )
     sends, receives = splits
     if out is not None:
         _check_out(x, out, (sum(receives), *x.shape[1:]))

@@ -227,15 +227,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
 
 def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
     """How far a query sees to its left and right."""
-    left, right = (
-        (-1, -1) if window is None else (window, -1) if isinstance(window, int) else window
-    )
-    if (isinstance(window, int) and window < 0) or left < -1 or right < -1:
+    pair = (-1, -1) if window is None else (window, -1) if isinstance(window, int) else window
+    fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and min(pair) >= -1
+    if not fits or (isinstance(window, int) and window < 0):
         raise ValueError(
             f"window must be a number of tokens >= 0, or (left, right) with -1 for no limit, got "
             f"{window}"
         )
-    before, after = (UNBOUNDED if reach == -1 else min(reach, UNBOUNDED) for reach in (left, right))
+    before, after = (UNBOUNDED if reach == -1 else min(reach, UNBOUNDED) for reach in pair)
     return before, 0 if causal else after
 
 

@@ -316,6 +316,8 @@ MISUSE = {
     "must be of a floating-point dtype": {"dtype": torch.int64, "v_dtype": torch.int64},
     'layout must be "contiguous" or "zigzag"': {"layout": "striped"},
     "window must be": {"window": -3},
+    r"window must be .* got \(1, 2, 3\)": {"window": (1, 2, 3)},
+    "window must be .* got 1.5": {"window": 1.5},
     "must begin with 0 and never decrease": {"cu_seqlens": [0, 4, 3]},
     "cu_seqlens must end with the number of tokens": {"cu_seqlens": [0, 4]},
     "sizes holds the length": {"sizes": [4]},

@@ -242,6 +242,9 @@ def check_body() -> None:
         ):
             weft.matmul_all_reduce(x, x.t())
         weft.matmul_all_reduce(x, x.t())
+        splits = [2] * 3 if rank == 1 else None
+        with pytest.raises(weft.MismatchError, match=r"equal shares of 6 .* given on rank 1"):
+            collectives.all_to_all(x.t(), splits, splits)
         sizes = [4, 4, 4] if rank else [4, 4, 5]
         heads = x.view(1, 1, 4, 6)
         for call in (
