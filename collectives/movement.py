@@ -472,9 +472,8 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
     config = kernels.config_for(op, nbytes, group.world_size, x.device)
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
-    ws.check(op)
-    yield kernels, ws, config
-    ws.launched(op)
+    with ws.call(op):
+        yield kernels, ws, config
 
 
 def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
@@ -487,9 +486,8 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
     ws = workspace(group, room, channel="multimem", device=x.device)
     if not ws.buffer.multicast_ptr:
         return False
-    ws.check("all_reduce")
-    multimem.launch_all_reduce(x, out, ws)
-    ws.launched("all_reduce")
+    with ws.call("all_reduce"):
+        multimem.launch_all_reduce(x, out, ws)
     return True
 
 

@@ -9,6 +9,8 @@ scatter of one backward, use two channels.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,7 @@ class Workspace:
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
         self._last_op = name
+        self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
     def timeout_polls(self) -> int:
@@ -93,6 +96,28 @@ class Workspace:
                     rank, shape, dtype, parity * self.half_bytes + offset
                 )
         return view
+
+    @contextmanager
+    def call(self, op: str) -> Iterator[None]:
+        """For the launches of a call: `check` before them, `launched` after.
+
+        If this rank fails inside, say for lack of memory, its next call waits until its peers have
+        failed likewise: otherwise they are in this call still, or past it, and would take the next
+        one's data for this one's.
+        """
+        self.check(op)
+        if self._failed:
+            from weft.collectives.exchange import agree
+
+            agree(self.group, f"{op}, after a {self._failed} that has failed", 0)
+            self._failed = ""
+        try:
+            yield
+        except Exception:
+            if self._on_host or not torch.cuda.is_current_stream_capturing():
+                self._failed = op
+            raise
+        self.launched(op)
 
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or

@@ -236,10 +236,9 @@ def _pull_by_kernel(
             op=step.reduce_op, divisor=step.scale, align=align,
         )  # fmt: skip
     ws = workspace(group, step.room, channel="pull", device=local.device)
-    ws.check("redistribute")
     publish = group.ranks[group.rank] in step.senders
-    pull.launch_pull(local, out, ws, table, publish=publish)
-    ws.launched("redistribute")
+    with ws.call("redistribute"):
+        pull.launch_pull(local, out, ws, table, publish=publish)
     yield
     return out
 

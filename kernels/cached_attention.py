@@ -172,9 +172,8 @@ def flash_decode(
         from weft.kernels import flash_decoding as kernel
 
         ws = kernel.workspace_for(q, cache, alone() if by_head else group)
-        ws.check("flash_decode")
-        out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
-        ws.launched("flash_decode")
+        with ws.call("flash_decode"):
+            out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
     else:
         out, lse = _attend(q, cache, lengths, scale, window)
         if not by_head and group.world_size > 1:

@@ -423,39 +423,37 @@ def _triton_forward(
     from weft.kernels import all_gather_gemm as kernel
 
     group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
-    op, N = "all_gather_matmul", sum(w.shape[1] for w in weights)
+    N = sum(w.shape[1] for w in weights)
     config = kernel.config_for(
         sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
         activation=call.activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip
-    ws = gather_workspace(x, group, rows, op, config.copy_engines)
-    made = kernel.launch_all_gather_matmul(
-        x,
-        weights,
-        ws,
-        rows,
-        biases=biases,
-        activation=call.activation,
-        keep_sums=keep_sums,
-        with_own=keep,
-        scaling=scaling,
-        config=config,
-    )
-    ws.launched(op)
+    ws = gather_workspace(x, group, rows, config.copy_engines)
+    with ws.call("all_gather_matmul"):
+        made = kernel.launch_all_gather_matmul(
+            x,
+            weights,
+            ws,
+            rows,
+            biases=biases,
+            activation=call.activation,
+            keep_sums=keep_sums,
+            with_own=keep,
+            scaling=scaling,
+            config=config,
+        )
     return _Made(made.ys, made.sums, made.matrix if keep else None)
 
 
 def gather_workspace(
-    x: torch.Tensor, group: Group, rows: list[int], op: str, copy_engines: bool = False
+    x: torch.Tensor, group: Group, rows: list[int], copy_engines: bool = False
 ) -> Workspace:
     """The workspace through which kernels, or copy engines, gather x (rows[rank], K)."""
     from weft.kernels import gathers
 
     nbytes = gathers.workspace_bytes(max(rows), x.shape[1], x.dtype)
     channel = "gather by copy engines" if copy_engines else "gather"
-    ws = workspace(group, nbytes, channel=channel, device=x.device)
-    ws.check(op)
-    return ws
+    return workspace(group, nbytes, channel=channel, device=x.device)
 
 
 def _triton_backward(given: Gradient) -> _Gradients:
@@ -466,11 +464,10 @@ def _triton_backward(given: Gradient) -> _Gradients:
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
         ws = gemm_reduce_scatter.workspace_for(dys[0], weights[0].t(), group, rows, x.dtype)
-        ws.check(op)
-        dx = gemm_reduce_scatter.launch_matmul_reduce_scatter(
-            dys, [w.t() for w in weights], ws, rows
-        )
-        ws.launched(op)
+        with ws.call(op):
+            dx = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+                dys, [w.t() for w in weights], ws, rows
+            )
         if dgathered is not None:
             dx += reduce_scatter(dgathered, group, sizes=rows)
     gathered = None
@@ -479,11 +476,11 @@ def _triton_backward(given: Gradient) -> _Gradients:
             continue
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
-            ws = gather_workspace(x, group, rows, op)
-            gathered, _ = all_gather_contract.launch_all_gather_contract(
-                x, dy, ws, rows, transposed=True, out=dw, with_own=sum(needs_w) > 1
-            )
-            ws.launched(op)
+            ws = gather_workspace(x, group, rows)
+            with ws.call(op):
+                gathered, _ = all_gather_contract.launch_all_gather_contract(
+                    x, dy, ws, rows, transposed=True, out=dw, with_own=sum(needs_w) > 1
+                )
         else:
             mm(gathered.t(), dy, out=dw)
     return dx, dws

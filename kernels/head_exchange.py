@@ -147,9 +147,8 @@ class _HeadAttention(torch.autograd.Function):
         from weft.kernels import heads_flash as kernel
 
         ws = kernel.workspace_for(q, k, call.group, call.geometry)
-        ws.check(OP)
-        out, lse = kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
-        ws.launched(OP)
+        with ws.call(OP):
+            out, lse = kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -165,12 +164,9 @@ def head_gradients(call: Plan, saved: Saved) -> Gradients:
     """dq, dk and dv on the triton engine, where `in_one_launch` is true of `call`."""
     from weft.kernels import heads_flash_backward as kernel
 
-    op = f"{OP} backward"
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
-    ws.check(op)
-    grads = kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
-    ws.launched(op)
-    return grads
+    with ws.call(f"{OP} backward"):
+        return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
 
 
 def in_one_launch(call: Plan) -> bool:

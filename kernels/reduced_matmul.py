@@ -228,18 +228,16 @@ def _triton_forward(
     group, _, average, scaling = call
     dtype = scaling.out_dtype if scaling else x.dtype
     ws = kernel.workspace_for(x, w, group, dtype)
-    ws.check("matmul_all_reduce")
-    y = kernel.launch_matmul_all_reduce(
-        x,
-        w,
-        ws,
-        bias=bias,
-        residual=residual,
-        scale=1 / group.world_size if average else 1.0,
-        scaling=scaling,
-    )
-    ws.launched("matmul_all_reduce")
-    return y
+    with ws.call("matmul_all_reduce"):
+        return kernel.launch_matmul_all_reduce(
+            x,
+            w,
+            ws,
+            bias=bias,
+            residual=residual,
+            scale=1 / group.world_size if average else 1.0,
+            scaling=scaling,
+        )
 
 
 def matmul_all_reduce_reference(

@@ -308,19 +308,17 @@ def _triton_forward(
     group, rows, _, average, scaling = call
     out_dtype = scaling.out_dtype if scaling else x.dtype
     ws = kernel.workspace_for(x, w, group, rows, out_dtype)
-    ws.check("matmul_reduce_scatter")
-    y = kernel.launch_matmul_reduce_scatter(
-        [x],
-        [w],
-        ws,
-        rows,
-        bias=bias,
-        residual=residual,
-        scale=1 / group.world_size if average else 1.0,
-        scaling=scaling,
-    )
-    ws.launched("matmul_reduce_scatter")
-    return y
+    with ws.call("matmul_reduce_scatter"):
+        return kernel.launch_matmul_reduce_scatter(
+            [x],
+            [w],
+            ws,
+            rows,
+            bias=bias,
+            residual=residual,
+            scale=1 / group.world_size if average else 1.0,
+            scaling=scaling,
+        )
 
 
 def _triton_backward(given: Gradient) -> _Gradients:
@@ -336,23 +334,23 @@ def _triton_backward(given: Gradient) -> _Gradients:
         sum(rows), w.shape[0], w.shape[1], x.dtype, group.world_size, chip_of(x.device), keep=whole
     )
     by_engines = config.copy_engines and (needs_x or needs_b)
-    ws = gather_workspace(own, group, rows, op, by_engines)
+    ws = gather_workspace(own, group, rows, by_engines)
+    dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
-        made = all_gather_gemm.launch_all_gather_matmul(
-            own, [w.t()], ws, rows, with_own=whole, config=config
-        )
+        with ws.call(op):
+            made = all_gather_gemm.launch_all_gather_matmul(
+                own, [w.t()], ws, rows, with_own=whole, config=config
+            )
         (dx,), gathered = made.ys, made.matrix
-        if needs_w:
+        if dw is not None:
             assert gathered is not None
-            dw = torch.empty_like(w)
             mm(x.t(), gathered, out=dw)
-    else:
+    elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        dw = torch.empty_like(w)
-        all_gather_contract.launch_all_gather_contract(
-            own, x, ws, rows, transposed=True, out=dw.t()
-        )
-    ws.launched(op)
+        with ws.call(op):
+            all_gather_contract.launch_all_gather_contract(
+                own, x, ws, rows, transposed=True, out=dw.t()
+            )
     if needs_b:
         assert gathered is not None
         db = gathered.sum(0, dtype=torch.float32)

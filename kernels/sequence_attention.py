@@ -410,21 +410,16 @@ def _triton_forward(
     from weft.kernels import ring_flash as kernel
 
     ws = kernel.workspace_for(k, call.group, call.geometry)
-    ws.check("ring_attention")
-    results = kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
-    ws.launched("ring_attention")
-    return results
+    with ws.call("ring_attention"):
+        return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
 
 
 def _triton_backward(call: Plan, saved: Saved) -> Gradients:
     from weft.kernels import ring_flash_backward as kernel
 
-    op = "ring_attention backward"
     ws = kernel.workspace_for(saved.k, call.group, call.geometry)
-    ws.check(op)
-    grads = kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
-    ws.launched(op)
-    return grads
+    with ws.call("ring_attention backward"):
+        return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
 
 
 def attention_reference(

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
 import weft
 from weft import collectives
@@ -179,6 +180,34 @@ def test_a_rank_that_fails_amid_a_call(own_ranks: Any, name: str) -> None:
     assert first == "no room"
     for told in others:  # what is published already, they have
         assert ("rank 0 failed during" in told) == name.startswith("publish")
+
+
+def no_room_body(failing: tuple[int, ...]) -> list[float | str]:
+    """Some ranks have no memory for the second of four launches, and go on to the third."""
+    from weft.kernels import gemm_all_reduce
+
+    rank = dist.get_rank()
+    told: list[float | str] = []
+    os.environ["WEFT_TIMEOUT_S"] = "2"
+    no_room = patch.object(gemm_all_reduce, "launch_matmul_all_reduce", side_effect=MemoryError)
+    for turn in range(4):
+        x = torch.full((2, 4), float(10 * turn + rank))
+        with no_room if turn == 1 and rank in failing else nullcontext(), weft.engine("triton"):
+            try:
+                told.append(weft.matmul_all_reduce(x, torch.ones(4, 2))[0, 0].item())
+            except (MemoryError, weft.PeerTimeout) as error:
+                told.append(type(error).__name__)
+    return told
+
+
+@needs_interpreter
+def test_a_rank_that_fails_before_a_launch(own_ranks: Any) -> None:
+    """Its next launch never meets the one that its peers are in; where all fail, they go on."""
+    both = own_ranks(2).run(no_room_body, (0, 1), timeout_s=60)
+    assert both == [[4.0, "MemoryError", 164.0, 244.0]] * 2
+    one = own_ranks(2).run(no_room_body, (0,), timeout_s=60)
+    assert one[0] == [4.0, "MemoryError", "PeerTimeout", "PeerTimeout"]
+    assert one[1] == [4.0, "PeerTimeout", "PeerTimeout", "PeerTimeout"]
 
 
 def busy_body() -> None:
