@@ -32,7 +32,11 @@ from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
 from weft.kernels.sequence_attention import ring_attention
 from weft.kernels.sharded_sequence import from_zigzag, to_zigzag, zigzag_sizes
-from weft.kernels.vocabulary import VocabParallelEmbedding, vocab_parallel_argmax
+from weft.kernels.vocabulary import (
+    VocabParallelEmbedding,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
     "ColumnParallelLinear",
@@ -48,5 +52,6 @@ __all__ = [
     "to_zigzag",
     "ulysses_attention",
     "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
     "zigzag_sizes",
 ]

@@ -3,21 +3,25 @@
 A vocabulary of V; rank r has V_r of it (by torch.chunk), as rows of the embedding and the head:
 
     tokens (*)  -- own rows, else 0 ----------->   partial_r (*, H)  -- sum over ranks -->  (*, H)
-    x (*, H)    -- ColumnParallelLinear ------->   logits_r (*, V_r) -- largest of all -->  (*)
+    x (*, H)    -- ColumnParallelLinear ------->   logits_r (*, V_r) -- loss, largest ---->  (*)
 
-To choose the next token, each rank sends one number and its place for each row, not the logits.
+For the loss of a row, each rank sends the log-sum-exp of its logits and the one of the target; for
+the next token, its largest logit and where that is. The logits themselves stay where they are.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from weft.collectives import all_gather, reduce_scatter, resolve
-from weft.collectives.group import GroupLike, is_call_traced
+from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives.collective_ops import known_sizes
+from weft.collectives.group import GroupLike, is_call_traced, process_group
 from weft.kernels.parallel_module import ParallelModule, Split
 from weft.kernels.replicated import Summed
 
@@ -136,6 +140,142 @@ class VocabParallelEmbedding(ParallelModule):
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, "
             f"sequence_dim={self.sequence_dim}, rank {self.group.rank} of {self.group.world_size}"
         )
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """F.cross_entropy of all ranks' logits, cat(logits, -1), with the classes in the last dim.
+
+    Computed in fp32 (fp64 for fp64), whatever the dtype of the logits, and rounded once; under
+    autocast the result is fp32, as torch's. The gradient needs no communication.
+
+    Args:
+        logits: (*, V_r), this rank's part, as a ColumnParallelLinear returns it. V_r may differ
+            from rank to rank and be 0; the rest is the same on every rank.
+        target: (*) int64, indices into all V classes, the same on every rank.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        ignore_index, reduction, label_smoothing: as of F.cross_entropy.
+        sizes: V_r of every rank, if known; None: the ranks exchange them.
+
+    Returns:
+        A number, or (*) with reduction "none"; bitwise the same on every rank, as its gradient must
+        be. That of the logits is this rank's own.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit.
+        IndexError: a target that is no class (checked on a CPU only, as on a GPU the host would
+            have to wait; there such a row has the loss log(sum(exp)), its gradient included).
+
+    Example:
+        [0., 0.] on both of 2 ranks and target 3 give log 4 on both, and the gradients
+        [.25, .25] and [.25, -.75].
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f'reduction must be "none", "mean" or "sum", got {reduction!r}')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if target.shape != logits.shape[:-1] or target.dtype != torch.int64 or not logits.ndim:
+        raise ValueError(
+            f"target must be int64 with the shape of logits but for the last dim: got "
+            f"{target.dtype} {tuple(target.shape)} for logits {tuple(logits.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    counted = target != ignore_index
+    first: int | torch.Tensor
+    classes: int | torch.Tensor
+    if is_call_traced(logits):  # the graph learns how wide the shards are
+        pg = group.pg if isinstance(group, Group) else process_group(group)
+        rank, world_size = dist.get_rank(pg), dist.get_world_size(pg)
+        width = torch.full((1,), logits.shape[-1], device=logits.device)
+        widths = all_gather(width, group, sizes=[1] * world_size)
+        first, classes = widths[:rank].sum(), widths.sum()
+    else:
+        group = resolve(group)
+        world_size = group.world_size
+        lengths = known_sizes(logits, group, logits.ndim - 1, sizes, "cross entropy")
+        first, classes = sum(lengths[: group.rank]), sum(lengths)
+        if target.device.type == "cpu":
+            beyond = target[counted & ((target < 0) | (target >= classes))]
+            if len(beyond):
+                raise IndexError(
+                    f"target {int(beyond[0])} is out of bounds: classes are 0 .. {classes - 1}, "
+                    f"and {ignore_index=}"
+                )
+    call = _Loss(group, world_size, label_smoothing, classes)
+    loss: torch.Tensor = _CrossEntropy.apply(call, logits, target - first, counted)
+    if reduction != "none":
+        loss = loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
+    autocast = torch.is_autocast_enabled(logits.device.type)
+    return loss if autocast else loss.to(logits.dtype)
+
+
+class _Loss(NamedTuple):
+    """A cross entropy, except for its tensors."""
+
+    group: GroupLike
+    world_size: int
+    smoothing: float
+    classes: int | torch.Tensor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """logits (*, V_r), target (*) as an index into them if it is one -> loss (*), 0 if not counted.
+
+    With the logits x of all ranks and smoothing s: loss = lse(x) - (1 - s) x[target] - s mean(x).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Loss, logits: torch.Tensor, target: torch.Tensor, counted: torch.Tensor
+    ) -> torch.Tensor:
+        group, world_size, smoothing, classes = call
+        x = _wide(logits)
+        own = counted & (target >= 0) & (target < x.shape[-1])
+        told = [x.logsumexp(-1), _picked(x, target, own)]
+        if smoothing:
+            told.append(x.sum(-1))
+        shards = [1] * world_size
+        every = all_gather(torch.stack(told).unsqueeze(0), group, sizes=shards).unbind(1)
+        lse, right = every[0].logsumexp(0), every[1].sum(0)
+        if smoothing:
+            right = (1 - smoothing) * right + smoothing / classes * every[2].sum(0)
+        ctx.call = call
+        ctx.save_for_backward(logits, target, counted, own, lse)
+        return (lse - right).masked_fill(~counted, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        _, _, smoothing, classes = ctx.call
+        logits, target, counted, own, lse = ctx.saved_tensors
+        dx = (_wide(logits) - lse.unsqueeze(-1)).exp_()
+        if smoothing:
+            dx -= smoothing / classes
+        if dx.shape[-1]:
+            place = target.where(own, 0).unsqueeze(-1)
+            dx.scatter_add_(-1, place, own.unsqueeze(-1).to(dx.dtype) * (smoothing - 1.0))
+        dx *= grad.masked_fill(~counted, 0.0).unsqueeze(-1)
+        return None, dx.to(logits.dtype), None, None
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _picked(x: torch.Tensor, place: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """x[place] where this rank has it, else 0."""
+    if not x.shape[-1]:
+        return x.new_zeros(place.shape)
+    return x.gather(-1, place.where(own, 0).unsqueeze(-1)).squeeze(-1).where(own, 0.0)
 
 
 @torch.no_grad()

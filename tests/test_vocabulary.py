@@ -1,4 +1,4 @@
-"""A vocabulary cut over the ranks against nn.Embedding and torch.argmax of the whole."""
+"""A vocabulary cut over the ranks against torch's functions of the whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
 import weft
+from weft.collectives import resolve
 from weft.collectives.movement import chunk_sizes
 
 
@@ -78,3 +81,97 @@ def largest_body() -> list[int]:
 def test_largest_of_all_shards(ranks: Any) -> None:
     first, *others = ranks(3, largest_body)
     assert all(other == first for other in others)
+
+
+def loss_body(dtype: torch.dtype) -> None:
+    """As F.cross_entropy of the whole in float64, and its gradient."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    options: list[dict[str, Any]] = [
+        {},
+        {"reduction": "sum", "label_smoothing": 0.1},
+        {"reduction": "none", "ignore_index": 1},
+        {"ignore_index": 1, "label_smoothing": 1.0},
+    ]
+    for width in (11, 4, 2):  # of the last one a rank has none
+        sizes = chunk_sizes(width, world_size)
+        for shape in [(5,), (2, 3), (0,), ()]:
+            for given in options:
+                logits = (20 * torch.randn(*shape, width, generator=generator)).to(dtype)
+                target = torch.randint(width, shape, generator=generator)
+                if target.numel() > 3:
+                    target.view(-1)[1] = given.get("ignore_index", 0)
+                mine = logits.split(sizes, -1)[rank].clone().requires_grad_()
+                loss = weft.vocab_parallel_cross_entropy(
+                    mine, target, sizes=sizes if width == 4 else None, **given
+                )
+                whole = logits.double().requires_grad_()
+                expected = cross_entropy(whole.view(-1, width), target.view(-1), **given)
+                if given.get("reduction") == "none":
+                    expected = expected.view(shape)
+                assert loss.dtype == dtype
+                # Sums of the width's terms of at most 80 in fp32, rounded once to dtype.
+                bound = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 80 * 2**-22}
+                torch.testing.assert_close(loss.double(), expected, equal_nan=True, **bound)
+                seed = torch.randn(loss.shape, generator=generator).to(dtype)
+                loss.backward(seed)
+                expected.backward(seed.double())
+                assert whole.grad is not None
+                assert mine.grad is not None
+                torch.testing.assert_close(
+                    mine.grad.double(), whole.grad.split(sizes, -1)[rank], equal_nan=True, **bound
+                )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss(ranks: Any, dtype: torch.dtype) -> None:
+    ranks(3, loss_body, dtype)
+
+
+def loss_in_graph_body() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    head = nn.Linear(8, 7, bias=False)  # uneven: each rank learns in the graph where it begins
+    target = torch.tensor([0, 6, 3, -100, 2, 5])
+    weight = head.weight.detach().split(chunk_sizes(7, world_size))[rank].requires_grad_()
+
+    def loss_of(x: torch.Tensor, weight: torch.Tensor, group: Any = None) -> torch.Tensor:
+        logits = x @ weight.t()
+        return weft.vocab_parallel_cross_entropy(logits, target, group, label_smoothing=0.1)
+
+    expected = cross_entropy(head(x), target, label_smoothing=0.1)
+    expected.backward()
+    assert head.weight.grad is not None
+    grad = head.weight.grad.split(chunk_sizes(7, world_size))[rank]
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    for group in (None, init_device_mesh("cpu", (world_size,)), resolve()):
+        loss = compiled(x, weight, group)
+        torch.testing.assert_close(loss, expected)
+        weight.grad = None
+        loss.backward()
+        torch.testing.assert_close(weight.grad, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss_of(x, weight).dtype == torch.float32
+
+
+def test_loss_in_a_graph(ranks: Any) -> None:
+    ranks(2, loss_in_graph_body)
+
+
+def wrong_losses_body() -> None:
+    logits, target = torch.randn(2, 3), torch.tensor([0, 6])
+    loss = weft.vocab_parallel_cross_entropy
+    with pytest.raises(IndexError, match=r"target 6 is out of bounds: classes are 0 \.\. 5"):
+        loss(logits, target)
+    with pytest.raises(ValueError, match="target must be int64"):
+        loss(logits, target[:1])
+    with pytest.raises(ValueError, match='reduction must be "none"'):
+        loss(logits, target, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="label_smoothing must be between 0 and 1"):
+        loss(logits, target, label_smoothing=2.0)
+    assert loss(logits, target, ignore_index=6).isfinite()
+
+
+def test_wrong_losses(ranks: Any) -> None:
+    ranks(2, wrong_losses_body)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weft.kernels import ring_attention as ring_attention
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
+    from weft.kernels import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -50,6 +51,7 @@ _HOME = {
     "RowParallelLinear": "weft.kernels",
     "VocabParallelEmbedding": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
+    "vocab_parallel_cross_entropy": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
     "close": "weft.collectives",
