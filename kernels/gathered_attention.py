@@ -7,12 +7,14 @@ not see the call (in custom ops), backward gathers the keys again and recomputes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from weft.collectives import Group, all_gather, reduce_scatter
+from weft.collectives.symmetric import persistent
 from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Span
 
 if TYPE_CHECKING:
@@ -97,6 +99,13 @@ def _plain_attention(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@lru_cache(maxsize=64)
+def _starts(documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Kept, as a CUDA graph cannot capture the copy of a list."""
+    with torch.inference_mode(False):
+        return persistent(torch.tensor(documents, device="cpu"), device)
+
+
 def _whole_mask(geometry: Geometry, rank: int, device: torch.device) -> torch.Tensor | None:
     """Which gathered keys each query of `rank` sees, (n, M); None: all of them."""
     sees = geometry.sees
@@ -111,7 +120,7 @@ def _whole_mask(geometry: Geometry, rank: int, device: torch.device) -> torch.Te
     theirs = positions([span for spans in geometry.k_spans for span in spans])
     mask = (theirs >= mine - sees.before) & (theirs <= mine + sees.after)
     if sees.documents is not None:
-        starts = torch.tensor(sees.documents, device=device)
+        starts = _starts(sees.documents, device)
         document = [torch.bucketize(x, starts, right=True) for x in (mine, theirs)]
         mask &= document[0] == document[1]
     return mask

@@ -278,8 +278,8 @@ def to_heads(
     out = x.new_empty(B, len(mine), sum(sizes), D)
     if (way or _way(group, settings.current_engine())) == "generic":
         whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
-        return out.copy_(whole[:, mine])
-    picked = slice(mine[0], mine[-1] + 1) if _is_run(mine) else mine
+        _pick(out, whole, mine)
+        return out
     nbytes = B * H * max(sizes) * D * x.element_size()
     with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
@@ -290,7 +290,7 @@ def to_heads(
             shown = (
                 x if source == group.rank else ex.peer(source, (B, H, sizes[source], D), x.dtype)
             )
-            out[:, :, rows] = shown[:, picked]
+            _pick(out[:, :, rows], shown, mine)
     return out
 
 
@@ -314,7 +314,8 @@ def to_tokens(
         if not heads[source]:
             return
         if added:
-            out.index_add_(1, torch.tensor(heads[source], device=x.device), part.to(wide))
+            for i, head in enumerate(heads[source]):
+                out[:, head] += part[:, i]
         else:
             out[:, heads[source][0] : heads[source][-1] + 1] = part
 
@@ -338,5 +339,10 @@ def to_tokens(
     return out.to(x.dtype)
 
 
-def _is_run(heads: list[int]) -> bool:
-    return bool(heads) and heads == list(range(heads[0], heads[-1] + 1))
+def _pick(out: torch.Tensor, x: torch.Tensor, heads: list[int]) -> None:
+    """out = x[:, heads], by slices, as a CUDA graph cannot capture the copy of a list."""
+    if heads and heads == list(range(heads[0], heads[-1] + 1)):
+        out.copy_(x[:, heads[0] : heads[-1] + 1])
+    else:
+        for i, head in enumerate(heads):
+            out[:, i] = x[:, head]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from test_ring_attention import (
     used,
     whole,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -138,6 +140,34 @@ def rank_without_heads() -> None:
 
 def test_a_rank_without_heads(ranks) -> None:
     ranks(2, rank_without_heads)
+
+
+class NoHostTensors(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot capture: tensors made of lists, and indexing by them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.index), func
+        return func(*args, **(kwargs or {}))
+
+
+def captured(engine: weft.settings.Engine) -> None:
+    """The second call of ops whose heads are no run, with key heads on several ranks, documents."""
+    sizes = [4] * dist.get_world_size()
+    q = torch.randn(1, 6, 4, 8, requires_grad=True)
+    k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in "kv")
+    # The host engine's local attention to documents is for CPUs alone.
+    documents = [0, 5, sum(sizes)] if engine == "generic" else None
+    ops = [weft.ulysses_attention, weft.ring_attention][: 2 if engine == "generic" else 1]
+    with weft.engine(engine):
+        for guard in (nullcontext(), NoHostTensors()):
+            with guard:
+                for op in ops:
+                    op(q, k, v, sizes=sizes, cu_seqlens=documents).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_nothing_that_a_graph_cannot_capture(ranks, engine: str) -> None:
+    ranks(4, captured, engine)
 
 
 def two_dims(layout: str) -> None:
