@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from weft.dtensor.exporting import refuse_export
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import (
     Layout,
@@ -78,6 +79,7 @@ def distribute_tensor(
                 f"different placements {show(wanted)}: use redistribute(placements=...)"
             )
         return tensor
+    refuse_export("distribute_tensor")
     if tensor.layout != torch.strided:
         raise NotImplementedError(
             f"distribute_tensor takes dense tensors, got one of {tensor.layout}: use to_dense()"

@@ -19,6 +19,7 @@ from torch.nn import functional
 from weft.dtensor import backward
 from weft.dtensor.call import map_tree
 from weft.dtensor.dispatch import dispatch, learn, outermost
+from weft.dtensor.exporting import is_exported
 from weft.dtensor.fused_attention import attention, stride_like
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul, mm
 from weft.dtensor.grad_recording import is_nothing, record
@@ -287,7 +288,7 @@ def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     handler = _handlers.get(func)
-    if handler is not None:
+    if handler is not None and not is_exported():
         result = handler(*args, **kwargs) if kwargs else handler(*args)
         if result is not _UNHANDLED:
             return result

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor import checkpoint_items
+from weft.dtensor.exporting import refuse_export
 from weft.dtensor.grad_recording import is_nothing, needs_grad, no_function, record
 from weft.dtensor.layout import (
     Layout,
@@ -410,6 +411,7 @@ def _from_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> DTensor:
+    refuse_export("from_local")
     if isinstance(local_tensor, DTensor):
         raise RuntimeError(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
@@ -546,6 +548,7 @@ def redistributed(
     layout = tensor._layout
     if layout == target and forward_dtype in (None, layout.dtype) and backward_dtype is None:
         return tensor
+    refuse_export("redistribute")
     if tensor._pending is not None and forward_dtype is None and backward_dtype is None:
         fused = tensor._pending.redistribute(tensor, target)
         if fused is not None:

@@ -48,7 +48,7 @@ class HostAccesses(TorchDispatchMode):
     ) -> Any:
         # The dispatch of a DTensor or the like comes back with plain tensors.
         if types and wrap_others(tuple(types)):
-            return NotImplemented
+            return func(*args, **(kwargs or {})) if is_exported() else NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
             for tensor, alias in operands(func, args, kwargs):
@@ -109,6 +109,11 @@ def wrap_others(types: tuple[type, ...]) -> bool:
     """Whether one of the types has a dispatch of its own, as DTensor has."""
     plain = torch.Tensor.__torch_dispatch__
     return any(getattr(kind, "__torch_dispatch__", plain) is not plain for kind in types)
+
+
+def is_exported() -> bool:
+    """Whether torch.export traces on tensors without data, which take part in no access."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def addresses(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
