@@ -18,6 +18,7 @@ from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import (
     Layout,
     Ranks,
+    check_dense,
     contiguous_stride,
     layout_of,
     mesh_or_current,
@@ -64,7 +65,7 @@ def distribute_tensor(
     Raises:
         RuntimeError: `tensor` is not a leaf.
         ValueError: not one placement per mesh dim, or a DTensor with other placements.
-        NotImplementedError: `tensor` is sparse.
+        NotImplementedError: `tensor` is sparse, nested or quantized.
     """
     mesh, wanted = _mesh_and_placements(device_mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):
@@ -80,10 +81,7 @@ def distribute_tensor(
             )
         return tensor
     refuse_export("distribute_tensor")
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(
-            f"distribute_tensor takes dense tensors, got one of {tensor.layout}: use to_dense()"
-        )
+    check_dense("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise RuntimeError(
             "`distribute_tensor` should be used to distribute leaf tensors, but got a non-leaf "

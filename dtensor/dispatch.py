@@ -27,7 +27,7 @@ from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.grad_recording import no_function
 from weft.dtensor.graph_breaks import unless_traced
-from weft.dtensor.layout import Layout, layout_of
+from weft.dtensor.layout import Layout, check_dense, layout_of
 from weft.dtensor.planning import Plan, make_plan, quickest
 from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, local_as, wrap
@@ -107,7 +107,12 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
-    """The error of a call that was given DTensors and a plain tensor."""
+    """The error of a call that was given DTensors and a plain tensor.
+
+    Raises:
+        NotImplementedError: what a DTensor cannot be is raised at once.
+    """
+    check_dense(str(func), plain)
     message = (
         f"{func}: got mixed torch.Tensor and DTensor, the torch.Tensor of shape "
         f"{tuple(plain.shape)}. Make it a DTensor first: distribute_tensor(t, mesh, placements) if "
@@ -327,9 +332,9 @@ def _follow(
     for position in plan.writes:
         _store(tensors[position], moved[position] if moved else None, plan, position)
     if plan.dynamic:
-        return _wrap_dynamic_tree(result, args, kwargs)
+        return _wrap_dynamic_tree(result, args, kwargs, plan.title)
     if plan.check and not _as_expected(result, plan):
-        return _wrap_dynamic_tree(result, args, kwargs)
+        return _wrap_dynamic_tree(result, args, kwargs, plan.title)
     if plan.writes and plan.result is None:  # a list op, whose writes autograd does not count
         torch._C._increment_version([tensors[position] for position in plan.writes])
         return None  # a foreach function returns them all the same, its op does not
@@ -431,7 +436,7 @@ def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[
             yield local_as(tensor, target)
 
 
-def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any], title: str) -> Any:
     """Wrap replicated results, whose shapes are known only after the op has run."""
     mesh = next(t._layout.mesh for t in leaves([args, kwargs]) if isinstance(t, DTensor))
     placements = (Replicate(),) * mesh.ndim
@@ -439,6 +444,7 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any])
     def wrapped(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        check_dense(f"the result of {title}", value)
         shape = tuple(value.shape)
         return wrap(value, layout_of(mesh, placements, shape, value.stride(), value.dtype))
 

@@ -60,10 +60,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """`F.embedding`, of a weight sharded by rows or columns."""
+    """`F.embedding`, of a weight sharded by rows or columns; its gradient is never sparse."""
     if not (is_dtensor(input) and is_dtensor(weight)):
         return NotImplemented
-    if max_norm is not None or scale_grad_by_freq or sparse:
+    if max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return record(_Embedding, weight, input, pad)

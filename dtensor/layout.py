@@ -140,6 +140,26 @@ def _cut(runs: Runs, pieces: int, parts: int, index: int) -> Runs:
     return tuple(kept)
 
 
+def check_dense(what: str, tensor: torch.Tensor) -> None:
+    """Raise for tensors that have no strides, or whose numbers are not their values.
+
+    Raises:
+        NotImplementedError: a sparse, nested or quantized tensor.
+    """
+    if tensor.is_nested:
+        kind, way_out = "nested", "torch.nested.to_padded_tensor(t, 0.0)"
+    elif tensor.is_quantized:
+        kind, way_out = "quantized", "t.dequantize()"
+    elif tensor.layout is not torch.strided:
+        kind, way_out = f"{tensor.layout}", "t.to_dense()"
+    else:
+        return
+    raise NotImplementedError(
+        f"{what}: a DTensor is dense, and this is a {kind} tensor. Make it a dense one by "
+        f"{way_out}, or compute on local tensors, as to_local() and full_tensor() return them"
+    )
+
+
 def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Placements:
     """Placements with dims counted from the front.
 

@@ -35,7 +35,7 @@ from weft.dtensor.call import (
 )
 from weft.dtensor.cross_mesh import of_one_mesh
 from weft.dtensor.discovery import discovered
-from weft.dtensor.layout import Layout, is_open, is_shard, layout_of, shard_dim
+from weft.dtensor.layout import Layout, check_dense, is_open, is_shard, layout_of, shard_dim
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 from weft.dtensor.transfers import transition_bytes
@@ -96,6 +96,9 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan of one kind of call, the same on every rank."""
     tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            check_dense(str(func), tensor)
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     plain = [not isinstance(t, DTensor) for t in tensors]
     if any(layout.mesh != mesh for layout in call.inputs):
@@ -415,6 +418,9 @@ def _learn_outputs(call: Call) -> None:
             raise type(error)(f"{text} [in {call}]") from None
         call.output_tree = _DYNAMIC
         return
+    for value in leaves(result):
+        if isinstance(value, torch.Tensor):
+            check_dense(f"the result of {call}", value)
     call.output_tree = map_tree(result, _meta_of)
     call.outputs = [leaf for leaf in leaves(call.output_tree) if isinstance(leaf, Meta)]
 

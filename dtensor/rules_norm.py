@@ -44,15 +44,15 @@ def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> li
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
-    strategies = _by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1]))
-    x, *weights = call.inputs
-    if (
-        call.name == "native_layer_norm"
-        and call.mesh.device_type == "cpu"
-        and all(w.dtype == x.dtype for w in weights)
-    ):  # there its statistics are no wider than all the rest, though those of its meta kernel are
-        call.outputs[1:] = [Meta(m.shape, m.stride, x.dtype) for m in call.outputs[1:]]
-    return Choices(strategies)
+    if call.name == "native_layer_norm":
+        _narrow(call)
+    return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1])))
+
+
+def _narrow(call: Call) -> None:
+    """On a CPU, statistics are no wider than all the rest, though those of meta kernels are."""
+    if call.mesh.device_type == "cpu" and len(dtypes := {t.dtype for t in call.inputs}) == 1:
+        call.outputs[1:3] = [Meta(m.shape, m.stride, *dtypes) for m in call.outputs[1:3]]
 
 
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")
@@ -158,12 +158,13 @@ def batch_norm(call: Call) -> Choices | Decomposed:
 
     In training the statistics are those of all samples, and the running ones are written.
     """
+    _narrow(call)
     if call.bound.get("training", "with_update" in call.name):
         if 0 in call.inputs[0].shape:
             raise ValueError(f"{call}: batch norm in training needs at least one sample")
         return Decomposed(partial(_train, call))
     if call.mesh.device_type == "cpu":  # there it saves no statistics, though its meta kernel does
-        call.outputs[1:] = [Meta((0,), (1,), saved.dtype) for saved in call.outputs[1:]]
+        call.outputs[1:3] = [Meta((0,), (1,), saved.dtype) for saved in call.outputs[1:3]]
     return _fixed_norm(call, Replicate())
 
 

@@ -22,6 +22,7 @@ from weft.dtensor.layout import (
     Layout,
     Placements,
     Shape,
+    check_dense,
     layout_of,
     layout_of_spec,
     mesh_or_current,
@@ -139,6 +140,7 @@ class DTensor(torch.Tensor):
             ValueError: `local_tensor` does not have the shape that the layout gives this rank,
                 whose shards are those of `torch.chunk`.
             RuntimeError: a DTensor was given, or `shape` without `stride`.
+            NotImplementedError: `local_tensor` is sparse, nested or quantized.
         """
         given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
@@ -416,6 +418,7 @@ def _from_local(
         raise RuntimeError(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
         )
+    check_dense("from_local", local_tensor)
     if (shape is None) != (stride is None):
         raise RuntimeError("from_local: Please pass both shape and stride at the same time.")
     mesh = mesh_or_current(device_mesh)

@@ -531,6 +531,41 @@ def by_name() -> None:
     assert torch.equal(torch.cat([first, second], 1).full_tensor(), x)
 
 
+def without_strides() -> None:
+    mesh = world()
+    whole = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0], [4.0, 0.0, 5.0]])
+    x, parts = distribute_tensor(whole, mesh, [Shard(0)]), [whole[:1], whole[1:]]
+    kinds = {
+        "sparse_coo": whole.to_sparse(),
+        "sparse_csr": whole.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor(parts),
+        "a nested": torch.nested.nested_tensor(parts, layout=torch.jagged),
+    }
+    for kind, given in kinds.items():
+        calls: dict[str, Any] = {
+            "distribute_tensor": lambda t=given: distribute_tensor(t, mesh, [Shard(0)]),
+            "from_local": lambda t=given: DTensor.from_local(t, mesh, [Shard(0)]),
+            "aten.add.Tensor": lambda t=given: x + t,
+            "aten.cat.default": lambda t=given: torch.cat([x, t]),
+        }
+        for name, call in calls.items():
+            with pytest.raises(NotImplementedError, match=rf"{name}: a DTensor is dense.*{kind}"):
+                call()
+    results: dict[str, Any] = {
+        "_to_sparse": x.to_sparse,
+        "to_mkldnn": x.to_mkldnn,
+        "_nested_tensor_from_tensor_list": lambda: torch.nested.nested_tensor([x, x]),
+    }
+    for name, call in results.items():
+        with pytest.raises(NotImplementedError, match=rf"result of {name}\(.*a DTensor is dense"):
+            call()
+    weight = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    rows = distribute_tensor(torch.tensor([2, 0, 2]), mesh, [Shard(0)])
+    nn.functional.embedding(rows, weight, sparse=True).sum().backward()
+    assert torch.equal(weight.grad.full_tensor()[:, 0], torch.tensor([1.0, 0.0, 2.0]))
+
+
 def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
     ranks(3, part_of_the_world)
 
@@ -542,6 +577,7 @@ def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
         making,
         as_frameworks_see_it,
         without_data,
+        without_strides,
         local_and_back,
         moving,
         reductions_of_partial,

@@ -358,21 +358,41 @@ def statistics() -> None:
     """They have the dtype that torch gives them on a CPU: it depends on that of the weights."""
     mesh = init_device_mesh("cpu", (RANKS,))
     half, single = torch.float16, torch.float32
+
+    def copied(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.clone()
+
+    def spread(t: torch.Tensor | None) -> torch.Tensor | None:
+        placement = Shard(0) if t is not None and t.ndim > 1 else Replicate()
+        return None if t is None else distribute_tensor(t.clone(), mesh, [placement])
+
     for dtype, of_weights in ((half, half), (half, single), (single, single)):
-        for weighs in (True, False):
-            w = torch.ones(3, dtype=of_weights) if weighs else None
-            args = torch.randn(4, 3).to(dtype), [3], w, w, 1e-5
-            ours = [
-                distribute_tensor(a, mesh, [Shard(0) if a.ndim > 1 else Replicate()])
-                if isinstance(a, torch.Tensor)
-                else a
-                for a in args
+        x, ones = torch.randn(4, 3).to(dtype), torch.ones(3, dtype=of_weights)
+        for w, s in ((ones, ones), (ones, None), (None, ones), (None, None)):
+            pairs = [
+                [torch.native_layer_norm(on(x), [3], on(w), on(w), 1e-5)]
+                + [
+                    torch.native_batch_norm(on(x), on(w), on(w), on(s), on(s), training, 0.1, 1e-5)
+                    for training in (True, False)
+                    if training or s is not None
+                ]
+                for on in (spread, copied)
             ]
-            for mine, theirs in zip(
-                torch.native_layer_norm(*ours), torch.native_layer_norm(*args), strict=True
-            ):
-                assert mine.dtype == mine.to_local().dtype == theirs.dtype
+            for ours, theirs in zip(*pairs, strict=True):
+                for mine, other in zip(ours, theirs, strict=True):
+                    assert mine.dtype == mine.to_local().dtype == other.dtype
+                    assert mine.shape == other.shape
+                torch.testing.assert_close(ours[0].full_tensor(), theirs[0], rtol=0, atol=0.01)
+    x, ones = torch.randn(4, 3), torch.ones(3)
+    for training in (True, False):
+        functional_norm = torch.ops.aten._native_batch_norm_legit_functional
+        found, expected = (
+            functional_norm(on(x), *map(on, [ones] * 4), training, 0.1, 1e-5)
+            for on in (spread, copied)
+        )
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other)
 
 
-def test_dtype_of_the_statistics_of_layer_norm(ranks: Any) -> None:
+def test_dtype_of_the_statistics_of_norms(ranks: Any) -> None:
     ranks(RANKS, statistics)
