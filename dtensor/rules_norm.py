@@ -136,6 +136,8 @@ def _localize_fixed(call: Call, inputs: list[Layout], outputs: list[Layout]) -> 
 
     def run(first: torch.Tensor, *args: Any) -> Any:
         of_input, *others = op(first, *args)
+        if call.name.endswith("_functional"):  # the running statistics, also where there is nothing
+            others[2:] = [stat.clone() for stat in args[2:4]]
         # Its meta kernel returns a gradient of the input even if none was asked for.
         return first if of_input is None else of_input, *others
 
