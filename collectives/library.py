@@ -9,7 +9,8 @@
                                    gradient        ops of torch.ops.weft again
 
 A group is known by its name, as in torch's functional collectives. Ops are ordered effects: the
-compiler keeps their number and order, which must be the same on every rank.
+compiler keeps their number and order, which must be the same on every rank. For the same reason,
+activation checkpointing in a graph keeps their results, and computes the rest again.
 
 While a graph is traced, the peers cannot be asked for the lengths of their shards: `sizes=None` of
 a gather then means that all shards are as long as this rank's, which is checked whenever the op
@@ -21,6 +22,8 @@ argument of an op goes into its schema, its `run` and its fake kernel, with a de
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,11 +52,45 @@ def define(
     name = schema.partition("(")[0]
     _library.define(schema, tags=[torch.Tag.needs_fixed_stride_order])
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        _never_recompute()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"weft::{name}", traced, lib=_library)
     if ordered:
         torch.library._register_effectful_op(
             f"weft::{name}", torch._library.effects.EffectType.ORDERED, lib=_library
         )
+
+
+def _never_recompute() -> None:
+    """Make the compiler keep the results of ordered ops that it is asked to recompute.
+
+    It looks for ordered ops that may not be recomputed, but takes activation checkpointing's wish
+    to recompute one, and then fails on the token by which the op is ordered.
+    """
+    # Not imported before something is to be partitioned: the next op that is traced asks again.
+    partitioners: Any = sys.modules.get("torch._functorch.partitioners")
+    given = getattr(partitioners, "force_save_effectful_ops", _force_save)
+    if given is not _force_save:
+        _torch_force_save.append(given)
+        partitioners.force_save_effectful_ops = _force_save
+
+
+_torch_force_save: list[Callable[[torch.fx.GraphModule], None]] = []
+
+
+def _force_save(joint: torch.fx.GraphModule) -> None:
+    kept: set[torch.fx.Node] = set()
+    for node in joint.graph.nodes:
+        ordered = node.target is torch.ops.higher_order.with_effects
+        if (ordered and node.args[1].namespace == "weft") or (
+            node.target is operator.getitem and node.args[0] in kept
+        ):
+            node.meta.pop("recompute", None)
+            kept.add(node)
+    _torch_force_save[0](joint)
 
 
 def differentiate(

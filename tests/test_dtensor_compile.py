@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from weft.demo.model import Llama, Shape, parallelize
 from weft.dtensor import (
@@ -180,6 +186,44 @@ def column_then_row(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["graphs", "inductor"])
 def test_column_then_row(ranks, backend: str) -> None:
     ranks(2, column_then_row, backend)
+
+
+def checkpointed(backend: str, selective: bool) -> None:
+    """Activation checkpointing around a compiled block: what the fused ops return is kept."""
+    mesh = world()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Tanh())
+    plan = {
+        "0": parallel.ColwiseParallel(input_layouts=Shard(0)),
+        "2": parallel.RowwiseParallel(output_layouts=Shard(0)),
+    }
+    model = parallel.parallelize_module(copy.deepcopy(plain), mesh, plan)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    kwargs = {"context_fn": contexts} if selective else {}
+    torch._dynamo.reset()
+
+    @partial(torch.compile, fullgraph=True, backend=backend)
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=False, **kwargs).square()
+
+    whole = torch.randn(4 * mesh.size(), 6, requires_grad=True)
+    local = whole.detach().chunk(mesh.size())[mesh.get_rank()].clone().requires_grad_()
+    plain(whole).square().square().sum().backward()
+    block(local).square().sum().backward()
+    torch.testing.assert_close(local.grad, whole.grad.chunk(mesh.size())[mesh.get_rank()])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_checkpointed(ranks, backend: str, selective: bool) -> None:
+    ranks(2, checkpointed, backend, selective)
 
 
 def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple[int, ...]) -> None:
