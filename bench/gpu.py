@@ -43,7 +43,7 @@ from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
-from weft.bench.tables import figure
+from weft.bench.tables import LEGEND, figure, markdown_lines, table_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_TO_DO = (
@@ -182,48 +182,15 @@ def page(result: Result) -> str:
         f"`{result.command}` wrote this page: {gpus} x {name}, torch {where['torch']}, triton "
         f"{where['triton']}, {where['date'][:10]}, commit {where['commit']}"
         + (shared if 0 < gpus < where["ranks"] else "")
-        + ". Times are medians in us, of the slowest rank. bound: the larger of arithmetic, memory "
-        "and link, each measured in the same rounds. Every time is of a result that was right. "
+        + f". {LEGEND} Every time is of a result that was right. "
         f"Tests on this machine: {where['tests']}.",
     ]
     for suite in dict.fromkeys(case.suite for case in result.cases):
-        lines += ["", *_table(suite, [case for case in result.cases if case.suite == suite])]
+        cases = [case for case in result.cases if case.suite == suite]
+        table = table_of(Result(suite, where, cases))
+        lines += ["", f"## {suite}", "", *markdown_lines(table.header, table.rows), ""]
+        lines += [f"- {line}" for line in (*table.summary, *table.notes)]
     return "\n".join(lines) + "\n"
-
-
-def _table(suite: str, cases: Sequence[Case]) -> list[str]:
-    names = list(dict.fromkeys(name for case in cases for name in case.variants))
-    rates = any("flop" in case.params for case in cases)
-    head = ["case", *names, "bound", "of bound", "peer / ours", *["TFLOP/s"] * rates]
-    lines = [
-        f"## {suite}",
-        "",
-        f"| {' | '.join(head)} |",
-        f"| --- |{' ---: |' * (len(head) - 1)}",
-    ]
-    why: dict[str, list[str]] = {}
-    for case in cases:
-        timed, fraction = case.timed, None
-        reasons = {name: timing.failure for name, timing in case.variants.items()}
-        for name, reason in (reasons | {"all variants": case.failure}).items():
-            if reason:
-                why.setdefault(f"{name}: {reason}", []).append(case.name)
-        if case.main in timed:
-            fraction = case.fraction(case.main)
-        cells = [figure(timed[name].us) if name in timed else "-" for name in names]
-        bound = "" if case.bound_us is None else f"{figure(case.bound_us)} {case.bound_by}"
-        cells += [bound, figure(fraction), str(case.gain or "")]
-        if rates:
-            ours = timed.get(case.main)
-            cells.append(figure(case.params["flop"] / ours.us / 1e6) if ours else "")
-        lines.append(f"| {case.name} | {' | '.join(cells)} |")
-    if why:
-        lines += ["", "Without a time:", ""]
-        lines += [
-            f"- {reason} ({names[0] if len(names) == 1 else f'{len(names)} cases'})"
-            for reason, names in why.items()
-        ]
-    return lines
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 from pytest_benchmark.storage.file import FileStorage
 
 from weft.bench.rows import Result
-from weft.bench.tables import LEGEND, Table, table_of
+from weft.bench.tables import LEGEND, Table, markdown_lines, table_of
 
 
 def write(results: list[Result], folder: Path) -> Path:
@@ -90,9 +90,7 @@ def markdown(table: Table) -> str:
     lines = [
         f"# {table.title}",
         "",
-        "| " + " | ".join(table.header) + " |",
-        "| --- |" + " ---: |" * (len(table.header) - 1),
-        *("| " + " | ".join(row) + " |" for row in table.rows),
+        *markdown_lines(table.header, table.rows),
         "",
         *(f"- {line}" for line in (*table.summary, *table.notes)),
         "",

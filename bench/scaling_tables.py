@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.bench.tables import markdown_lines
 from weft.sim.hardware import named
 
 if TYPE_CHECKING:
@@ -30,12 +31,12 @@ def _table(rows: Sequence[Row]) -> list[str]:
         *("model", "M", "N", "K", "fused us", "arithmetic", "link", "exposed", "efficiency"),
         *("of longer", "host us", "generic us", "auto", "regret"),
     )
-    lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * (len(names) - 1)}"]
+    lines = []
     for row in rows:
         fused, hardware = row.fused, named(row.hardware)
         link_us = fused["link_bytes"] * 1e6 / hardware.link_bandwidth / hardware.link_sustained
         longer_us = max(fused["arithmetic_us"], link_us)
-        cells = [
+        lines.append([
             row.model,
             *map(str, (row.M, row.N, row.K)),
             _us(fused["makespan_us"]),
@@ -48,9 +49,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
             _us(row.engines["generic"]),
             row.auto,
             f"{row.regret:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return markdown_lines(names, lines)
 
 
 def crossover(rows: Sequence[Row]) -> str:
@@ -81,12 +81,11 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
 
 def errors(measured: Sequence[tuple[str, float, float]]) -> str:
     """The model beside measurements, as Markdown."""
-    lines = ["| what | measured us | modelled us | error |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {what} | {_us(real)} | {_us(modelled)} | {modelled / real - 1:+.0%} |"
+    rows = [
+        (what, _us(real), _us(modelled), f"{modelled / real - 1:+.0%}")
         for what, real, modelled in measured
     ]
-    return "\n".join(lines)
+    return "\n".join(markdown_lines(("what", "measured us", "modelled us", "error"), rows))
 
 
 def write(path: Path, rows: Sequence[Row], measured: Sequence[tuple[str, float, float]]) -> None:

@@ -38,6 +38,12 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
 
+def markdown_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown; all columns but the first are of numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
 def figure(value: float | None) -> str:
     """Three digits; empty for None."""
     if value is None:
@@ -90,7 +96,9 @@ def _columns(
     if any("arithmetic" in case.bounds for case in cases):
         columns.append((f"exposed, {unit}", partial(_exposed, scale=scale)))
     if any("bus_bytes" in case.params for case in cases):
-        columns.append(("bus, GB/s", _bus))
+        columns.append(("bus, GB/s", partial(_rate, of="bus_bytes", scale=1e3)))
+    if any("flop" in case.params for case in cases):
+        columns.append(("TFLOP/s", partial(_rate, of="flop", scale=1e6)))
     if len(pairs) == 1:
         columns.append((f"{pairs[0][1]} / {pairs[0][0]}", _gain))
     elif pairs:
@@ -137,9 +145,10 @@ def _exposed(case: Case, scale: float) -> str:
     return "" if beyond is None else figure(beyond / scale)
 
 
-def _bus(case: Case) -> str:
+def _rate(case: Case, of: str, scale: float) -> str:
+    """How much of a parameter ours does in a unit of `scale` per us."""
     ours = case.timed.get(case.main)
-    return "" if ours is None else figure(case.params["bus_bytes"] / ours.us / 1e3)
+    return "" if ours is None else figure(case.params[of] / ours.us / scale)
 
 
 def _gain(case: Case) -> str:
