@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -559,11 +558,3 @@ HOST: dict[str, Callable[..., None]] = {
     "training on the host engine": host_training,
     "attention on the host engine": host_attention,
 }
-
-
-def with_mutants(
-    case: Callable[..., None], modules: dict[str, ModuleType]
-) -> Callable[[int], None]:
-    """`case` on copies of some modules."""
-    ours = Modules(**modules)
-    return lambda rank: case(rank, ours)

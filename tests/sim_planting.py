@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, with_mutants
+from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, OURS, Modules
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
 from sim_faults_elsewhere import (
     IN_ATTENTION,
@@ -26,18 +26,11 @@ from sim_faults_elsewhere import (
 )
 
 from weft import sim
-from weft.collectives import direct, kernel_collectives, movement, pull, signals
+from weft.collectives import movement, signals
 from weft.kernels import (
-    all_gather_contract,
-    all_gather_gemm,
-    flash_decoding,
     gathers,
-    gemm_all_reduce,
     gemm_one_shot,
-    gemm_reduce_scatter,
     head_units,
-    heads_flash,
-    heads_flash_backward,
     partial_sums,
     ring_dkv,
     ring_flash,
@@ -48,28 +41,9 @@ from weft.kernels import (
 )
 from weft.sim.mutants import mutant
 
+CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200
 PAGE = "docs/sim_faults.md"
-HOME = {
-    "gather of rows": ("gather", all_gather_gemm),
-    "gather of the contraction": ("contract", all_gather_contract),
-    "reduce-scatter": ("scatter", gemm_reduce_scatter),
-    "one-shot all-reduce": ("reduce", gemm_all_reduce),
-    "two-shot all-reduce": ("reduce", gemm_all_reduce),
-    "pulls of boxes": ("pull", pull),
-    "collectives that exchange": ("collective", kernel_collectives),
-    "collectives that reduce, one shot": ("collective", kernel_collectives),
-    "collectives that reduce, two shots": ("collective", kernel_collectives),
-    "gather of rows, direct": ("gather", all_gather_gemm),
-    "gather of rows by copy engines": ("gather", all_gather_gemm),
-    "one-shot all-reduce, split": ("reduce", gemm_all_reduce),
-    "straddling reduce-scatter": ("scatter", gemm_reduce_scatter),
-    "ring attention": ("ring", ring_flash),
-    "ring attention, backward": ("ring_backward", ring_flash_backward),
-    "attention by heads": ("heads", heads_flash),
-    "attention by heads, backward": ("heads_backward", heads_flash_backward),
-    "decoding": ("decode", flash_decoding),
-}
 # What the kernels are made of: each imports those before it only.
 PARTS = (
     signals,
@@ -100,26 +74,18 @@ def of_copies(module: ModuleType, copies: dict[ModuleType, ModuleType]) -> dict[
 
 
 def broken(planted: Fault, case: str) -> Callable[[int], None]:
-    """The case, on copies of the modules between it and the fault."""
-    options = DIRECT if case == "direct reads" else {}
-    if planted.module is movement:
-        return with_mutants(HOST[case], {"movement": mutant(movement, *planted.edits, **options)})
-    if planted.module is direct:
-        copy = mutant(direct, *planted.edits)
-        return with_mutants(HOST[case], {"movement": mutant(movement, direct=copy, **options)})
-    if planted.module is exchange:
-        copy = mutant(exchange, *planted.edits)
-        return with_mutants(HOST[case], {"movement": mutant(movement, exchange=copy.exchange)})
-    role, home = HOME[case]
+    """The case, on our modules with copies in the place of those that the fault reaches."""
     copies = {planted.module: mutant(planted.module, *planted.edits)}
-    for module in (*PARTS, home):
+    if planted.module is exchange:
+        copies[movement] = mutant(movement, exchange=copies[exchange].exchange)
+    for module in (*PARTS, *vars(OURS).values()):
         inside = of_copies(module, copies)
         if inside and module not in copies:
             copies[module] = mutant(module, **inside)
-    roles = {role: copies[home]}
-    if gemm_one_shot in copies:
-        roles["one_shot"] = copies[gemm_one_shot]
-    return with_mutants((KERNELS | COLLECTIVES)[case], roles)
+    if case == "direct reads":
+        vars(copies[movement]).update(DIRECT)
+    ours = Modules(**{role: copies.get(module, module) for role, module in vars(OURS).items()})
+    return lambda rank: CASES[case](rank, ours)
 
 
 FAULTS = (
