@@ -14,8 +14,11 @@ if "gpu" not in sys.argv:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WEFT_TIMEOUT_S", "60")
 
+import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +51,29 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked `ranks(2, 3)` runs twice: once on 2 ranks, once on 3."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is not None and mark.args:
+        metafunc.fixturenames.append("world_size")
+        metafunc.parametrize("world_size", mark.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """All of a test marked `ranks` runs on every rank, of as many as `mesh` has if none is told."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    ranks = pyfuncitem._request.getfixturevalue("ranks")
+    names = inspect.signature(pyfuncitem.function).parameters
+    body = partial(pyfuncitem.function, **{name: pyfuncitem.funcargs[name] for name in names})
+    told = pyfuncitem.callspec.params
+    world_size = told["world_size"] if "world_size" in told else math.prod(told["mesh"])
+    ranks(world_size, body, **mark.kwargs)
+    return True
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,13 @@ import weft
 HALF = torch.bfloat16
 
 
-def layers_body(engine: weft.settings.Engine, sequence_dim: int | None) -> None:
+ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_dim", [0, None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers(engine: weft.settings.Engine, sequence_dim: int | None) -> None:
     """Parallel layers in autocast: what they make of operands that are cast by hand."""
     torch.manual_seed(0)
     linears = [nn.Linear(24, 16), nn.Linear(16, 24)]
@@ -50,16 +55,8 @@ def layers_body(engine: weft.settings.Engine, sequence_dim: int | None) -> None:
         assert torch.equal(got, want.to(got.dtype))
 
 
-ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
-
-
-@pytest.mark.parametrize("sequence_dim", [0, None])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_layers(ranks: Any, engine: str, sequence_dim: int | None) -> None:
-    ranks(2, layers_body, engine, sequence_dim)
-
-
-def backward_body() -> None:
+@pytest.mark.ranks(2)
+def test_backward_in_autocast() -> None:
     """What was called outside of autocast has the same gradients inside."""
     x, w, v = torch.randn(8, 24), torch.randn(24, 16), torch.randn(24, 16)
     calls: tuple[Callable[..., torch.Tensor], ...] = (
@@ -78,11 +75,8 @@ def backward_body() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_backward_in_autocast(ranks: Any) -> None:
-    ranks(2, backward_body)
-
-
-def attention_body() -> None:
+@pytest.mark.ranks(2)
+def test_attention() -> None:
     rank = dist.get_rank()
     q, k, v = (torch.randn(1, 2, 6, 8) + rank for _ in range(3))
     ops: tuple[Callable[..., torch.Tensor], ...] = (weft.ring_attention, weft.ulysses_attention)
@@ -96,11 +90,8 @@ def attention_body() -> None:
             assert op(q, k, v).dtype == torch.float32
 
 
-def test_attention(ranks: Any) -> None:
-    ranks(2, attention_body)
-
-
-def compiled_body() -> None:
+@pytest.mark.ranks(2)
+def test_compiled() -> None:
     """Autocast is traced into one graph."""
     up = weft.ColumnParallelLinear.from_linear(nn.Linear(24, 16))
     x = torch.randn(8, 24)
@@ -114,7 +105,3 @@ def compiled_body() -> None:
     with torch.no_grad():
         y = compiled(x)
         assert y.dtype == HALF and torch.equal(y, call(x))
-
-
-def test_compiled(ranks: Any) -> None:
-    ranks(2, compiled_body)

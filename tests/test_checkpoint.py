@@ -80,9 +80,10 @@ def test_into_other_layouts_and_numbers_of_ranks(ranks: Any, tmp_path: Path, num
     ranks(2, loading, path, (2,), [old])
 
 
-def with_torch(path: str) -> None:
+@pytest.mark.ranks(4)
+def test_exchange_with_torch(tmp_path: Path) -> None:
     """torch.distributed.checkpoint itself, and PyTorch's own DTensors, both ways."""
-    mesh, square = mesh_of(4), mesh_of(2, 2)
+    mesh, square, path = mesh_of(4), mesh_of(2, 2), str(tmp_path)
     for old, new in itertools.product(PLACEMENTS[:3], repeat=2):
         theirs = {"w": torch_distribute_tensor(WHOLE, square, [old, Shard(0)])}
         dcp.save(theirs, checkpoint_id=path)
@@ -104,13 +105,11 @@ def with_torch(path: str) -> None:
     assert isinstance(loaded, DTensor) and torch.equal(loaded.full_tensor(), WHOLE)
 
 
-def test_exchange_with_torch(ranks: Any, tmp_path: Path) -> None:
-    ranks(4, with_torch, str(tmp_path))
-
-
-def killed_while_saving(path: str, moment: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("moment", ["data", "metadata"])
+def test_a_save_that_is_killed_harms_nothing(tmp_path: Path, moment: str) -> None:
     """The second save fails at a moment: data half written, or metadata written aside."""
-    mesh = mesh_of(2)
+    mesh, path = mesh_of(2), str(tmp_path)
     save(a_state(mesh, [Shard(0)]), path)
     if moment == "data":
 
@@ -123,7 +122,7 @@ def killed_while_saving(path: str, moment: str) -> None:
 
         class Killed(AtomicWriter):
             def finish(self, metadata: Any, results: Any) -> None:
-                (Path(path) / ".metadata.tmp").write_bytes(b"half")
+                (tmp_path / ".metadata.tmp").write_bytes(b"half")
                 raise RuntimeError("killed")
 
     with pytest.raises(BaseException):  # noqa: B017 - torch wraps it in several ways
@@ -138,11 +137,6 @@ def killed_while_saving(path: str, moment: str) -> None:
     check_state(state, 4.0)
     named = {piece.file for entry in Stored(path).tensors.values() for piece in entry.pieces}
     assert {file for file in os.listdir(path) if file.endswith(".distcp")} == named
-
-
-@pytest.mark.parametrize("moment", ["data", "metadata"])
-def test_a_save_that_is_killed_harms_nothing(ranks: Any, tmp_path: Path, moment: str) -> None:
-    ranks(2, killed_while_saving, str(tmp_path), moment)
 
 
 @pytest.fixture

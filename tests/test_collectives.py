@@ -295,12 +295,7 @@ def shared_memory_body() -> None:
     assert torch.equal(part, total[mine])
 
 
-def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
-    with weft.engine(engine):
-        body()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("engine", ["auto", "generic"])
 @pytest.mark.parametrize(
     "body",
@@ -309,8 +304,9 @@ def with_engine(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
         gradient_body, shared_memory_body,
     ],
 )  # fmt: skip
-def test_collective(ranks: Any, world_size: int, engine: str, body: Callable[[], None]) -> None:
-    ranks(world_size, with_engine, engine, body)
+def test_collective(engine: weft.settings.Engine, body: Callable[[], None]) -> None:
+    with weft.engine(engine):
+        body()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -320,7 +316,8 @@ def test_windows(ranks: Any, world_size: int, nbytes: int) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def subgroup_body() -> None:
+@pytest.mark.ranks(4)
+def test_subgroups_of_a_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank = dist.get_rank()
@@ -338,11 +335,8 @@ def subgroup_body() -> None:
         collectives.all_gather(x, mesh)
 
 
-def test_subgroups_of_a_mesh(ranks: Any) -> None:
-    ranks(4, subgroup_body)
-
-
-def misuse_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_misuse_is_an_error_on_every_rank() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(4)
     with pytest.raises(ValueError, match="reduce_op must be one of"):
@@ -394,11 +388,6 @@ def misuse_body() -> None:
         collectives.all_to_all(torch.ones(world_size), [2] * world_size)
     # The group is in step and usable after every one of these.
     assert collectives.all_reduce(x).tolist() == [world_size] * 4
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_misuse_is_an_error_on_every_rank(ranks: Any, world_size: int) -> None:
-    ranks(world_size, misuse_body)
 
 
 def test_chunk_sizes_are_those_of_torch() -> None:

@@ -22,7 +22,9 @@ def tensors(*heads: int, length: int = 21) -> list[torch.Tensor]:
     return [torch.randn(2, h, length, 8, generator=generator) for h in heads]
 
 
-def dtensor_body(causal: bool) -> None:
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("causal", [False, True])
+def test_dtensors(causal: bool) -> None:
     """q, k and v sharded by sequence: round the ring, nothing gathered, gradients as they lie."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -46,13 +48,8 @@ def dtensor_body(causal: bool) -> None:
         torch.testing.assert_close(x.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_dtensors(ranks, world_size: int, causal: bool) -> None:
-    ranks(world_size, dtensor_body, causal)
-
-
-def two_dims_body() -> None:
+@pytest.mark.ranks(4)
+def test_two_dims() -> None:
     """Batch along one mesh dim, sequence along the other."""
     mesh = init_device_mesh("cpu", (2, 2))
     q, k, v = tensors(2, 2, 2)
@@ -63,11 +60,8 @@ def two_dims_body() -> None:
     torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_dims(ranks) -> None:
-    ranks(4, two_dims_body)
-
-
-def model_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_plain_model() -> None:
     """A plain Llama: the loss and the gradients of one process, summed over the ranks' tokens."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -101,12 +95,8 @@ def model_body() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_plain_model(ranks, world_size: int) -> None:
-    ranks(world_size, model_body)
-
-
-def compiled_body() -> None:
+@pytest.mark.ranks(2)
+def test_compiled() -> None:
     """Plain attention inside the block, and that of DTensors: one graph, the eager results."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -127,11 +117,8 @@ def compiled_body() -> None:
     torch.testing.assert_close(told.result.full_tensor(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled(ranks) -> None:
-    ranks(2, compiled_body)
-
-
-def errors_body() -> None:
+@pytest.mark.ranks(2)
+def test_errors() -> None:
     mesh = world()
     q, k, _ = tensors(2, 1, 1)
     with (
@@ -149,7 +136,3 @@ def errors_body() -> None:
             functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
         with pytest.raises(ValueError, match="enable_gqa"):
             functional.scaled_dot_product_attention(q, k, k)
-
-
-def test_errors(ranks) -> None:
-    ranks(2, errors_body)

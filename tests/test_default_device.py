@@ -5,8 +5,7 @@ Here it is "meta": a tensor made without saying where has no memory, and the op 
 
 from __future__ import annotations
 
-from typing import Any
-
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,7 +14,8 @@ from weft import collectives
 from weft.dtensor import DTensor, Partial, Shard, init_device_mesh
 
 
-def body() -> None:
+@pytest.mark.ranks(2)
+def test_ops_make_their_tensors_where_their_operands_are() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (W,))
     rows, keys = torch.randn(6, 8, requires_grad=True), torch.randn(1, 2, 4, 8, requires_grad=True)
@@ -38,7 +38,3 @@ def body() -> None:
         for engine in ("host", "triton"):
             with weft.engine(engine):
                 whole.redistribute(placements=[Shard(1)])
-
-
-def test_ops_make_their_tensors_where_their_operands_are(ranks: Any) -> None:
-    ranks(2, body)

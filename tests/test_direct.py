@@ -72,7 +72,8 @@ def test_equal_to_shared_memory(ranks, world_size: int, dtype: torch.dtype) -> N
         pytest.skip("this system does not let processes read each other's memory")
 
 
-def slow_body() -> None:
+@pytest.mark.ranks(3)
+def test_inputs_are_free_after_the_call() -> None:
     """A rank that has its result may overwrite its input: nobody still reads it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = torch.empty(movement._DIRECT_BYTES)
@@ -84,7 +85,3 @@ def slow_body() -> None:
         x.fill_(torch.nan)
         wanted = torch.arange(world_size).repeat_interleave(len(x)) + 10.0 * call
         assert torch.equal(out, wanted)
-
-
-def test_inputs_are_free_after_the_call(ranks) -> None:
-    ranks(3, slow_body)

@@ -113,7 +113,8 @@ def test_errors_are_raised_on_every_rank(ranks: Any) -> None:
     assert "got mixed torch.Tensor and DTensor" in first[10] and "distribute_tensor" in first[10]
 
 
-def wrong_rule() -> None:
+@pytest.mark.ranks(2)
+def test_a_rule_that_does_not_hold_is_an_error() -> None:
     x = distribute_tensor(torch.randn(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])
     rule = Strategy((Shard(1),), (Shard(0),))
     with mock.patch.object(planning, "discovered", lambda call, writes: ([rule], False)):
@@ -123,11 +124,8 @@ def wrong_rule() -> None:
     forget_plans(torch.ops.aten.renorm.default)
 
 
-def test_a_rule_that_does_not_hold_is_an_error(ranks: Any) -> None:
-    ranks(2, wrong_rule)
-
-
-def one_device_numbers() -> None:
+@pytest.mark.ranks(2)
+def test_terms_of_a_sum_are_added_first() -> None:
     """Partial terms: what one of them is says nothing of the sum."""
     mesh = init_device_mesh("cpu", (2,))
     x = torch.randn(5, 3)
@@ -136,7 +134,3 @@ def one_device_numbers() -> None:
         torch.testing.assert_close(
             function(terms).full_tensor(), function(x), equal_nan=True, rtol=1e-4, atol=1e-5
         )
-
-
-def test_terms_of_a_sum_are_added_first(ranks: Any) -> None:
-    ranks(2, one_device_numbers)

@@ -36,7 +36,8 @@ from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_
 from weft.dtensor.transfers import plan
 
 
-def making() -> None:
+@pytest.mark.ranks(2, 3)
+def test_making() -> None:
     mesh, rank = world(), dist.get_rank()
     whole = torch.arange(15.0).view(5, 3)
     # The first rank's values count, unless nothing is communicated.
@@ -100,7 +101,8 @@ def making() -> None:
         assert s.unique().numel() == 64 * mesh.size()
 
 
-def as_frameworks_see_it() -> None:
+@pytest.mark.ranks(2, 3)
+def test_as_frameworks_see_it() -> None:
     mesh = world()
     x = distribute_tensor(torch.arange(15.0).view(5, 3).t(), mesh, [Shard(-1)])
     spec, theirs = x._spec, dtensor.to_torch(x)._spec
@@ -115,7 +117,8 @@ def as_frameworks_see_it() -> None:
     assert DTensor in _foreach_utils._foreach_supported_types
 
 
-def without_data() -> None:
+@pytest.mark.ranks(2, 3)
+def test_without_data() -> None:
     """A step of training on fake tensors, as estimates of memory are made."""
     mesh = world()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -135,7 +138,8 @@ def without_data() -> None:
     assert first.grad is not None and first.grad.placements == (Shard(0),)
 
 
-def local_and_back() -> None:
+@pytest.mark.ranks(2, 3)
+def test_local_and_back() -> None:
     mesh, rank, n = world(), dist.get_rank(), dist.get_world_size()
     local = torch.full((2, 3), float(rank), requires_grad=True)
     x = DTensor.from_local(local, mesh, [Shard(0)])
@@ -183,7 +187,8 @@ def local_and_back() -> None:
     assert leaf.grad.tolist() == [1, 1]
 
 
-def moving() -> None:
+@pytest.mark.ranks(2, 3)
+def test_moving() -> None:
     mesh = world()
     x = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)]).requires_grad_()
     full = x.full_tensor().detach()
@@ -219,7 +224,8 @@ def moving() -> None:
     assert len(plan.steps) == 1 and max(plan.bytes_received) < 5 * 4 * 4
 
 
-def reductions_of_partial() -> None:
+@pytest.mark.ranks(2, 3)
+def test_reductions_of_partial() -> None:
     mesh, rank, n = world(), dist.get_rank(), dist.get_world_size()
     values = torch.arange(6).view(3, 2) + 5 * rank
     every = torch.stack([torch.arange(6).view(3, 2) + 5 * r for r in range(n)])
@@ -247,7 +253,8 @@ def reductions_of_partial() -> None:
     assert torch.equal(got, torch.full((4,), 1 + (n - 1) * 2**-9).bfloat16())
 
 
-def other_mesh() -> None:
+@pytest.mark.ranks(4)
+def test_other_mesh() -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     whole = torch.randn(5, 6)
     x = distribute_tensor(whole, line, [Shard(0)]).requires_grad_()
@@ -262,7 +269,8 @@ def other_mesh() -> None:
         _ = x + distribute_tensor(whole, square)
 
 
-def copies() -> None:
+@pytest.mark.ranks(2, 3)
+def test_copies() -> None:
     mesh = world()
     x = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
     p = nn.Parameter(x)
@@ -286,7 +294,8 @@ def copies() -> None:
     assert not torch.equal(x, x + 1)
 
 
-def writing() -> None:
+@pytest.mark.ranks(2, 3)
+def test_writing() -> None:
     mesh = world()
     whole = torch.randn(4, 6)
     x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
@@ -335,7 +344,8 @@ def writing() -> None:
     assert 300 < (bounds.full_tensor() == 0).sum() < 700
 
 
-def no_rule() -> None:
+@pytest.mark.ranks(2, 3)
+def test_no_rule() -> None:
     mesh = world()
     whole = torch.randn(4, 4) + 4 * torch.eye(4)
     x = distribute_tensor(whole, mesh, [Shard(0)])
@@ -356,7 +366,8 @@ class Net(nn.Module):
         return self.a(x)
 
 
-def modules() -> None:
+@pytest.mark.ranks(2, 3)
+def test_modules() -> None:
     mesh = world()
     reference = Net()
 
@@ -383,7 +394,8 @@ def modules() -> None:
         distribute_module(net, mesh)
 
 
-def pending() -> None:
+@pytest.mark.ranks(2, 3)
+def test_pending() -> None:
     mesh, rank = world(), dist.get_rank()
     xw, ww, bw = torch.randn(2, 6, 5), torch.randn(3, 5), torch.randn(3)
     want = functional.linear(xw, ww, bw)
@@ -459,7 +471,8 @@ def pending() -> None:
     torch.testing.assert_close(y.full_tensor(), want)
 
 
-def strided() -> None:
+@pytest.mark.ranks(2, 3)
+def test_strided() -> None:
     mesh = world()
     x = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(1)])
     flat = x.view(24)
@@ -470,7 +483,8 @@ def strided() -> None:
     assert layout is flat._layout
 
 
-def part_of_the_world() -> None:
+@pytest.mark.ranks(3)
+def test_ranks_outside_the_mesh_do_nothing() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     inside = dist.get_rank() < 2
     x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
@@ -506,7 +520,8 @@ def part_of_the_world() -> None:
     assert columns.grad is not None and columns.grad.shape == (4, 6)
 
 
-def by_name() -> None:
+@pytest.mark.ranks(2, 3)
+def test_by_name() -> None:
     mesh = world()
     torch.manual_seed(0)
     x, weight, indices = torch.randn(3, 6), torch.randn(4, 6), torch.tensor([0, 2, 1])
@@ -531,7 +546,8 @@ def by_name() -> None:
     assert torch.equal(torch.cat([first, second], 1).full_tensor(), x)
 
 
-def without_strides() -> None:
+@pytest.mark.ranks(2, 3)
+def test_without_strides() -> None:
     mesh = world()
     whole = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0], [4.0, 0.0, 5.0]])
     x, parts = distribute_tensor(whole, mesh, [Shard(0)]), [whole[:1], whole[1:]]
@@ -564,36 +580,3 @@ def without_strides() -> None:
     rows = distribute_tensor(torch.tensor([2, 0, 2]), mesh, [Shard(0)])
     nn.functional.embedding(rows, weight, sparse=True).sum().backward()
     assert torch.equal(weight.grad.full_tensor()[:, 0], torch.tensor([1.0, 0.0, 2.0]))
-
-
-def test_ranks_outside_the_mesh_do_nothing(ranks: Any) -> None:
-    ranks(3, part_of_the_world)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "body",
-    [
-        making,
-        as_frameworks_see_it,
-        without_data,
-        without_strides,
-        local_and_back,
-        moving,
-        reductions_of_partial,
-        copies,
-        writing,
-        by_name,
-        no_rule,
-        modules,
-        pending,
-        strided,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_api(ranks: Any, body: Any, world_size: int) -> None:
-    ranks(world_size, body)
-
-
-def test_other_mesh(ranks: Any) -> None:
-    ranks(4, other_mesh)

@@ -60,7 +60,11 @@ def _equal(f: Callable[..., Any], *args: Any, backend: Any = "aot_eager") -> Non
         torch.testing.assert_close(full_of(result), full_of(expected), rtol=1e-5, atol=1e-6)
 
 
-def functions(backend: str) -> None:
+@pytest.mark.ranks(2, timeout_s=300)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
+def test_functions(backend: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
@@ -92,14 +96,8 @@ def functions(backend: str) -> None:
     torch.testing.assert_close(full_of(result), full_of(broken_off(x)))
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
-)
-def test_functions(ranks, backend: str) -> None:
-    ranks(2, functions, backend, timeout_s=300)
-
-
-def uneven_parts() -> None:
+@pytest.mark.ranks(2)
+def test_from_local_of_uneven_parts() -> None:
     rank, mesh = dist.get_rank(), world()
     whole = torch.arange(10.0).view(5, 2)
     local = whole.chunk(mesh.size())[rank].clone().requires_grad_()
@@ -136,11 +134,9 @@ def uneven_parts() -> None:
         assert compiled(torch.ones(3, 2)).item() == 12
 
 
-def test_from_local_of_uneven_parts(ranks) -> None:
-    ranks(2, uneven_parts)
-
-
-def column_then_row(backend: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["graphs", "inductor"])
+def test_column_then_row(backend: str) -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
@@ -183,12 +179,10 @@ def column_then_row(backend: str) -> None:
             assert any(f"weft.{name}_backward" in target for target in graphs.called)
 
 
-@pytest.mark.parametrize("backend", ["graphs", "inductor"])
-def test_column_then_row(ranks, backend: str) -> None:
-    ranks(2, column_then_row, backend)
-
-
-def checkpointed(backend: str, selective: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_checkpointed(backend: str, selective: bool) -> None:
     """Activation checkpointing around a compiled block: what the fused ops return is kept."""
     mesh = world()
     torch.manual_seed(0)
@@ -220,13 +214,18 @@ def checkpointed(backend: str, selective: bool) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-@pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_checkpointed(ranks, backend: str, selective: bool) -> None:
-    ranks(2, checkpointed, backend, selective)
-
-
-def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple[int, ...]) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("placement", "sizes", "graphs_after"),
+    [
+        pytest.param(Replicate(), (4, 10, 7), (1, 1, 1), id="replicated"),
+        # Shards that are uneven are cut by numbers: these sizes have graphs of their own.
+        pytest.param(Shard(0), (4, 10, 7, 6), (1, 1, 2, 2), id="sharded"),
+    ],
+)
+def test_one_graph_for_all_batches(
+    placement: Placement, sizes: tuple[int, ...], graphs_after: tuple[int, ...]
+) -> None:
     """A plain batch into fused linears, and one that is a DTensor, beside one process."""
     mesh = world()
     torch.manual_seed(0)
@@ -260,19 +259,8 @@ def open_batch(placement: Placement, sizes: tuple[int, ...], graphs_after: tuple
         assert graphs.forwards == expected_graphs, (placement, batch)
 
 
-@pytest.mark.parametrize(
-    ("placement", "sizes", "graphs_after"),
-    [
-        pytest.param(Replicate(), (4, 10, 7), (1, 1, 1), id="replicated"),
-        # Shards that are uneven are cut by numbers: these sizes have graphs of their own.
-        pytest.param(Shard(0), (4, 10, 7, 6), (1, 1, 2, 2), id="sharded"),
-    ],
-)
-def test_one_graph_for_all_batches(ranks, placement, sizes, graphs_after) -> None:
-    ranks(2, open_batch, placement, sizes, graphs_after)
-
-
-def llama() -> None:
+@pytest.mark.ranks(2)
+def test_llama() -> None:
     mesh = world()
     shape = Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16)
     torch.manual_seed(0)
@@ -309,7 +297,3 @@ def llama() -> None:
     inputs[0, 0] = -1
     with pytest.raises(RuntimeError, match="embedding index out of range"):
         compiled(model, inputs, labels)
-
-
-def test_llama(ranks) -> None:
-    ranks(2, llama)

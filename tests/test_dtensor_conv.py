@@ -38,8 +38,10 @@ def convolve(shapes: Any, options: Any, transposed: bool) -> Any:
     return lambda *args: getattr(functional, name)(*args, **options)
 
 
-def run(mesh_shape: tuple[int, ...]) -> list[str]:
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
+def test_convolutions(mesh: Any) -> None:
+    mesh = init_device_mesh("cpu", mesh)
     wrong = []
     every = [(n, c, False) for n, c in CASES.items()] + [
         (n, c, True) for n, c in TRANSPOSED.items()
@@ -79,10 +81,11 @@ def run(mesh_shape: tuple[int, ...]) -> list[str]:
                 for i, (o, e) in enumerate(zip(got_grads, grads, strict=True))
                 if not close(o, e)
             ]
-    return wrong
+    assert wrong == []
 
 
-def stays_sharded() -> None:
+@pytest.mark.ranks(2)
+def test_images_stay_sharded() -> None:
     mesh = world()
     x = distribute_tensor(torch.randn(2, 4, 8, 8), mesh, [Shard(2)])
     w = distribute_tensor(torch.randn(4, 4, 3, 3), mesh, [Replicate()])
@@ -90,13 +93,3 @@ def stays_sharded() -> None:
     assert isinstance(y, DTensor) and y.placements == (Shard(2),)
     pooled = functional.max_pool2d(distribute_tensor(torch.randn(4, 2, 6, 6), mesh, [Shard(0)]), 2)
     assert isinstance(pooled, DTensor) and pooled.placements == (Shard(0),)
-
-
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
-def test_convolutions(ranks: Any, mesh: tuple[int, ...]) -> None:
-    for wrong in ranks(torch.Size(mesh).numel(), run, mesh):
-        assert wrong == []
-
-
-def test_images_stay_sharded(ranks: Any) -> None:
-    ranks(2, stays_sharded)

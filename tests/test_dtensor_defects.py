@@ -255,7 +255,9 @@ def placements_of(tensor: torch.Tensor) -> list[Any]:
     return [*every, Partial()] if tensor.is_floating_point() else every
 
 
-def run(table: str) -> list[str]:
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("table", TABLES)
+def test_right_where_torch_is_not(table: str) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     wrong = []
     for name, function, args in TABLES[table]():
@@ -279,13 +281,7 @@ def run(table: str) -> list[str]:
                 zero = theirs is None or not theirs.any()
                 if not (zero if mine is None else theirs is not None and close(mine, theirs)):
                     wrong.append(f"{label}: gradient")
-    return wrong
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_right_where_torch_is_not(ranks: Any, table: str) -> None:
-    for wrong in ranks(RANKS, run, table):
-        assert wrong == []
+    assert wrong == []
 
 
 def refusals() -> list[Line]:
@@ -316,7 +312,8 @@ def refusals() -> list[Line]:
     ]
 
 
-def refused_as_by_torch() -> list[str]:
+@pytest.mark.ranks(RANKS)
+def test_wrong_values_are_refused_as_by_torch() -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     wrong = []
     for name, function, args in refusals():
@@ -332,14 +329,11 @@ def refused_as_by_torch() -> list[str]:
                 wrong.append(f"{name} {placements}: {error!r} is no {of_torch.type.__name__}")
             else:
                 wrong.append(f"{name} {placements}: nothing is raised")
-    return wrong
+    assert wrong == []
 
 
-def test_wrong_values_are_refused_as_by_torch(ranks: Any) -> None:
-    assert ranks(RANKS, refused_as_by_torch) == [[]] * RANKS
-
-
-def indices_in_terms() -> None:
+@pytest.mark.ranks(RANKS)
+def test_one_hot_of_a_sum() -> None:
     """A one in the place of each term is no term of a one."""
     mesh = init_device_mesh("cpu", (RANKS,))
     index = torch.tensor([[0, 3], [2, 1]])
@@ -350,11 +344,8 @@ def indices_in_terms() -> None:
         assert close(functional.one_hot(ours, classes), functional.one_hot(index, classes))
 
 
-def test_one_hot_of_a_sum(ranks: Any) -> None:
-    ranks(RANKS, indices_in_terms)
-
-
-def statistics() -> None:
+@pytest.mark.ranks(RANKS)
+def test_dtype_of_the_statistics_of_norms() -> None:
     """They have the dtype that torch gives them on a CPU: it depends on that of the weights."""
     mesh = init_device_mesh("cpu", (RANKS,))
     half, single = torch.float16, torch.float32
@@ -392,7 +383,3 @@ def statistics() -> None:
         )
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.full_tensor(), other)
-
-
-def test_dtype_of_the_statistics_of_norms(ranks: Any) -> None:
-    ranks(RANKS, statistics)

@@ -30,7 +30,8 @@ CALLS = {
 }
 
 
-def as_on_one_process() -> None:
+@pytest.mark.ranks(2)
+def test_as_on_one_process() -> None:
     mesh = world()
     x, y = torch.randn(5, 3), torch.rand(5, 3) + 1
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -45,7 +46,8 @@ def as_on_one_process() -> None:
                 )
 
 
-def the_same_rules() -> None:
+@pytest.mark.ranks(2)
+def test_the_same_rules() -> None:
     mesh = world()
     x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
     y = x.detach().clone()
@@ -76,7 +78,8 @@ def the_same_rules() -> None:
     assert needs.grad is None
 
 
-def nothing_moves_unasked() -> None:
+@pytest.mark.ranks(2)
+def test_nothing_moves_unasked() -> None:
     mesh = world()
     whole = torch.arange(16.0).view(4, 4)
     rows, columns, same = (
@@ -110,7 +113,8 @@ def nothing_moves_unasked() -> None:
     assert rows.sum().placements == (Partial("sum"),)
 
 
-def a_gradient_of_plain_tensors() -> None:
+@pytest.mark.ranks(2)
+def test_a_gradient_of_plain_tensors() -> None:
     """What autograd makes up for pieces that nobody used is no tensor that the caller has mixed."""
     mesh = world()
     local = torch.arange(8.0).view(2, 4).requires_grad_()
@@ -120,7 +124,8 @@ def a_gradient_of_plain_tensors() -> None:
     torch.testing.assert_close(grad, expected.detach())
 
 
-def other_circumstances() -> None:
+@pytest.mark.ranks(2)
+def test_other_circumstances() -> None:
     """A plan holds for the number that it was found with, and for the dtype of its time."""
     mesh = world()
     plain = torch.arange(8.0).view(4, 2), torch.ones(4, 2), torch.ones(2, 4, 3), torch.ones(2, 3, 2)
@@ -143,17 +148,3 @@ def other_circumstances() -> None:
                 assert half.dtype == half.to_local().dtype == dtype
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-BODIES = [
-    as_on_one_process,
-    the_same_rules,
-    nothing_moves_unasked,
-    a_gradient_of_plain_tensors,
-    other_circumstances,
-]
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_dispatch(ranks, body) -> None:
-    ranks(2, body)

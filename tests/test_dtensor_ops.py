@@ -340,23 +340,24 @@ def run_case(name: str, case: Case, mesh: Any, limit: int, seed: int = 0) -> lis
     return wrong
 
 
-def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int = 0) -> list[str]:
+def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int = 0) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
     torch.manual_seed(0)
     cases = FAMILIES[family]().items()
-    return [wrong for name, case in cases for wrong in run_case(name, case, mesh, limit, seed)]
+    wrong = [line for name, case in cases for line in run_case(name, case, mesh, limit, seed)]
+    assert wrong == []
 
 
 # Four ranks in a row show no more than three: the sweep has them.
+@pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(ranks: Any, family: str, mesh: tuple[int, ...]) -> None:
-    world_size = torch.Size(mesh).numel()
-    for wrong in ranks(world_size, run_family, family, mesh, 7):
-        assert wrong == []
+def test_family(family: str, mesh: tuple[int, ...]) -> None:
+    run_family(family, mesh, 7)
 
 
-def gradients_of_weights_only() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_weights_only() -> None:
     """The backward of a norm gives no gradient of an input that needs none."""
     mesh = world()
     x, seed = r(7, 4), r(7, 4)
@@ -379,11 +380,8 @@ def gradients_of_weights_only() -> None:
             assert mine.shape == theirs.shape and close(mine, theirs)
 
 
-def test_gradients_of_weights_only(ranks: Any) -> None:
-    ranks(2, gradients_of_weights_only)
-
-
-def nothing_is_gathered_to_write() -> None:
+@pytest.mark.ranks(2, 3)
+def test_nothing_is_gathered_to_write_by_index() -> None:
     """At indices of one dim, in tensors that are sharded along another."""
     mesh, heads, rows, whole = world(), Shard(1), Shard(0), Replicate()
     cache, new, at = r(2, 5, 6, 3), r(2, 5, 2, 3), torch.tensor([4, 1])
@@ -426,12 +424,8 @@ def nothing_is_gathered_to_write() -> None:
     assert close(table.grad, torch.zeros_like(x).index_add_(0, tokens, 2 * x[tokens]))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_gathered_to_write_by_index(ranks: Any, world_size: int) -> None:
-    ranks(world_size, nothing_is_gathered_to_write)
-
-
-def batch_norms_in_training() -> None:
+@pytest.mark.ranks(3)
+def test_batch_norm_in_training() -> None:
     """All that torch makes of batch norm: each writes its running statistics, cut or not."""
     mesh = world()
     torch.manual_seed(0)
@@ -475,15 +469,10 @@ def batch_norms_in_training() -> None:
         aten.native_batch_norm(distribute_tensor(x[:0], mesh), *[None] * 4, True, *momentum)
 
 
-def test_batch_norm_in_training(ranks: Any) -> None:
-    ranks(3, batch_norms_in_training)
-
-
 @pytest.mark.sweep
+@pytest.mark.ranks(timeout_s=600)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m)))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_family_sweep(ranks: Any, family: str, mesh: tuple[int, ...], seed: int) -> None:
-    world_size = torch.Size(mesh).numel()
-    for wrong in ranks(world_size, run_family, family, mesh, 40, seed, timeout_s=600):
-        assert wrong == []
+def test_family_sweep(family: str, mesh: tuple[int, ...], seed: int) -> None:
+    run_family(family, mesh, 40, seed)

@@ -43,8 +43,20 @@ OPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def same_as_one_device(sizes: tuple[int, ...], placements: list[Placement]) -> None:
-    mesh = init_device_mesh("cpu", sizes)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((2,), [Shard(0)]),
+        ((3,), [Shard(1)]),
+        ((4,), [Replicate()]),
+        ((2, 2), [Shard(0), Shard(0)]),
+        ((2, 2), [Shard(1), Shard(0)]),
+    ],
+    ids=str,
+)
+def test_same_as_one_device(mesh: Any, placements: list[Placement]) -> None:
+    mesh = init_device_mesh("cpu", mesh)
     for seed, shape in enumerate(SHAPES):
         if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
             continue
@@ -61,22 +73,8 @@ def same_as_one_device(sizes: tuple[int, ...], placements: list[Placement]) -> N
             assert torch.equal(torch.get_rng_state(), state), (name, shape, placements)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "placements"),
-    [
-        ((2,), [Shard(0)]),
-        ((3,), [Shard(1)]),
-        ((4,), [Replicate()]),
-        ((2, 2), [Shard(0), Shard(0)]),
-        ((2, 2), [Shard(1), Shard(0)]),
-    ],
-    ids=str,
-)
-def test_same_as_one_device(ranks, sizes: tuple[int, ...], placements: list[Placement]) -> None:
-    ranks(torch.Size(sizes).numel(), same_as_one_device, sizes, placements)
-
-
-def calls() -> None:
+@pytest.mark.ranks(2, 3)
+def test_calls() -> None:
     """Factories, generators, strides, pieces, attention, and different seeds."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -154,8 +152,3 @@ def calls() -> None:
     random._agreed.clear()
     x = dtensor.randn(64, device_mesh=other, placements=[Shard(0)])
     assert torch.equal(x.full_tensor(), torch.randn(64, generator=torch.Generator().manual_seed(0)))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_calls(ranks, world_size: int) -> None:
-    ranks(world_size, calls)

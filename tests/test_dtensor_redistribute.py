@@ -45,25 +45,22 @@ def all_pairs(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
         assert torch.equal(y.double(), exact.double())
 
 
-def all_pairs_by_memory_or_groups(
-    mesh_shape: tuple[int, ...], shape: tuple[int, ...], reach: bool
-) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    with nullcontext() if reach else as_if_on_two_hosts(mesh):
-        all_pairs(mesh, shape)
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("reach", [True, False], ids=["memory", "group"])
 @pytest.mark.parametrize(
     ("mesh", "shape"), [((3,), (7, 4)), ((2, 2), (5, 2)), ((4,), (2, 9))], ids=str
 )
-def test_all_pairs(ranks: Any, mesh: Any, shape: Any, reach: bool) -> None:
-    ranks(torch.Size(mesh).numel(), all_pairs_by_memory_or_groups, mesh, shape, reach)
+def test_all_pairs(mesh: Any, shape: tuple[int, ...], reach: bool) -> None:
+    mesh = init_device_mesh("cpu", mesh)
+    with nullcontext() if reach else as_if_on_two_hosts(mesh):
+        all_pairs(mesh, shape)
 
 
-def by_kernel(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """What the kernel pulls is what the host pulls, bit for bit."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mesh", "shape"), [((3,), (7, 4)), ((2, 2), (5, 2))], ids=str)
+def test_kernel_pulls_as_the_host(mesh: Any, shape: tuple[int, ...]) -> None:
+    """Bit for bit."""
+    mesh = init_device_mesh("cpu", mesh)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     rank = torch.distributed.get_rank()
     sources: list[Any] = [Shard(0), Shard(1), Partial(), Partial("avg")]
@@ -82,11 +79,6 @@ def by_kernel(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
             assert torch.equal(actual, expected), (placements, onto)
 
 
-@pytest.mark.parametrize(("mesh", "shape"), [((3,), (7, 4)), ((2, 2), (5, 2))], ids=str)
-def test_kernel_pulls_as_the_host(ranks: Any, mesh: Any, shape: Any) -> None:
-    ranks(torch.Size(mesh).numel(), by_kernel, mesh, shape)
-
-
 def sums_are_equal_on_every_rank() -> list[float]:
     mesh = init_device_mesh("cpu", (4,))
     local = torch.randn(1000, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
@@ -101,7 +93,8 @@ def test_replicas_of_a_sum_are_bitwise_equal(ranks: Any) -> None:
     assert ranks(4, sums_are_equal_on_every_rank)[0] == results[0]
 
 
-def to_partial() -> None:
+@pytest.mark.ranks(3)
+def test_a_replicated_tensor_becomes_terms_exactly() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for op in ("sum", "avg", "max", "min", "product", "band", "bor", "bxor"):
         whole = torch.arange(7)
@@ -111,11 +104,8 @@ def to_partial() -> None:
         assert torch.equal(back, whole), op
 
 
-def test_a_replicated_tensor_becomes_terms_exactly(ranks: Any) -> None:
-    ranks(3, to_partial)
-
-
-def to_other_ranks() -> None:
+@pytest.mark.ranks(4)
+def test_to_a_mesh_of_other_ranks() -> None:
     """Meshes that share no rank, or some, or have other shapes; forward and gradient."""
     rank = torch.distributed.get_rank()
     meshes = [
@@ -148,10 +138,6 @@ def to_other_ranks() -> None:
         assert torch.equal(total.full_tensor(), torch.full((4, 3), 10.0))
 
 
-def test_to_a_mesh_of_other_ranks(ranks: Any) -> None:
-    ranks(4, to_other_ranks)
-
-
 def sample_of_pairs(sizes: tuple[int, ...], count: int, seed: int) -> None:
     mesh = init_device_mesh("cpu", sizes)
     chosen = random.Random(seed)
@@ -179,7 +165,8 @@ def test_many_pairs_on_virtual_ranks(sizes: tuple[int, ...], count: int) -> None
     weft.sim.run(math.prod(sizes), lambda rank: sample_of_pairs(sizes, count, 1), races=False)
 
 
-def by_groups_of_single_dims() -> None:
+@pytest.mark.ranks(4)
+def test_steps_along_one_dim_use_its_group() -> None:
     """Where no memory spans the mesh, steps along one mesh dim go through its own group."""
     mesh = init_device_mesh("cpu", (2, 2))
     with as_if_on_two_hosts(mesh):
@@ -193,7 +180,3 @@ def by_groups_of_single_dims() -> None:
             mesh, (4, 6), torch.float32, x.placements, [Replicate()] * 2, by_groups=True
         )
         assert len(plan.steps) >= 1 and "pull" in str(plan)
-
-
-def test_steps_along_one_dim_use_its_group(ranks: Any) -> None:
-    ranks(4, by_groups_of_single_dims)

@@ -37,7 +37,8 @@ from weft.dtensor.parallel import (
 _counted = torch.ops.c10d_functional
 
 
-def exchange_with_torch() -> None:
+@pytest.mark.ranks(2, 3)
+def test_exchange_with_torch() -> None:
     mesh = world()
     strided: Any = _StridedShard(0, split_factor=2)
     for shape, placement in (((5, 3), Shard(0)), ((8, 3), strided), ((4, 4), Partial())):
@@ -52,7 +53,8 @@ def exchange_with_torch() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), torch.full(shape, 2.0))
 
 
-def asynchronous() -> None:
+@pytest.mark.ranks(2, 3)
+def test_asynchronous() -> None:
     mesh, rank = world(), dist.get_rank()
     whole = torch.randn(7, 6)
     x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
@@ -81,7 +83,8 @@ def asynchronous() -> None:
         torch.testing.assert_close(y.full_tensor(), whole)
 
 
-def mapping_local_parts() -> None:
+@pytest.mark.ranks(2, 3)
+def test_mapping_local_parts() -> None:
     mesh = world()
     xw, ww = torch.randn(4, 6), torch.randn(6, 5)
 
@@ -123,7 +126,8 @@ def _(x: torch.Tensor, times: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def sharding_of_ones_own() -> None:
+@pytest.mark.ranks(2, 3)
+def test_sharding_of_ones_own() -> None:
     mesh = world()
     x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
     op = torch.ops.weft_tests.double_rows.default
@@ -151,7 +155,8 @@ def sharding_of_ones_own() -> None:
         forget_plans(neg)
 
 
-def plain_tensors_replicated() -> None:
+@pytest.mark.ranks(2, 3)
+def test_plain_tensors_replicated() -> None:
     mesh = world()
     whole, plain = torch.randn(6, 4), torch.randn(4)
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
@@ -172,7 +177,8 @@ def plain_tensors_replicated() -> None:
     torch.testing.assert_close(plain.detach(), bias.detach() * 2 + 1)
 
 
-def losses_by_class() -> None:
+@pytest.mark.ranks(2, 3)
+def test_losses_by_class() -> None:
     mesh = world()
     logits, target = torch.randn(6, 7), torch.tensor([0, 3, 6, -100, 2, 5])
     weight = torch.rand(7)
@@ -196,7 +202,8 @@ def losses_by_class() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def counting() -> None:
+@pytest.mark.ranks(2, 3)
+def test_counting() -> None:
     mesh = world()
     x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
     with CommDebugMode() as comm:
@@ -249,24 +256,6 @@ def drawing() -> list[str]:
     with pytest.raises(ValueError, match="1-D and 2-D"):
         visualize_sharding(distribute_tensor(torch.ones(2, 2, 2), mesh))
     return drawn
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "body",
-    [
-        asynchronous,
-        exchange_with_torch,
-        mapping_local_parts,
-        sharding_of_ones_own,
-        plain_tensors_replicated,
-        losses_by_class,
-        counting,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_tools(ranks: Any, body: Any, world_size: int) -> None:
-    ranks(world_size, body)
 
 
 def test_visualize_sharding(ranks: Any) -> None:

@@ -34,7 +34,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def optimize(name: str) -> None:
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_and_clipping(name: str) -> None:
     mesh = world()
     layouts: list[Any] = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
     whole = [torch.randn(*s, dtype=torch.float64) for s in [(5, 3), (4, 6), (7, 2), (2,)]]
@@ -58,13 +60,8 @@ def optimize(name: str) -> None:
             assert close(q.detach(), p.detach()), (name, step)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_optimizers_and_clipping(ranks: Any, world_size: int, name: str) -> None:
-    ranks(world_size, optimize, name)
-
-
-def clip_foreach() -> None:
+@pytest.mark.ranks(3)
+def test_clipping_foreach() -> None:
     mesh = world()
     grads = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2)]
     ours = [
@@ -83,10 +80,6 @@ def clip_foreach() -> None:
     assert torch.allclose(a.full_tensor(), b)
     for p, q in zip(params, plain, strict=True):
         assert torch.allclose(p.grad.full_tensor(), q.grad)
-
-
-def test_clipping_foreach(ranks: Any) -> None:
-    ranks(3, clip_foreach)
 
 
 class Block(nn.Module):
@@ -153,11 +146,14 @@ def place(model: Model, mesh: Any, batch: list[Any]) -> Model:
     return model
 
 
-def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
+def test_transformer_trains_as_on_one_process(mesh: Any, sequence_parallel: bool) -> None:
+    mesh = init_device_mesh("cpu", mesh)
     torch.manual_seed(1)
     reference = Model().double()
-    batch: list[Any] = [Shard(0)] * (len(mesh_shape) - 1)
+    batch: list[Any] = [Shard(0)] * (mesh.ndim - 1)
     ours = place(copy.deepcopy(reference), mesh, batch)
     stream = Shard(1) if sequence_parallel else Replicate()
 
@@ -191,15 +187,9 @@ def train(mesh_shape: tuple[int, ...], sequence_parallel: bool) -> None:
             assert close(q.detach(), p.detach()), (name, step)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
-def test_transformer_trains_as_on_one_process(
-    ranks: Any, mesh: tuple[int, ...], sequence_parallel: bool
-) -> None:
-    ranks(torch.Size(mesh).numel(), train, mesh, sequence_parallel)
-
-
-def over_two_meshes(name: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["foreach", "loop", "fused"])
+def test_optimizer_and_clipping_over_two_meshes(name: str) -> None:
     """Parameters on a line and on a square of the same ranks: clipped and updated as one."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     whole = [torch.randn(5, 3), torch.randn(4, 6), torch.randn(7)]
@@ -230,12 +220,9 @@ def over_two_meshes(name: str) -> None:
         _ = ours[0] + distribute_tensor(whole[0], square)
 
 
-@pytest.mark.parametrize("name", ["foreach", "loop", "fused"])
-def test_optimizer_and_clipping_over_two_meshes(ranks: Any, name: str) -> None:
-    ranks(4, over_two_meshes, name)
-
-
-def recomputed(reentrant: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_are_computed_again(reentrant: bool) -> None:
     mesh = world()
     plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
     model = distribute_module(copy.deepcopy(plain), mesh)
@@ -252,12 +239,8 @@ def recomputed(reentrant: bool) -> None:
         assert close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activations_are_computed_again(ranks: Any, reentrant: bool) -> None:
-    ranks(2, recomputed, reentrant)
-
-
-def recomputed_but_for_matmuls() -> None:
+@pytest.mark.ranks(2)
+def test_all_but_matmuls_is_computed_again() -> None:
     """Selective checkpoints expect the same ops in the recomputation: no plans, no workspaces."""
     mesh = world()
     collectives.close()
@@ -284,11 +267,8 @@ def recomputed_but_for_matmuls() -> None:
         torch.testing.assert_close(x.grad, whole.grad.chunk(parts, 1)[rank % parts])
 
 
-def test_all_but_matmuls_is_computed_again(ranks: Any) -> None:
-    ranks(2, recomputed_but_for_matmuls)
-
-
-def gradient_functions() -> None:
+@pytest.mark.ranks(2)
+def test_functions_that_run_backward() -> None:
     mesh = world()
     whole = torch.randn(5, 3)
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
@@ -336,11 +316,8 @@ def gradient_functions() -> None:
             function(x * 2, *args)
 
 
-def test_functions_that_run_backward(ranks: Any) -> None:
-    ranks(2, gradient_functions)
-
-
-def recurrent() -> None:
+@pytest.mark.ranks(2)
+def test_recurrent_layers_begin_with_plain_zeros() -> None:
     mesh = world()
     whole = torch.randn(5, 4, 3, dtype=torch.float64)
     for kind, cell in ((nn.LSTM, nn.LSTMCell), (nn.GRU, nn.GRUCell), (nn.RNN, nn.RNNCell)):
@@ -359,11 +336,8 @@ def recurrent() -> None:
         layer(x, torch.ones(4, 2, dtype=torch.float64))
 
 
-def test_recurrent_layers_begin_with_plain_zeros(ranks: Any) -> None:
-    ranks(2, recurrent)
-
-
-def inference_then_training() -> None:
+@pytest.mark.ranks(2)
+def test_inference_mode_comes_first() -> None:
     mesh = world()
     collectives.close()  # so that all memory is made in inference mode
     plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6))
@@ -379,7 +353,3 @@ def inference_then_training() -> None:
             assert y.placements == (Shard(0),)
             torch.testing.assert_close(y.full_tensor(), expected)
     y.sum().backward()
-
-
-def test_inference_mode_comes_first(ranks: Any) -> None:
-    ranks(2, inference_then_training)

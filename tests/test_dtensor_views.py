@@ -44,16 +44,15 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def write_and_compare(mesh_shape: tuple[int, ...]) -> list[str]:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    wrong = []
+@pytest.mark.ranks(2, 3)
+def test_writes_through_views_are_seen() -> None:
+    mesh, wrong = world(), []
     whole = torch.randn(8, 4, dtype=torch.float64)
-    rest = [Replicate()] * (len(mesh_shape) - 1)
     for name, write in WRITES.items():
         for placement in (Replicate(), Shard(0), Shard(1), Partial()):
             want = whole.clone()
             write(want)
-            x = distribute_tensor(whole.clone(), mesh, [placement, *rest])
+            x = distribute_tensor(whole.clone(), mesh, [placement])
             try:
                 write(x)
             except Exception as error:
@@ -61,16 +60,11 @@ def write_and_compare(mesh_shape: tuple[int, ...]) -> list[str]:
                 raise
             if x.placements[0] != placement or not torch.allclose(x.full_tensor(), want):
                 wrong.append(f"{name} {placement}")
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,)], ids=str)
-def test_writes_through_views_are_seen(ranks: Any, mesh: tuple[int, ...]) -> None:
-    for wrong in ranks(torch.Size(mesh).numel(), write_and_compare, mesh):
-        assert wrong == []
-
-
-def conjugates() -> None:
+@pytest.mark.ranks(2)
+def test_conjugates_are_computed_and_written() -> None:
     mesh = world()
     whole = torch.randn(5, 2, dtype=torch.complex128)
     for placement in (Replicate(), Shard(0), Partial()):
@@ -82,11 +76,8 @@ def conjugates() -> None:
         torch.testing.assert_close(x.full_tensor(), want)
 
 
-def test_conjugates_are_computed_and_written(ranks: Any) -> None:
-    ranks(2, conjugates)
-
-
-def reads_after_writes() -> None:
+@pytest.mark.ranks(2)
+def test_views_are_read_after_their_base_was_written() -> None:
     mesh = world()
     whole = torch.arange(12.0).view(6, 2)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -104,7 +95,8 @@ def reads_after_writes() -> None:
             assert torch.equal(x.full_tensor(), want)
 
 
-def of_no_inference_tensor() -> None:
+@pytest.mark.ranks(2)
+def test_views_in_inference_mode_of_what_was_made_outside() -> None:
     """In inference mode: views of what was made outside, and what torch takes apart elsewhere."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     whole = torch.randn(6, 4)
@@ -129,7 +121,8 @@ def of_no_inference_tensor() -> None:
         torch.testing.assert_close(x.full_tensor(), want)
 
 
-def gradients() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_writes_through_views() -> None:
     mesh = world()
     whole = torch.randn(6, 4, dtype=torch.float64)
 
@@ -168,19 +161,8 @@ def views_of_a_reshaped_base(x: Any) -> None:
     torch.testing.assert_close(plain.full_tensor()[:, 1], 2 * x.full_tensor()[1])
 
 
-def test_views_are_read_after_their_base_was_written(ranks: Any) -> None:
-    ranks(2, reads_after_writes)
-
-
-def test_views_in_inference_mode_of_what_was_made_outside(ranks: Any) -> None:
-    ranks(2, of_no_inference_tensor)
-
-
-def test_gradients_of_writes_through_views(ranks: Any) -> None:
-    ranks(2, gradients)
-
-
-def strides_of_results() -> None:
+@pytest.mark.ranks(2)
+def test_results_lie_in_memory_as_those_of_torch() -> None:
     """Of transposed rows torch gives contiguous results, which may be viewed as one dim."""
     mesh, whole = world(), torch.randn(4, 6, dtype=torch.float64)
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -193,7 +175,3 @@ def strides_of_results() -> None:
             expected, result = function(whole.t()), function(x)
             assert result.stride() == expected.stride()
             assert close(result.view(-1), expected.view(-1))
-
-
-def test_results_lie_in_memory_as_those_of_torch(ranks: Any) -> None:
-    ranks(2, strides_of_results)

@@ -42,7 +42,8 @@ def example(name: str) -> Any:
     return module
 
 
-def data_parallel() -> None:
+@pytest.mark.ranks(2, 4)
+def test_data_parallel() -> None:
     module = example("data_parallel")
     mesh = world()
     ours, alone = module.train(module.make(), mesh), module.train(module.make(), None)
@@ -57,27 +58,18 @@ def fully_sharded(dp: int, tp: int) -> int:
     return int(held)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_data_parallel(ranks: Any, world_size: int) -> None:
-    ranks(world_size, data_parallel)
-
-
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (4, 1)])
 def test_fully_sharded(ranks: Any, dp: int, tp: int) -> None:
     held = ranks(dp * tp, fully_sharded, dp, tp)
     assert sum(held) == 2 * 8 * 32  # no weight is anywhere twice
 
 
-def long_context() -> None:
+@pytest.mark.ranks(2, 3)
+def test_long_context() -> None:
     losses = example("long_context").train(seq_len=90, steps=3)
     for ours, one_process in losses:
         assert abs(ours - one_process) < 1e-4
     assert losses[-1][0] < losses[0][0]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_long_context(ranks: Any, world_size: int) -> None:
-    ranks(world_size, long_context)
 
 
 def serve_llama(by_head: bool, kv_heads: int, draft: int) -> int:
@@ -99,12 +91,9 @@ def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> No
     assert steps < 117 if draft else steps == 117  # of three requests, after their first tokens
 
 
-def own_kernel() -> None:
+@pytest.mark.ranks(2)
+def test_own_kernel() -> None:
     example("own_kernel").check(dist.get_rank())
-
-
-def test_own_kernel(ranks: Any) -> None:
-    ranks(2, own_kernel)
 
 
 def scripts(ports: dict[str, int]) -> dict[str, str]:
@@ -172,7 +161,8 @@ def test_plain_layers_of_frameworks(ranks: Any, dp: int) -> None:
     ranks(2 * dp, plain_layers, dp)
 
 
-def plain_layers_fully_sharded() -> None:
+@pytest.mark.ranks(4)
+def test_plain_layers_under_fully_shard() -> None:
     """As docs/frameworks.md says: hooks are lost, and sums of gradients come after backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     names: dict[str, Any] = {}
@@ -191,10 +181,6 @@ def plain_layers_fully_sharded() -> None:
     torch.testing.assert_close(block.norm.weight.grad.full_tensor(), whole.norm.weight.grad)
     mine = expected.part("weight", whole.down.weight.grad)
     torch.testing.assert_close(block.down.weight.grad.full_tensor(), mine)
-
-
-def test_plain_layers_under_fully_shard(ranks: Any) -> None:
-    ranks(4, plain_layers_fully_sharded)
 
 
 # The snippets on transformers, and what they must give.

@@ -26,7 +26,8 @@ from weft.dtensor import (
 )
 
 
-def shard_a_big_tensor() -> None:
+@pytest.mark.ranks(4)
+def test_shard_a_big_tensor() -> None:
     world_size = torch.distributed.get_world_size()
 
     mesh = DeviceMesh("cpu", list(range(world_size)))
@@ -36,7 +37,8 @@ def shard_a_big_tensor() -> None:
     assert x.to_local().shape == (100000 // world_size, 88)
 
 
-def construct_and_reshard() -> None:
+@pytest.mark.ranks(4)
+def test_construct_and_reshard() -> None:
     # construct a device mesh with available devices (multi-host or single host)
     device_mesh = DeviceMesh("cpu", [0, 1, 2, 3])
     # if we want to do row-wise sharding
@@ -83,7 +85,8 @@ class MyModule(nn.Module):
         return self.relu(self.fc1(input) + self.fc2(input))
 
 
-def distribute_modules() -> None:
+@pytest.mark.ranks(4)
+def test_distribute_modules() -> None:
     mesh = device_mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
     rowwise_placement = [Shard(0)]
     model, reference, other = MyModule(), MyModule(), MyModule()
@@ -178,18 +181,6 @@ def colossalai_on(sizes: tuple[int, ...]) -> None:
         assert torch.equal(d.to_global(), a)
         e = d.convert_layout(mesh, ShardingSpec(3, {1: list(range(len(sizes)))}))
         assert e.local_tensor.shape == (16, 32 // count, 2) and torch.equal(e.to_global(), a)
-
-
-def test_shard_a_big_tensor(ranks: Any) -> None:
-    ranks(4, shard_a_big_tensor)
-
-
-def test_construct_and_reshard(ranks: Any) -> None:
-    ranks(4, construct_and_reshard)
-
-
-def test_distribute_modules(ranks: Any) -> None:
-    ranks(4, distribute_modules)
 
 
 def test_colossalai_usage(ranks: Any) -> None:

@@ -105,7 +105,8 @@ class _Moved(nn.Module):
         return (x * 2).full_tensor()
 
 
-def dtensors() -> None:
+@pytest.mark.ranks(2)
+def test_dtensors() -> None:
     mesh = world()
     torch.manual_seed(0)
     whole = torch.randn(8, 6)
@@ -125,7 +126,3 @@ def dtensors() -> None:
     for what, (model, given) in refused.items():
         with pytest.raises(NotImplementedError, match=f"{what}: torch.export records ops on DT"):
             export(model, (given,))
-
-
-def test_dtensors(ranks) -> None:
-    ranks(2, dtensors)

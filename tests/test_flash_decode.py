@@ -144,7 +144,9 @@ def test_many_random_cases(ranks, engine: str, world_size: int) -> None:
     assert len(set(found)) == 1
 
 
-def narrow_caches(engine: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_caches_of_fp8(engine: str) -> None:
     """Caches of fp8 count as what they hold, in q's dtype."""
     rank, W, block = dist.get_rank(), dist.get_world_size(), 4
     generator = torch.Generator("cpu").manual_seed(0)
@@ -171,12 +173,9 @@ def narrow_caches(engine: str) -> None:
         weft.flash_decode(q, caches[0], caches[1].to(torch.float8_e5m2), lengths)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_caches_of_fp8(ranks, engine: str) -> None:
-    ranks(2, narrow_caches, engine)
-
-
-def beyond_the_window(engine: str) -> None:
+def test_pages_before_the_window_may_be_gone(engine: str) -> None:
     """Pages whose tokens no query sees are not read: a server has given them to others."""
     rank, W, block, window = dist.get_rank(), dist.get_world_size(), 4, 9
     generator = torch.Generator("cpu").manual_seed(0)
@@ -199,11 +198,6 @@ def beyond_the_window(engine: str) -> None:
         with pytest.raises(ValueError, match=r"block_table must name pages"):
             weft.flash_decode(q, *caches, lengths, block_table=table, window=40)
     torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_pages_before_the_window_may_be_gone(ranks, engine: str) -> None:
-    ranks(2, beyond_the_window, engine)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -289,7 +283,8 @@ def test_as_many_queries_as_there_are() -> None:
     assert flash_decoding.tile_of(256, 1024, torch.bfloat16) == (16, 1024, 16)
 
 
-def errors() -> None:
+@pytest.mark.ranks(2)
+def test_errors() -> None:
     q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 8, 8)
     lengths = torch.tensor([3, 4])
 
@@ -327,7 +322,3 @@ def errors() -> None:
         weft.append_to_cache(new, new, k, k, torch.tensor([3, 17]))
     with pytest.raises(NotImplementedError, match="no gradient"):
         weft.append_to_cache(new.clone().requires_grad_(), new, k, k, lengths)
-
-
-def test_errors(ranks) -> None:
-    ranks(2, errors)

@@ -122,7 +122,8 @@ def test_one_launch_gives_the_same_bits_again(ranks) -> None:
     ranks(2, repeated)
 
 
-def rank_without_heads() -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_without_heads() -> None:
     """Its part of a backward is as many swaps as the others', also where those have no gradient of
     one, and where what was not kept is computed again."""
     x = torch.ones(1, 1, 3, 4, requires_grad=True)
@@ -138,10 +139,6 @@ def rank_without_heads() -> None:
     torch.testing.assert_close(x.grad, torch.full_like(x, 2 * (0.5 + 0.5 + 1.0)))
 
 
-def test_a_rank_without_heads(ranks) -> None:
-    ranks(2, rank_without_heads)
-
-
 class NoHostTensors(TorchDispatchMode):
     """Refuses what a CUDA graph cannot capture: tensors made of lists, and indexing by them."""
 
@@ -150,7 +147,9 @@ class NoHostTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def captured(engine: weft.settings.Engine) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_nothing_that_a_graph_cannot_capture(engine: weft.settings.Engine) -> None:
     """The second call of ops whose heads are no run, with key heads on several ranks, documents."""
     sizes = [4] * dist.get_world_size()
     q = torch.randn(1, 6, 4, 8, requires_grad=True)
@@ -165,12 +164,9 @@ def captured(engine: weft.settings.Engine) -> None:
                     op(q, k, v, sizes=sizes, cu_seqlens=documents).sum().backward()
 
 
-@pytest.mark.parametrize("engine", ["host", "generic"])
-def test_nothing_that_a_graph_cannot_capture(ranks, engine: str) -> None:
-    ranks(4, captured, engine)
-
-
-def two_dims(layout: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_two_dims(layout: str) -> None:
     """Heads exchanged along one mesh dim, keys passed round along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
     host, rank = mesh.get_coordinate()
@@ -192,11 +188,6 @@ def two_dims(layout: str) -> None:
     torch.testing.assert_close(y, mine(out).float(), rtol=1e-5, atol=1e-5)
     for x, whole_x in zip(ours, expected, strict=True):
         torch.testing.assert_close(x.grad, mine(whole_x.grad).float(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_two_dims(ranks, layout: str) -> None:
-    ranks(4, two_dims, layout)
 
 
 def test_schedules() -> None:
@@ -229,7 +220,8 @@ def test_every_byte_crosses_the_link_once() -> None:
     assert link_bytes(2, 2, weft.ulysses_attention) == 64 * (4 * 16 * 4 + 4)
 
 
-def errors() -> None:
+@pytest.mark.ranks(2)
+def test_errors() -> None:
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 3, 3, 8)
     with pytest.raises(ValueError, match="H_kv must divide H"):
         weft.ulysses_attention(q, k, k)
@@ -237,7 +229,3 @@ def errors() -> None:
         weft.ulysses_attention(q, q, q, sizes=[1, 2])
     with pytest.raises(ValueError, match="without ring_group"):
         weft.ulysses_attention(q, q, q, layout="zigzag")
-
-
-def test_errors(ranks) -> None:
-    ranks(2, errors)

@@ -106,7 +106,8 @@ def test_reductions_are_exact_in_rank_order(ranks: Any, W: int, dtype: torch.dty
     ranks(W, reduce_body, dtype)
 
 
-def nan_body() -> None:
+@pytest.mark.ranks(3)
+def test_nan_wins() -> None:
     rank = dist.get_rank()
     x = torch.tensor([float("nan") if rank == 1 else 1.0, 2.0 + rank, float("inf")])
     with weft.engine("triton"):
@@ -114,10 +115,6 @@ def nan_body() -> None:
             y = collectives.all_reduce(x, reduce_op=op)
             assert y[0].isnan()
             assert not y[1:].isnan().any()
-
-
-def test_nan_wins(ranks: Any) -> None:
-    ranks(3, nan_body)
 
 
 def to_all_body(dtype: torch.dtype) -> None:
@@ -146,7 +143,9 @@ def test_all_to_all(ranks: Any, W: int, dtype: torch.dtype) -> None:
     ranks(W, to_all_body, dtype)
 
 
-def shots_body(two_shot: bool) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_one_and_two_shots(two_shot: bool) -> None:
     """Either way, and more programs than blocks."""
     rank, W = dist.get_rank(), dist.get_world_size()
     for count in (1, 45, 100):
@@ -163,12 +162,8 @@ def shots_body(two_shot: bool) -> None:
             assert torch.equal(out, reduced(every, "sum"))
 
 
-@pytest.mark.parametrize("two_shot", [False, True])
-def test_one_and_two_shots(ranks: Any, two_shot: bool) -> None:
-    ranks(3, shots_body, two_shot)
-
-
-def gradient_body() -> None:
+@pytest.mark.ranks(3)
+def test_gradients() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     with weft.engine("triton"):
         x = torch.full((rank + 1, 2), float(rank), requires_grad=True)
@@ -176,10 +171,6 @@ def gradient_body() -> None:
         (y * (rank + 1)).sum().backward()
     assert x.grad is not None
     assert (x.grad == W * (W + 1) / 2).all()
-
-
-def test_gradients(ranks: Any) -> None:
-    ranks(3, gradient_body)
 
 
 def test_the_choice_is_one_for_all_and_by_size() -> None:
@@ -201,7 +192,8 @@ def test_interpreted_programs_have_several_blocks_but_few() -> None:
         assert 1 <= nbytes / config.block_bytes / config.programs <= 8, (nbytes, config)
 
 
-def room_body() -> None:
+@pytest.mark.ranks(2)
+def test_a_small_workspace_is_refused() -> None:
     where = resolve(None)
     config = kernel_collectives.config_for("all_gather", 1 << 20, 2, torch.device("cpu"))
     ws = workspace(where, channel="small")
@@ -210,11 +202,13 @@ def room_body() -> None:
         kernel_collectives.launch_all_gather(x, torch.zeros(1 << 21), ws, [1 << 20] * 2, config)
 
 
-def test_a_small_workspace_is_refused(ranks: Any) -> None:
-    ranks(2, room_body)
-
-
-def box_body(dtype: torch.dtype, op: str | None) -> None:
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(torch.float32, None), (torch.uint8, None), (torch.bfloat16, "sum"), (torch.int32, "max")],
+    ids=str,
+)
+def test_boxes(dtype: torch.dtype, op: str | None) -> None:
     """Rows to columns: of one rank each, or of the sum over all."""
     rank, W = dist.get_rank(), dist.get_world_size()
     where = resolve(None)
@@ -244,16 +238,6 @@ def box_body(dtype: torch.dtype, op: str | None) -> None:
         pull.launch_pull(xs[rank], out, ws, table, publish=True)
         ws.launched("pull")
         assert torch.equal(out, whole[:, first : first + columns[rank]])
-
-
-@pytest.mark.parametrize("W", [2, 3])
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [(torch.float32, None), (torch.uint8, None), (torch.bfloat16, "sum"), (torch.int32, "max")],
-    ids=str,
-)
-def test_boxes(ranks: Any, W: int, dtype: torch.dtype, op: str | None) -> None:
-    ranks(W, box_body, dtype, op)
 
 
 def test_boxes_are_copied_in_wide_words_of_few_dims() -> None:

@@ -255,7 +255,8 @@ def test_many_shapes_against_float64(ranks, body, world_size):
     ranks(world_size, body, 60, 1000 + world_size, timeout_s=900)
 
 
-def gpu_like_tiles() -> None:
+@pytest.mark.ranks(2)
+def test_gpu_like_tiles() -> None:
     """Tiles wider than 128, several reductions a tile, descriptors in every orientation."""
     ws = workspace(None, 1 << 21, channel="wide")
     rank, W = ws.rank, ws.world_size
@@ -313,10 +314,6 @@ def gpu_like_tiles() -> None:
             )
             want = whole.T.double() @ dy.double()
             torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * rows))
-
-
-def test_gpu_like_tiles(ranks):
-    ranks(2, gpu_like_tiles)
 
 
 def scaled_ways() -> None:
@@ -456,7 +453,9 @@ def test_calls_in_a_row_on_one_workspace(ranks):
     torch.testing.assert_close(scattered, whole[0])
 
 
-def absent_peer(which: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("which", ["rows", "contraction", "scatter", "reduce"])
+def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
     ws = workspace(None, 1 << 18, channel=f"absent {which}")
     rank, W = ws.rank, ws.world_size
     absent = W - 1
@@ -486,11 +485,6 @@ def absent_peer(which: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("which", ["rows", "contraction", "scatter", "reduce"])
-def test_an_absent_peer_is_named_and_nothing_hangs(ranks, which):
-    ranks(3, absent_peer, which)
-
-
 def test_configurations_do_not_depend_on_the_rank_or_on_k():
     for op in (gemm_reduce_scatter, gemm_all_reduce):
         assert "K" not in inspect.signature(op.config_for).parameters
@@ -509,7 +503,8 @@ def test_configurations_do_not_depend_on_the_rank_or_on_k():
                     assert gather.split == 1 or gather.direct
 
 
-def nothing_to_do() -> None:
+@pytest.mark.ranks(3)
+def test_sizes_of_zero() -> None:
     """Sizes of zero: every rank must still signal, or the next call hangs."""
     ws = workspace(None, 1 << 16, channel="zero")
     rank, W = ws.rank, ws.world_size
@@ -537,11 +532,8 @@ def nothing_to_do() -> None:
     ws.check("nothing_to_do")
 
 
-def test_sizes_of_zero(ranks):
-    ranks(3, nothing_to_do)
-
-
-def example_of_the_contraction() -> None:
+@pytest.mark.ranks(2)
+def test_example_of_the_contraction() -> None:
     """The numbers of the kernel's docstring: y = x_0^T @ w[0:3] + x_1^T @ w[3:5]."""
     ws = workspace(None, 1 << 12, channel="example")
     shards = torch.arange(1.0, 11.0).view(5, 2).split([3, 2])
@@ -553,11 +545,8 @@ def example_of_the_contraction() -> None:
     assert torch.equal(y, torch.cat(shards).T)
 
 
-def test_example_of_the_contraction(ranks):
-    ranks(2, example_of_the_contraction)
-
-
-def too_small() -> None:
+@pytest.mark.ranks(2)
+def test_a_workspace_that_is_too_small_is_refused_before_any_signal() -> None:
     ws = workspace(None, 1, channel="small")
     x, w = torch.zeros(1 << 9, 1 << 9), torch.zeros(1 << 9, 1 << 9)
     with pytest.raises(ValueError, match="must hold 2097152 bytes"):
@@ -568,7 +557,3 @@ def too_small() -> None:
         )
     with pytest.raises(ValueError, match="must hold"):
         all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)
-
-
-def test_a_workspace_that_is_too_small_is_refused_before_any_signal(ranks):
-    ranks(2, too_small)

@@ -72,14 +72,11 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
-def registration_body() -> None:
+@pytest.mark.ranks(2)
+def test_registered_as_torch_demands() -> None:
     for op, args in calls():
         torch.library.opcheck(op.default, args)
     assert torch.library.opcheck(ops.barrier.default, (group_name(None),))
-
-
-def test_registered_as_torch_demands(ranks: Any) -> None:
-    ranks(2, registration_body)
 
 
 def test_every_call_is_an_op() -> None:
@@ -165,7 +162,8 @@ def test_attention_by_hand(ranks: Any, engine: str) -> None:
     ranks(2, with_engine, engine, attention_by_hand_body)
 
 
-def torch_names_body() -> None:
+@pytest.mark.ranks(2)
+def test_torch_s_own_names() -> None:
     """Arguments and results of torch.ops.symm_mem, against a gather by hand."""
     W, name = dist.get_world_size(), group_name(None)
     for dim in (0, 1, -1):
@@ -185,10 +183,6 @@ def torch_names_body() -> None:
             torch.testing.assert_close(y, c.reduce_scatter(A @ B, dim=dim, reduce_op=op))
 
 
-def test_torch_s_own_names(ranks: Any) -> None:
-    ranks(2, torch_names_body)
-
-
 def everything(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Every collective and fused op, each used by the next. x (B, S, 8), w, v (8, 6), b (8,)."""
     W = dist.get_world_size()
@@ -204,21 +198,6 @@ def everything(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tenso
     c.barrier()
     _, (f,) = ops.fused_all_gather_matmul(u, [w], 0, group_name(None))
     return s.square().mean() + a.mean() + f.square().mean()
-
-
-def compile_body(backend: str) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend=backend)
-    W = dist.get_world_size()
-    for batch in (4, 6, 10):
-        args = leaf(batch, 2 * W, 8), leaf(8, 6, seed=1), leaf(8, 6, seed=2), leaf(8, seed=3)
-        expected, actual = everything(*args), compiled(*args)
-        torch.testing.assert_close(actual, expected)
-        grads = torch.autograd.grad(actual, args)
-        for ours, theirs in zip(grads, torch.autograd.grad(expected, args), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2, "recompiled for a batch"
 
 
 def attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -265,12 +244,25 @@ def test_attention_compiled_on_every_engine(ranks: Any, engine: str, backend: st
     ranks(2, with_engine, engine, attention_body, backend, timeout_s=300)
 
 
+@pytest.mark.ranks(2, timeout_s=300)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_as_eager(ranks: Any, backend: str) -> None:
-    ranks(2, compile_body, backend, timeout_s=300)
+def test_compiled_as_eager(backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend=backend)
+    W = dist.get_world_size()
+    for batch in (4, 6, 10):
+        args = leaf(batch, 2 * W, 8), leaf(8, 6, seed=1), leaf(8, 6, seed=2), leaf(8, seed=3)
+        expected, actual = everything(*args), compiled(*args)
+        torch.testing.assert_close(actual, expected)
+        grads = torch.autograd.grad(actual, args)
+        for ours, theirs in zip(grads, torch.autograd.grad(expected, args), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2, "recompiled for a batch"
 
 
-def layers_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_layers_compile() -> None:
     W = dist.get_world_size()
     torch.manual_seed(0)
     F, gelu = 4 * W, torch.nn.GELU
@@ -293,12 +285,8 @@ def layers_body() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("W", [2, 3])
-def test_layers_compile(ranks: Any, W: int) -> None:
-    ranks(W, layers_body)
-
-
-def uneven_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_uneven_shards_need_sizes_in_a_graph() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     sizes = [4, 0, 3][:W]
     x, w = leaf(sizes[rank], 8), leaf(8, 6)
@@ -310,12 +298,8 @@ def uneven_body() -> None:
     assert torch.equal(compiled(x, w, sizes=sizes), weft.all_gather_matmul(x, w))
 
 
-@pytest.mark.parametrize("W", [2, 3])
-def test_uneven_shards_need_sizes_in_a_graph(ranks: Any, W: int) -> None:
-    ranks(W, uneven_body)
-
-
-def unused_body() -> None:
+@pytest.mark.ranks(2)
+def test_calls_are_neither_dropped_nor_merged() -> None:
     """A call whose result nobody uses is made all the same: a peer may use its own."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -328,11 +312,8 @@ def unused_body() -> None:
     assert [decision.op for decision in explained] == ["all_gather", "all_reduce", "all_reduce"]
 
 
-def test_calls_are_neither_dropped_nor_merged(ranks: Any) -> None:
-    ranks(2, unused_body)
-
-
-def fake_body() -> None:
+@pytest.mark.ranks(2)
+def test_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     W = dist.get_world_size()
@@ -341,7 +322,3 @@ def fake_body() -> None:
         assert weft.all_gather_matmul(x, w).shape == (4 * W, 6)
         assert weft.matmul_reduce_scatter(x, w).shape[1] == 6
         assert c.all_gather(x, dim=1).stride() == (1, 4)
-
-
-def test_fake_tensors(ranks: Any) -> None:
-    ranks(2, fake_body)

@@ -329,7 +329,8 @@ def test_results_are_bitwise_the_same_again_and_on_every_rank(ranks: Any, engine
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def misuse_body() -> None:
+@pytest.mark.ranks(2)
+def test_misuse_is_an_error_on_every_rank() -> None:
     x, w, n = torch.ones(4, 6), torch.ones(6, 2), torch.ones(2)
     gather, scatter, reduce = (
         weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce
@@ -359,11 +360,9 @@ def misuse_body() -> None:
     assert reduce(x, w).tolist() == [[6.0 * dist.get_world_size()] * 2] * 4
 
 
-def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
-    ranks(2, misuse_body)
-
-
-def of_complex_numbers(engine: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_gradients_of_complex_numbers(engine: str) -> None:
     """As one process has it, whose gradients are products with conjugates."""
     rank, W = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(0)
@@ -399,11 +398,6 @@ def of_complex_numbers(engine: str) -> None:
         my_x, layer = own(x), weft.ColumnParallelLinear.from_linear(whole, sequence_dim=None)
         layer(my_x).backward(dy[:, columns])
         same((my_x.grad, x.grad), (layer.weight.grad, w.grad[:, columns].t()))
-
-
-@pytest.mark.parametrize("engine", ["host", "generic"])
-def test_gradients_of_complex_numbers(ranks: Any, engine: str) -> None:
-    ranks(2, of_complex_numbers, engine)
 
 
 @pytest.mark.sweep

@@ -82,7 +82,17 @@ def assert_same(plain: list[Any], ours: list[Any]) -> None:
         torch.testing.assert_close(q.detach().full_tensor(), p.detach(), rtol=1e-12, atol=1e-12)
 
 
-def train(name: str, foreach: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    [
+        (name, foreach)
+        for name, (_, options) in OPTIMIZERS.items()
+        for foreach in (False, True)
+        if not (foreach and "lr" in options)  # which torch refuses
+    ],
+)
+def test_a_step_is_that_of_one_process(name: str, foreach: bool) -> None:
     kind, options = OPTIMIZERS[name]
     plain, ours = parameters()
 
@@ -113,20 +123,8 @@ def train(name: str, foreach: bool) -> None:
     assert taken == [made_at_once, True, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "foreach"),
-    [
-        (name, foreach)
-        for name, (_, options) in OPTIMIZERS.items()
-        for foreach in (False, True)
-        if not (foreach and "lr" in options)  # which torch refuses
-    ],
-)
-def test_a_step_is_that_of_one_process(ranks: Any, name: str, foreach: bool) -> None:
-    ranks(2, train, name, foreach)
-
-
-def fall_back() -> None:
+@pytest.mark.ranks(2)
+def test_where_more_is_to_be_done_it_goes_by_operations() -> None:
     plain, ours = parameters()
     theirs, mine = (optim.Adam(p, lr=0.1) for p in (plain, ours))
     mesh = ours[0].device_mesh
@@ -165,11 +163,8 @@ def fall_back() -> None:
     assert step(8)
 
 
-def test_where_more_is_to_be_done_it_goes_by_operations(ranks: Any) -> None:
-    ranks(2, fall_back)
-
-
-def change_between_steps() -> None:
+@pytest.mark.ranks(2)
+def test_what_changes_between_steps_is_seen() -> None:
     plain, ours = parameters()
 
     def optimizer(p: list[Any]) -> Any:
@@ -197,11 +192,8 @@ def change_between_steps() -> None:
             assert states[0].keys() == states[1].keys(), (number, p.shape)
 
 
-def test_what_changes_between_steps_is_seen(ranks: Any) -> None:
-    ranks(2, change_between_steps)
-
-
-def fail_amid() -> None:
+@pytest.mark.ranks(2)
+def test_an_error_amid_a_step_leaves_the_optimizer_as_it_is() -> None:
     plain, ours = parameters()
     theirs, mine = (optim.Adam(p, lr=0.1) for p in (plain, ours))
     for number in (0, 1):
@@ -218,11 +210,8 @@ def fail_amid() -> None:
         mine.step()
 
 
-def test_an_error_amid_a_step_leaves_the_optimizer_as_it_is(ranks: Any) -> None:
-    ranks(2, fail_amid)
-
-
-def scaled() -> None:
+@pytest.mark.ranks(2)
+def test_steps_of_a_gradient_scaler() -> None:
     plain, ours = parameters()
     theirs, mine = (optim.AdamW(p, lr=0.1, fused=True) for p in (plain, ours))
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
@@ -236,10 +225,6 @@ def scaled() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert_same(plain, ours)
-
-
-def test_steps_of_a_gradient_scaler(ranks: Any) -> None:
-    ranks(2, scaled)
 
 
 def test_a_compiled_step_of_plain_tensors() -> None:

@@ -131,10 +131,12 @@ def test_uneven_and_empty_sequence_shards(ranks: Any, world_size: int, seq_len: 
     ranks(world_size, sequence_parallel_mlp, seq_len, True, True)
 
 
-def plain_uneven_shards(seq_len: int) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size, seq_len", [(2, 7), (3, 4)])
+def test_plain_shards_of_different_lengths(world_size: int, seq_len: int) -> None:
     """Plain local tensors of different lengths are taken for what they are, or refused."""
     mesh = world()
-    rank, world_size = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
     plain, parallel = seeded(MLP)
     parallelize_module(
         parallel,
@@ -153,12 +155,8 @@ def plain_uneven_shards(seq_len: int) -> None:
         parallel(torch.ones(2, 1 + rank, 12, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("world_size, seq_len", [(2, 7), (3, 4)])
-def test_plain_shards_of_different_lengths(ranks: Any, world_size: int, seq_len: int) -> None:
-    ranks(world_size, plain_uneven_shards, seq_len)
-
-
-def default_layouts() -> None:
+@pytest.mark.ranks(2)
+def test_default_layouts_take_and_return_plain_replicas() -> None:
     mesh = world()
     plain, parallel = seeded(MLP)
     parallelize_module(parallel, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -166,18 +164,7 @@ def default_layouts() -> None:
     compare(plain, parallel, inputs, inputs.detach().clone().requires_grad_())
 
 
-def test_default_layouts_take_and_return_plain_replicas(ranks: Any) -> None:
-    ranks(2, default_layouts)
-
-
-def embeddings(style: ParallelStyle, vocabulary: int) -> None:
-    mesh = world()
-    plain, parallel = seeded(lambda: nn.Embedding(vocabulary, 6))
-    parallelize_module(parallel, mesh, style)
-    tokens = torch.randint(vocabulary, (2, 9))
-    compare(plain, parallel, tokens, tokens)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("vocabulary", [10, 11])
 @pytest.mark.parametrize(
     "style",
@@ -189,8 +176,12 @@ def embeddings(style: ParallelStyle, vocabulary: int) -> None:
     ],
     ids=["row", "row to sequence", "column", "column to replicas"],
 )
-def test_embedding(ranks: Any, style: ParallelStyle, vocabulary: int) -> None:
-    ranks(2, embeddings, style, vocabulary)
+def test_embedding(style: ParallelStyle, vocabulary: int) -> None:
+    mesh = world()
+    plain, parallel = seeded(lambda: nn.Embedding(vocabulary, 6))
+    parallelize_module(parallel, mesh, style)
+    tokens = torch.randint(vocabulary, (2, 9))
+    compare(plain, parallel, tokens, tokens)
 
 
 def layouts_of_outputs() -> dict[str, tuple[Any, ...]]:
@@ -275,7 +266,8 @@ class TwoInputs(nn.Module):
         return x * scale, y
 
 
-def prepared() -> None:
+@pytest.mark.ranks(2)
+def test_prepared_inputs_and_outputs() -> None:
     mesh = world()
     rank = mesh.get_local_rank()
     x, y = torch.arange(8.0).view(2, 4), torch.arange(6.0).view(2, 3)
@@ -318,10 +310,6 @@ def prepared() -> None:
     torch.testing.assert_close(out.full_tensor(), mesh.size() * x)
 
 
-def test_prepared_inputs_and_outputs(ranks: Any) -> None:
-    ranks(2, prepared)
-
-
 def local_parameters() -> tuple[float, bool]:
     """With src_data_rank=None each rank cuts its shard from its own parameters."""
     mesh = world()
@@ -336,7 +324,8 @@ def test_src_data_rank_none_keeps_each_ranks_own_numbers(ranks: Any) -> None:
     assert ranks(2, local_parameters) == [(0.0, False), (1.0, False)]
 
 
-def optimizer_steps() -> None:
+@pytest.mark.ranks(2)
+def test_optimizer_steps_are_the_plain_ones() -> None:
     """Three steps of AdamW with clipping move both modules alike."""
     mesh = world()
     plain, parallel = seeded(MLP)
@@ -359,10 +348,6 @@ def optimizer_steps() -> None:
         close(full_of(ours.detach()), theirs.detach(), name)
 
 
-def test_optimizer_steps_are_the_plain_ones(ranks: Any) -> None:
-    ranks(2, optimizer_steps)
-
-
 class Tied(nn.Module):
     """Tokens in and out by one weight."""
 
@@ -377,7 +362,8 @@ class Tied(nn.Module):
         return out
 
 
-def tied() -> None:
+@pytest.mark.ranks(2)
+def test_tied_parameters_stay_tied() -> None:
     mesh, plain = world(), Tied()
     tokens = torch.tensor([0, 3, 6, 3])
     plain(tokens).square().sum().backward()
@@ -398,11 +384,8 @@ def tied() -> None:
         parallelize_module(copy.deepcopy(plain), mesh, {"embed": RowwiseParallel()})
 
 
-def test_tied_parameters_stay_tied(ranks: Any) -> None:
-    ranks(2, tied)
-
-
-def misuse() -> None:
+@pytest.mark.ranks(2)
+def test_misuse_is_told_before_any_communication() -> None:
     mesh = world()
     whole = nn.Linear(4, 4).state_dict()
     with pytest.raises(RuntimeError, match=r"set_model_state_dict\(model, state, options="):
@@ -449,10 +432,6 @@ def misuse() -> None:
     elsewhere = DTensor.from_local(torch.ones(2, 4), two_d["dp"], [Replicate()])
     with pytest.raises(ValueError, match="the input of a ColwiseParallel Linear is on the mesh"):
         linear(elsewhere)
-
-
-def test_misuse_is_told_before_any_communication(ranks: Any) -> None:
-    ranks(2, misuse)
 
 
 def test_styles_print_as_they_are_written() -> None:

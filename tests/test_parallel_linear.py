@@ -86,7 +86,8 @@ def test_training_equals_one_process(
     ranks(world_size, train_body, shape, 10, bias, sequence_dim)
 
 
-def merged_body() -> None:
+@pytest.mark.ranks(3)
+def test_merged_layers_are_cut_one_by_one() -> None:
     """Q, K and V in one column-parallel layer; values and gates side by side into a row-parallel
     one: every rank has its part of each, and saves and loads the whole."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -137,11 +138,9 @@ def merged_body() -> None:
             weft.ColumnParallelLinear(6, 15, merged_sizes=layers)
 
 
-def test_merged_layers_are_cut_one_by_one(ranks: Any) -> None:
-    ranks(3, merged_body)
-
-
-def copied_body(sequence_dim: int | None) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
     """4 query heads on 2 key heads of 3 features, over 4 ranks: two have each key head."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
@@ -202,11 +201,6 @@ def copied_body(sequence_dim: int | None) -> None:
         weft.RowParallelLinear(24, 6, copies=(2,))
 
 
-@pytest.mark.parametrize("sequence_dim", [None, 0])
-def test_fewer_key_heads_than_ranks(ranks: Any, sequence_dim: int | None) -> None:
-    ranks(4, copied_body, sequence_dim)
-
-
 def fp8_body(sequence_dim: int | None) -> None:
     """fp8 weights, scaled by feature, are near the layers of origin; saved and loaded whole."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -257,7 +251,8 @@ def test_quantized_layers(ranks: Any, sequence_dim: int | None) -> None:
     ranks(2, fp8_body, sequence_dim)
 
 
-def loading_body() -> None:
+@pytest.mark.ranks(2)
+def test_loading() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for kind in (weft.ColumnParallelLinear, weft.RowParallelLinear):
         whole = nn.Linear(12, 8)
@@ -277,10 +272,6 @@ def loading_body() -> None:
         layer(torch.zeros(3, 12))
 
 
-def test_loading(ranks: Any) -> None:
-    ranks(2, loading_body)
-
-
 class _Packed(nn.Linear):
     """As libraries of quantized weights leave an nn.Linear."""
 
@@ -296,7 +287,8 @@ def test_what_is_no_plain_linear_is_refused() -> None:
         weft.RowParallelLinear.from_linear(_Packed())
 
 
-def constructor_body() -> None:
+@pytest.mark.ranks(2)
+def test_constructor_draws_what_nn_linear_draws() -> None:
     rank = dist.get_rank()
     torch.manual_seed(3)
     whole = nn.Linear(6, 9)
@@ -327,7 +319,3 @@ def constructor_body() -> None:
         module.load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(9)})
     with pytest.raises(ValueError, match=r"w must be \(K, N\) with K = 5"):
         module(torch.ones(2, 5))
-
-
-def test_constructor_draws_what_nn_linear_draws(ranks: Any) -> None:
-    ranks(2, constructor_body)

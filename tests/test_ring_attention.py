@@ -248,24 +248,18 @@ def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> 
     ranks(W, repeated_body, engine, W)
 
 
-def scales_body() -> None:
+@pytest.mark.ranks(2)
+def test_scales_that_are_not_above_0() -> None:
     for scale in (-0.5, 0.0):
         attention_case(plain_case("auto", 2, scale=scale, window=(7, 5)))
     with pytest.raises(NotImplementedError, match=r"needs scale > 0 for its mask, got 0\.0"):
         attention_case(plain_case("host", 2, scale=0.0))
 
 
-def test_scales_that_are_not_above_0(ranks: Any) -> None:
-    ranks(2, scales_body)
-
-
-def one_key_body() -> None:
+@pytest.mark.ranks(2)
+def test_one_key_for_many_queries() -> None:
     sizes = {"q_sizes": [24, 24], "k_sizes": [1, 0]}
     attention_case(plain_case("host", 2, D=129, scale=0.3, H=1, H_kv=1, B=2, **sizes))
-
-
-def test_one_key_for_many_queries(ranks: Any) -> None:
-    ranks(2, one_key_body)
 
 
 def delayed_body(engine: str, W: int) -> None:
@@ -325,7 +319,9 @@ MISUSE = {
 }
 
 
-def misuse_body(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("message", "changes"), MISUSE.items(), ids=MISUSE)
+def test_misuse(changes: dict[str, Any], message: str) -> None:
     changes = dict(changes)
     dtype = changes.pop("dtype", torch.float32)
     q = torch.zeros(changes.pop("q", (1, 2, 5, 4)), dtype=dtype)
@@ -333,11 +329,6 @@ def misuse_body(changes: dict[str, Any], message: str) -> None:
     v = torch.zeros(1, 2, 5, 4, dtype=changes.pop("v_dtype", torch.float32))
     with pytest.raises(ValueError, match=message):
         weft.ring_attention(q, k, v, **changes)
-
-
-@pytest.mark.parametrize(("message", "changes"), MISUSE.items(), ids=MISUSE)
-def test_misuse(ranks: Any, message: str, changes: dict[str, Any]) -> None:
-    ranks(1, misuse_body, changes, message)
 
 
 def test_kernels_read_keys_and_values_by_the_same_strides() -> None:
@@ -352,24 +343,18 @@ def test_kernels_read_keys_and_values_by_the_same_strides() -> None:
     assert contiguous_rows(v).data_ptr() == v.data_ptr()
 
 
-def zigzag_sizes_body() -> None:
+@pytest.mark.ranks(2)
+def test_sizes_that_are_not_zigzag_raise_on_every_rank() -> None:
     x = torch.zeros(1, 1, 5, 4)
     with pytest.raises(ValueError, match=r"lie on 2 ranks as \[4, 6\], got \[5, 5\]"):
         weft.ring_attention(x, x, x, layout="zigzag")
 
 
-def test_sizes_that_are_not_zigzag_raise_on_every_rank(ranks: Any) -> None:
-    ranks(2, zigzag_sizes_body)
-
-
-def documented_example() -> None:
+@pytest.mark.ranks(2)
+def test_the_documented_example() -> None:
     rank = dist.get_rank()
     q = k = torch.zeros(1, 1, 2, 1)
     v = torch.tensor([[1.0, 2.0], [3.0, 6.0]][rank]).view(1, 1, 2, 1)
     assert weft.ring_attention(q, k, v).flatten().tolist() == [3.0, 3.0]
     causal = weft.ring_attention(q, k, v, causal=True).flatten().tolist()
     assert causal == [[1.0, 1.5], [2.0, 3.0]][rank]
-
-
-def test_the_documented_example(ranks: Any) -> None:
-    ranks(2, documented_example)

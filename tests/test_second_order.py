@@ -35,7 +35,9 @@ def close(actual: tuple[torch.Tensor, ...], *wanted: torch.Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def matmuls_body(engine: Any) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_matmuls(engine: Any) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     x, w, b = drawn(5, 6), drawn(6, 4), drawn(4)
     rows = slice(3 * rank, 3 * rank + 3)
@@ -55,12 +57,8 @@ def matmuls_body(engine: Any) -> None:
             close(penalty(op(*terms[:2], bias=terms[2]), *terms), *wanted)
 
 
-@pytest.mark.parametrize("engine", ["host", "generic"])
-def test_matmuls(ranks: Any, engine: str) -> None:
-    ranks(2, matmuls_body, engine)
-
-
-def collectives_body() -> None:
+@pytest.mark.ranks(2)
+def test_collectives() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     xs = [drawn(4, 3) for _ in range(W)]
     total: Any = sum(xs)
@@ -81,11 +79,8 @@ def collectives_body() -> None:
         )
 
 
-def test_collectives(ranks: Any) -> None:
-    ranks(2, collectives_body)
-
-
-def dtensor_body() -> None:
+@pytest.mark.ranks(2)
+def test_dtensor() -> None:
     mesh = world()
     x, w = drawn(5, 6), drawn(4, 6)
     wanted = penalty(functional.linear(x, w), x, w)
@@ -97,11 +92,8 @@ def dtensor_body() -> None:
         close(tuple(each.full_tensor() for each in made), *wanted)
 
 
-def test_dtensor(ranks: Any) -> None:
-    ranks(2, dtensor_body)
-
-
-def refused_body() -> None:
+@pytest.mark.ranks(2)
+def test_what_has_no_second_derivative_says_so() -> None:
     rank = dist.get_rank()
     x, w, q = drawn(4, 6), drawn(6, 4), drawn(1, 2, 3, 4)
     for op, call in (
@@ -112,7 +104,3 @@ def refused_body() -> None:
         with pytest.raises(NotImplementedError, match=f"the gradient of {op}"):
             penalty(call(), q if "attention" in op else x)
     assert collectives.all_reduce(torch.tensor(rank)) == 1
-
-
-def test_what_has_no_second_derivative_says_so(ranks: Any) -> None:
-    ranks(2, refused_body)

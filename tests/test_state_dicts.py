@@ -74,7 +74,9 @@ def assert_same(found: Any, expected: Any, name: str = "") -> None:
         assert found == expected, name
 
 
-def whole_and_back(make: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_whole_state_dicts_and_back(make: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     reference, model = model_of(0), model_of(0, mesh)
     reference_optimizer = OPTIMIZERS[make](reference.parameters())
@@ -106,12 +108,8 @@ def whole_and_back(make: str) -> None:
         trained(loaded, loaded_optimizer, mesh)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_whole_state_dicts_and_back(ranks: Any, make: str) -> None:
-    ranks(4, whole_and_back, make)
-
-
-def onto_meta() -> None:
+@pytest.mark.ranks(4)
+def test_whole_state_dict_onto_meta() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     expected = model_of(0).state_dict()
     for broadcast in (False, True):
@@ -123,11 +121,8 @@ def onto_meta() -> None:
         assert_same(get_model_state_dict(model, options=WHOLE), expected)
 
 
-def test_whole_state_dict_onto_meta(ranks: Any) -> None:
-    ranks(4, onto_meta)
-
-
-def saved_later(path: str) -> None:
+@pytest.mark.ranks(4)
+def test_async_save_of_a_sharded_state(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = model_of(0, mesh)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -136,7 +131,7 @@ def saved_later(path: str) -> None:
     expected = get_state_dict(model, optimizer, options=WHOLE)  # of which some is live
     expected = copy.deepcopy(expected)
     writing = dcp.async_save(
-        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path
     )
     trained(model, optimizer, mesh)  # what is saved is what was
     writing.result()
@@ -144,11 +139,7 @@ def saved_later(path: str) -> None:
     other_optimizer = OPTIMIZERS["momentum"](other.parameters())
     model_state, optimizer_state = get_state_dict(other, other_optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(other, state["model"])
     set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
     assert_same(get_state_dict(other, other_optimizer, options=WHOLE), expected)
-
-
-def test_async_save_of_a_sharded_state(ranks: Any, tmp_path: Path) -> None:
-    ranks(4, saved_later, str(tmp_path))

@@ -23,7 +23,8 @@ from weft.collectives.exchange import StreamExchange, agree, exchange
 from weft.collectives.workspace import workspace
 
 
-def buffer_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_buffer() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     buffer = collectives.empty((3, 4), torch.int32)
     assert (buffer.rank, buffer.world_size, buffer.multicast_ptr) == (rank, world_size, 0)
@@ -56,7 +57,8 @@ def buffer_body() -> None:
             use()
 
 
-def misuse_body() -> None:
+@pytest.mark.ranks(3)
+def test_bad_requests_are_errors_on_every_rank() -> None:
     rank = dist.get_rank()
     with pytest.raises(weft.MismatchError, match=r"rank 1 for \(\(5,\)"):
         collectives.empty((4 + (rank == 1),))
@@ -87,7 +89,8 @@ class TorchsRendezvous:
         return told
 
 
-def rendezvous_body() -> None:
+@pytest.mark.ranks(3)
+def test_rendezvous_after_some_ranks_have_had_one_without_the_others() -> None:
     rank, some = dist.get_rank(), dist.new_group([0, 1])
     with patch.object(symm_mem, "rendezvous", TorchsRendezvous()):
         for turn in range(3):
@@ -99,11 +102,9 @@ def rendezvous_body() -> None:
                 assert told == [10 * turn + r for r in range(group.world_size)]
 
 
-def test_rendezvous_after_some_ranks_have_had_one_without_the_others(ranks) -> None:
-    ranks(3, rendezvous_body)
-
-
-def run_ahead_body(slow: int) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_fast_rank_never_overwrites_what_a_slow_one_reads(slow: int) -> None:
     """A fast rank calls on while a slow one still reads: it must never see later data."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for call in range(12):
@@ -118,7 +119,8 @@ def run_ahead_body(slow: int) -> None:
     assert agree(None, "test", rank) == list(range(world_size))
 
 
-def stream_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_exchanges_and_barriers_by_kernels() -> None:
     """What a GPU does with kernels in a stream, with the kernels interpreted."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ws = workspace(None, 1 << 12, channel="stream")
@@ -171,7 +173,8 @@ def broken_off_body() -> tuple[list[str], int]:
     return told, right
 
 
-def growth_body() -> None:
+@pytest.mark.ranks(2, 3)
+def test_workspaces_grow_and_close() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     first = workspace(None, 1000, channel="growth")
     assert workspace(None, 1000, channel="growth") is first
@@ -192,7 +195,8 @@ def growth_body() -> None:
     assert collectives.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
 
 
-def destroyed_body() -> None:
+@pytest.mark.ranks(2)
+def test_memory_of_destroyed_groups_is_given_back() -> None:
     pg = dist.new_group()
     collectives.all_reduce(torch.ones(2), pg)
     kept = weakref.ref(workspace(pg).buffer)
@@ -210,17 +214,15 @@ def destroyed_body() -> None:
             collectives.all_reduce(torch.ones(2), mesh)
 
 
-def named_backend_body() -> None:
+@pytest.mark.ranks(2)
+def test_a_backend_named_by_device_shares_memory() -> None:
     pg = dist.new_group(backend="cpu:gloo")
     assert collectives.resolve(pg).why == ""
     assert collectives.empty((2,), group=pg).world_size == 2
 
 
-def test_a_backend_named_by_device_shares_memory(ranks) -> None:
-    ranks(2, named_backend_body)
-
-
-def check_body() -> None:
+@pytest.mark.ranks(3)
+def test_weft_check_names_the_rank_that_differs() -> None:
     rank = dist.get_rank()
     os.environ["WEFT_CHECK"] = "1"
     try:
@@ -258,44 +260,12 @@ def check_body() -> None:
         del os.environ["WEFT_CHECK"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buffer(ranks: Any, world_size: int) -> None:
-    ranks(world_size, buffer_body)
-
-
-def test_bad_requests_are_errors_on_every_rank(ranks: Any) -> None:
-    ranks(3, misuse_body)
-
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_fast_rank_never_overwrites_what_a_slow_one_reads(ranks: Any, slow: int) -> None:
-    ranks(3, run_ahead_body, slow)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_exchanges_and_barriers_by_kernels(ranks: Any, world_size: int) -> None:
-    ranks(world_size, stream_body)
-
-
 def test_a_rank_that_fails_amid_a_call_of_a_stream(own_ranks) -> None:
     """No rank takes another call's data for this one's, nobody waits, and a new start helps."""
     for rank, (told, right) in enumerate(own_ranks(3).run(broken_off_body, timeout_s=50)):
         assert told[0] == "no room" if rank == 0 else "rank 0 has failed amid a call" in told[0]
         assert all("until all of its ranks have called weft.close()" in text for text in told[1:])
         assert (len(told), right) == (3, 3)
-
-
-def test_memory_of_destroyed_groups_is_given_back(ranks: Any) -> None:
-    ranks(2, destroyed_body)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_workspaces_grow_and_close(ranks: Any, world_size: int) -> None:
-    ranks(world_size, growth_body)
-
-
-def test_weft_check_names_the_rank_that_differs(ranks: Any) -> None:
-    ranks(3, check_body)
 
 
 class OwnPad:

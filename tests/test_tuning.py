@@ -203,7 +203,8 @@ def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkey
         assert 0 < each["us"] <= each["heuristic_us"]
 
 
-def tuned_body() -> None:
+@pytest.mark.ranks(2)
+def test_every_choice_gives_the_right_result() -> None:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=generator) for s in ((40, 32), (32, 24)))
@@ -216,7 +217,3 @@ def tuned_body() -> None:
             s = weft.matmul_all_reduce(x[:, part], w[part])
         for got, want in ((y, x @ w), (z, (x @ w).chunk(2)[rank]), (s, x @ w)):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_every_choice_gives_the_right_result(ranks) -> None:
-    ranks(2, tuned_body)

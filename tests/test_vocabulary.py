@@ -16,7 +16,9 @@ from weft.collectives import resolve
 from weft.collectives.movement import chunk_sizes
 
 
-def embedding_body(rows: int, sequence_dim: int | None) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("rows", "sequence_dim"), [(7, None), (4, 1), (2, 0)])
+def test_embedding(rows: int, sequence_dim: int | None) -> None:
     """As nn.Embedding: values, gradients, the rows that are drawn, saved and loaded."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
@@ -53,11 +55,6 @@ def embedding_body(rows: int, sequence_dim: int | None) -> None:
         weft.VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0))
 
 
-@pytest.mark.parametrize(("rows", "sequence_dim"), [(7, None), (4, 1), (2, 0)])
-def test_embedding(ranks: Any, rows: int, sequence_dim: int | None) -> None:
-    ranks(3, embedding_body, rows, sequence_dim)
-
-
 def largest_body() -> list[int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +80,9 @@ def test_largest_of_all_shards(ranks: Any) -> None:
     assert all(other == first for other in others)
 
 
-def loss_body(dtype: torch.dtype) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss(dtype: torch.dtype) -> None:
     """As F.cross_entropy of the whole in float64, and its gradient."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
@@ -123,12 +122,8 @@ def loss_body(dtype: torch.dtype) -> None:
                 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_loss(ranks: Any, dtype: torch.dtype) -> None:
-    ranks(3, loss_body, dtype)
-
-
-def loss_in_graph_body() -> None:
+@pytest.mark.ranks(2)
+def test_loss_in_a_graph() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
@@ -155,11 +150,8 @@ def loss_in_graph_body() -> None:
         assert loss_of(x, weight).dtype == torch.float32
 
 
-def test_loss_in_a_graph(ranks: Any) -> None:
-    ranks(2, loss_in_graph_body)
-
-
-def wrong_losses_body() -> None:
+@pytest.mark.ranks(2)
+def test_wrong_losses() -> None:
     logits, target = torch.randn(2, 3), torch.tensor([0, 6])
     loss = weft.vocab_parallel_cross_entropy
     with pytest.raises(IndexError, match=r"target 6 is out of bounds: classes are 0 \.\. 5"):
@@ -171,7 +163,3 @@ def wrong_losses_body() -> None:
     with pytest.raises(ValueError, match="label_smoothing must be between 0 and 1"):
         loss(logits, target, label_smoothing=2.0)
     assert loss(logits, target, ignore_index=6).isfinite()
-
-
-def test_wrong_losses(ranks: Any) -> None:
-    ranks(2, wrong_losses_body)
