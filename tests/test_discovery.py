@@ -35,24 +35,19 @@ FOUND: dict[str, tuple[Callable[..., Any], tuple[int, ...], int, Any]] = {
 }
 
 
-def run_found(name: str) -> tuple[Any, set[str]]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", FOUND)
+def test_rules_are_found(name: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    function, shape, dim, _ = FOUND[name]
+    function, shape, dim, wanted = FOUND[name]
     whole = torch.randn(shape)
     state = torch.get_rng_state()
     expected = function(whole)
     told = weft.explain(function, distribute_tensor(whole, mesh, [Shard(dim)]))
     assert torch.equal(torch.get_rng_state(), state), "the probe drew from the user's generator"
     torch.testing.assert_close(told.result.full_tensor(), expected)
-    return told.result.placements[0], {decision.engine for decision in told}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_rules_are_found(ranks: Any, name: str) -> None:
-    wanted = FOUND[name][3]
-    for placement, how in ranks(2, run_found, name):
-        assert placement == (wanted or Replicate())
-        assert wanted is None or "discovered" in how
+    assert told.result.placements == (wanted or Replicate(),)
+    assert wanted is None or "discovered" in {decision.engine for decision in told}
 
 
 def raised(function: Callable[..., Any], *args: Any) -> str:

@@ -29,7 +29,8 @@ from weft.sim.hardware import H100, named
 PAGE_ROWS = Path(__file__).parent.parent / "bench" / "results" / "scaling_page.json"
 
 
-def forced_body() -> list[str]:
+@pytest.mark.ranks(2)
+def test_forced_engines_run_and_are_told() -> None:
     x, w = torch.ones(4, 8), torch.ones(8, 8)
     lines = []
     for engine in ("host", "generic", "triton"):
@@ -47,11 +48,6 @@ def forced_body() -> list[str]:
         weft.all_gather_matmul(x, torch.ones(8 * dist.get_world_size(), 2), gather_dim=1)
     with weft.engine("triton"), pytest.raises(NotImplementedError, match=r"support torch\.float64"):
         weft.matmul_all_reduce(x.double(), w.double())
-    return lines
-
-
-def test_forced_engines_run_and_are_told(ranks: Any) -> None:
-    lines = ranks(2, forced_body)[0]
     assert lines[0].startswith("all_gather_matmul(8x8 @ 8x8, 2 ranks): host, asked for")
 
 
@@ -82,7 +78,8 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
         cost._compared_matmuls.cache_clear()
 
 
-def profiled_body() -> set[str]:
+@pytest.mark.ranks(2)
+def test_calls_have_names_in_the_profiler() -> None:
     x = torch.ones(4, 4)
     q = torch.ones(1, 2, 1, 4)
     mesh = world()
@@ -93,13 +90,9 @@ def profiled_body() -> set[str]:
         weft.collectives.all_to_all(x, [2, 2], [2, 2])
         weft.flash_decode(q, q, q, torch.ones(1, dtype=torch.int64))
         DTensor.from_local(x, mesh, [Shard(0)], run_check=False).full_tensor()
-    return {event.key for event in profile.key_averages()}
-
-
-def test_calls_have_names_in_the_profiler(ranks: Any) -> None:
+    names = {event.key for event in profile.key_averages()}
     wanted = {"all_reduce", "all_gather", "all_to_all", "redistribute", "flash_decode, merge"}
-    for names in ranks(2, profiled_body):
-        assert {f"weft::{name}" for name in wanted} | {"_MatmulReduceScatter"} <= names
+    assert {f"weft::{name}" for name in wanted} | {"_MatmulReduceScatter"} <= names
 
 
 def unwritable_body(folder: str) -> list[float]:

@@ -105,7 +105,17 @@ def compare(plain: nn.Module, parallel: nn.Module, inputs: Tensor, x: Tensor) ->
         close(full_of(ours.grad), full_of(theirs.grad), f"gradient of {name}")
 
 
-def sequence_parallel_mlp(seq_len: int, bias: bool, as_dtensor: bool) -> list[str]:
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "seq_len", "bias", "as_dtensor"),
+    [
+        *((2, 8, bias, as_dtensor) for bias in (False, True) for as_dtensor in (False, True)),
+        *((W, uneven, True, True) for W, uneven in ((2, 7), (3, 8), (3, 2), (4, 5))),
+    ],
+)
+def test_sequence_parallel_mlp_is_the_plain_one(
+    world_size: int, seq_len: int, bias: bool, as_dtensor: bool
+) -> None:
     mesh = world()
     plain, parallel = seeded(lambda: MLP(bias=bias))
     plan = {
@@ -117,18 +127,6 @@ def sequence_parallel_mlp(seq_len: int, bias: bool, as_dtensor: bool) -> list[st
     inputs = torch.randn(2, seq_len, 12, dtype=torch.float64, requires_grad=True)
     x = distribute_tensor(inputs.detach(), mesh, [Shard(1)]).requires_grad_()
     compare(plain, parallel, inputs, x)
-    return [str(placements(param)) for param in parallel.parameters()]
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("as_dtensor", [False, True], ids=["local", "dtensor"])
-def test_sequence_parallel_mlp_is_the_plain_one(ranks: Any, bias: bool, as_dtensor: bool) -> None:
-    ranks(2, sequence_parallel_mlp, 8, bias, as_dtensor)
-
-
-@pytest.mark.parametrize("world_size, seq_len", [(2, 7), (3, 8), (3, 2), (4, 5)])
-def test_uneven_and_empty_sequence_shards(ranks: Any, world_size: int, seq_len: int) -> None:
-    ranks(world_size, sequence_parallel_mlp, seq_len, True, True)
 
 
 @pytest.mark.ranks
@@ -184,54 +182,41 @@ def test_embedding(style: ParallelStyle, vocabulary: int) -> None:
     compare(plain, parallel, tokens, tokens)
 
 
-def layouts_of_outputs() -> dict[str, tuple[Any, ...]]:
-    """For each style and layout of its input: the local shape, and the placements if a DTensor."""
+# Each style's local shape of outputs, and their placements if they are DTensors.
+OUTPUTS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
+    "column": (ColwiseParallel(), (2, 8, 3), None),
+    "column from sequence": (ColwiseParallel(input_layouts=Shard(1)), (2, 8, 3), None),
+    "column from sequence, dtensor": (
+        ColwiseParallel(input_layouts=Shard(1), use_local_output=False), (2, 8, 3), (Shard(2),)
+    ),
+    "column from features": (ColwiseParallel(input_layouts=Shard(-1)), (2, 8, 3), None),
+    "column to replicas": (ColwiseParallel(output_layouts=Replicate()), (2, 8, 6), None),
+    "row": (RowwiseParallel(), (2, 8, 6), None),
+    "row from replicas": (RowwiseParallel(input_layouts=Replicate()), (2, 8, 6), None),
+    "row to sequence": (RowwiseParallel(output_layouts=Shard(1)), (2, 4, 6), None),
+    "row to sequence, dtensor": (
+        RowwiseParallel(output_layouts=Shard(1), use_local_output=False), (2, 4, 6), (Shard(1),)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_each_style_reads_and_returns_the_layouts_it_says() -> None:
     mesh = world()
-    found = {}
-    for name, style in {
-        "column": ColwiseParallel(),
-        "column from sequence": ColwiseParallel(input_layouts=Shard(1)),
-        "column from sequence, dtensor": ColwiseParallel(
-            input_layouts=Shard(1), use_local_output=False
-        ),
-        "column from features": ColwiseParallel(input_layouts=Shard(-1)),
-        "column to replicas": ColwiseParallel(output_layouts=Replicate()),
-        "row": RowwiseParallel(),
-        "row from replicas": RowwiseParallel(input_layouts=Replicate()),
-        "row to sequence": RowwiseParallel(output_layouts=Shard(1)),
-        "row to sequence, dtensor": RowwiseParallel(
-            output_layouts=Shard(1), use_local_output=False
-        ),
-    }.items():
+    for name, (style, shape, wanted) in OUTPUTS.items():
         plain, parallel = seeded(lambda: nn.Linear(4, 6))
         parallelize_module(parallel, mesh, style)
         x = torch.arange(2 * 8 * 4.0, dtype=torch.float64).view(2, 8, 4)
-        given = distribute_tensor(x, mesh, style.input_layouts).to_local()
-        out = parallel(given)
-        placements = out.placements if isinstance(out, DTensor) else None
+        out = parallel(distribute_tensor(x, mesh, style.input_layouts).to_local())
+        assert (out.placements if isinstance(out, DTensor) else None) == wanted, name
         expected = distribute_tensor(plain(x).detach(), mesh, style.output_layouts).to_local()
         local = out.to_local() if isinstance(out, DTensor) else out
+        assert local.shape == shape, name
         close(local, expected)
-        found[name] = (tuple(local.shape), placements)
-    return found
 
 
-def test_each_style_reads_and_returns_the_layouts_it_says(ranks: Any) -> None:
-    for found in ranks(2, layouts_of_outputs):
-        assert found == {
-            "column": ((2, 8, 3), None),
-            "column from sequence": ((2, 8, 3), None),
-            "column from sequence, dtensor": ((2, 8, 3), (Shard(2),)),
-            "column from features": ((2, 8, 3), None),
-            "column to replicas": ((2, 8, 6), None),
-            "row": ((2, 8, 6), None),
-            "row from replicas": ((2, 8, 6), None),
-            "row to sequence": ((2, 4, 6), None),
-            "row to sequence, dtensor": ((2, 4, 6), (Shard(1),)),
-        }
-
-
-def wildcards() -> dict[str, str]:
+@pytest.mark.ranks(2)
+def test_wildcards_nested_plans_and_the_module_itself() -> None:
     mesh = world()
     plain, parallel = seeded(Stack)
     plan = {
@@ -246,18 +231,14 @@ def wildcards() -> dict[str, str]:
         parallelize_module(parallel, mesh, plan)
     inputs = torch.randn(2, 6, 12, dtype=torch.float64, requires_grad=True)
     compare(plain, parallel, inputs, inputs.detach().clone().requires_grad_())
-    return {name: str(placements(param)) for name, param in parallel.named_parameters()}
-
-
-def test_wildcards_nested_plans_and_the_module_itself(ranks: Any) -> None:
-    (found, _) = ranks(2, wildcards)
+    found = {name: placements(param) for name, param in parallel.named_parameters()}
     for layer in (0, 1):
-        assert found[f"layers.{layer}.norm.weight"] == str((Replicate(),))
-        assert found[f"layers.{layer}.up.weight"] == str((Shard(0),))
-        assert found[f"layers.{layer}.up.bias"] == str((Shard(0),))
-        assert found[f"layers.{layer}.down.weight"] == str((Shard(1),))
-        assert found[f"layers.{layer}.down.bias"] == str((Replicate(),))
-    assert found["other.weight"] == str((Shard(0),))
+        assert found[f"layers.{layer}.norm.weight"] == (Replicate(),)
+        assert found[f"layers.{layer}.up.weight"] == (Shard(0),)
+        assert found[f"layers.{layer}.up.bias"] == (Shard(0),)
+        assert found[f"layers.{layer}.down.weight"] == (Shard(1),)
+        assert found[f"layers.{layer}.down.bias"] == (Replicate(),)
+    assert found["other.weight"] == (Shard(0),)
 
 
 class TwoInputs(nn.Module):
@@ -310,18 +291,14 @@ def test_prepared_inputs_and_outputs() -> None:
     torch.testing.assert_close(out.full_tensor(), mesh.size() * x)
 
 
-def local_parameters() -> tuple[float, bool]:
-    """With src_data_rank=None each rank cuts its shard from its own parameters."""
+@pytest.mark.ranks(2)
+def test_src_data_rank_none_keeps_each_ranks_own_numbers() -> None:
     mesh = world()
     rank = mesh.get_local_rank()
     linear: Any = nn.Linear(2, 4, bias=False).requires_grad_(False)
     nn.init.constant_(linear.weight, rank)
     parallelize_module(linear, mesh, ColwiseParallel(), src_data_rank=None)
-    return linear.weight.to_local().mean().item(), linear.weight.requires_grad
-
-
-def test_src_data_rank_none_keeps_each_ranks_own_numbers(ranks: Any) -> None:
-    assert ranks(2, local_parameters) == [(0.0, False), (1.0, False)]
+    assert (linear.weight.to_local() == rank).all() and not linear.weight.requires_grad
 
 
 @pytest.mark.ranks(2)

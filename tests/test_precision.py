@@ -33,13 +33,8 @@ def error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float((y.double() - exact).square().mean().sqrt())
 
 
-def body(engine: Any, dtype: torch.dtype, onednn: bool) -> dict[str, float]:
-    """How many times as large as that of torch.matmul the error of each op is."""
-    with patch.object(dense, "onednn_is_quicker", lambda: onednn):
-        return error_ratios(engine, dtype)
-
-
 def error_ratios(engine: Any, dtype: torch.dtype) -> dict[str, float]:
+    """How many times as large as that of torch.matmul the error of each op is."""
     group = resolve(None)
     rank, W = group.rank, group.world_size
     x, w = matrix(M, K, dtype, 1), matrix(K, N, dtype, 2)
@@ -68,19 +63,21 @@ def error_ratios(engine: Any, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
-def test_errors_are_those_of_one_matmul(ranks: Any, engine: str, dtype: torch.dtype) -> None:
-    for ratios in ranks(2, body, engine, dtype, False):
-        for op, ratio in ratios.items():
-            assert ratio <= _SLACK[dtype], (op, ratios)
+def test_errors_are_those_of_one_matmul(engine: str, dtype: torch.dtype) -> None:
+    with patch.object(dense, "onednn_is_quicker", lambda: False):
+        ratios = error_ratios(engine, dtype)
+    assert all(ratio <= _SLACK[dtype] for ratio in ratios.values()), ratios
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-def test_errors_of_onednn(ranks: Any) -> None:
-    for ratios in ranks(2, body, "host", torch.float32, True):
-        for op, ratio in ratios.items():
-            assert ratio <= _ONEDNN_SLACK, (op, ratios)
+@pytest.mark.ranks(2)
+def test_errors_of_onednn() -> None:
+    with patch.object(dense, "onednn_is_quicker", lambda: True):
+        ratios = error_ratios("host", torch.float32)
+    assert all(ratio <= _ONEDNN_SLACK for ratio in ratios.values()), ratios
 
 
 def test_slices_stay_with_the_library_that_takes_them() -> None:

@@ -161,7 +161,8 @@ def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
                     assert tile * tiling.num_stages <= chip.shared_bytes
 
 
-def search_body() -> tuple[Choice, list[float]]:
+@pytest.mark.ranks(2)
+def test_the_slowest_rank_decides_and_ranks_agree() -> None:
     """Ranks see different times, and one candidate is wrong on one rank: all must agree."""
     rank = dist.get_rank()
     choices = [Choice(), *(Choice(copy_programs=n) for n in (1, 2, 3))]
@@ -181,12 +182,8 @@ def search_body() -> tuple[Choice, list[float]]:
     best, trials = tuning.search(choices, call, lambda _: own[order[-1]][rank], gather, 1e-3)
     assert order == [None, 1, 2, 3]
     assert "wrong" in trials[3].failure and trials[3].us == math.inf
-    return best.choice, [trial.us for trial in trials]
-
-
-def test_the_slowest_rank_decides_and_ranks_agree(ranks) -> None:
-    found = ranks(2, search_body)
-    assert found == [(Choice(copy_programs=2), [9.0, 8.0, 5.0, math.inf])] * 2
+    assert best.choice == Choice(copy_programs=2)
+    assert [trial.us for trial in trials] == [9.0, 8.0, 5.0, math.inf]
 
 
 def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkeypatch) -> None:
