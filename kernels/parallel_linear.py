@@ -176,11 +176,11 @@ class _ParallelLinear(ParallelModule):
                 )
             if stored.numel() == 1:
                 stored = stored.reshape(1, 1).expand(self.out_features, 1)
+            elif stored.numel() == self.out_features:
+                stored = stored.reshape(-1, 1)
             elif self.cut["weight"] == 0 and stored.numel() == len(self.split.sizes):
                 each = torch.tensor(self.split.sizes, device=stored.device)
                 stored = stored.reshape(-1, 1).repeat_interleave(each, 0)
-            elif stored.numel() == self.out_features:
-                stored = stored.reshape(-1, 1)
         return super().loaded(name, stored)
 
     def extra_repr(self) -> str:

@@ -237,6 +237,11 @@ def fp8_body(sequence_dim: int | None) -> None:
     counts = torch.tensor(merged.output_sizes)
     wanted = torch.tensor([2.0, 3.0]).repeat_interleave(counts).unsqueeze(1)
     assert torch.equal(merged.weight_scale, wanted)
+    # As many features as layers: their own factors.
+    merged = weft.ColumnParallelLinear(32, 3, sequence_dim=None, merged_sizes=(3, 0, 0))
+    state = merged.quantize().state_dict() | {"weight_scale": torch.tensor([[2.0], [3.0], [4.0]])}
+    merged.load_state_dict(state)
+    assert torch.equal(merged.state_dict()["weight_scale"], state["weight_scale"])
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 0])
