@@ -154,8 +154,8 @@ def flash_decode(
     cache = _checked("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, group)
     T, D = q.shape[2:]
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    if window is not None and window < 0:
-        raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window}")
+    if window is not None and not (isinstance(window, int) and window >= 0):
+        raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window!r}")
     check_call(
         group,
         lambda: (

@@ -295,6 +295,7 @@ def test_errors() -> None:
         ({"shard": "heads"}, 'must be "sequence", "head" or None'),
         ({"block_size": 3}, "must divide the 8 tokens"),
         ({"window": -1}, "window must be a number of tokens >= 0"),
+        ({"window": 2.5}, "window must be a number of tokens >= 0"),
         ({"block_table": torch.zeros(1, 2)}, r"block_table must be \(2, blocks\) int32"),
         ({"block_table": table(0, 2), "shard": "head"}, r"pages 0\.\.1 .* got \[0, 2\]"),
         ({"block_table": table(0, -1), "shard": "head"}, r"pages 0\.\.1"),
