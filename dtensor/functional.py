@@ -1,7 +1,7 @@
 """`DTensor.__torch_function__`: calls that are seen before autograd takes them apart.
 
-Matmuls and attention run as fused ops (`fused_linear.py`, `fused_attention.py`); embedding and
-norms have gradients of their own. Functions that read values or memory, which no rank has of the
+Matmuls, attention and cross-entropy run as fused ops (the `fused_*` modules); embedding and norms
+have gradients of their own. Functions that read values or memory, which no rank has of the
 whole tensor, gather them or are refused.
 """
 
@@ -22,6 +22,7 @@ from weft.dtensor.dispatch import dispatch, learn, outermost
 from weft.dtensor.exporting import is_exported
 from weft.dtensor.fused_attention import attention, stride_like
 from weft.dtensor.fused_linear import addmm, is_dtensor, linear, matmul, mm
+from weft.dtensor.fused_loss import cross_entropy
 from weft.dtensor.grad_recording import is_nothing, record
 from weft.dtensor.graph_breaks import unless_traced
 from weft.dtensor.layout import is_shard, layout_of, shard_dim
@@ -246,6 +247,7 @@ _handlers: dict[Any, _Handler] = {
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
     functional.scaled_dot_product_attention: attention,
+    functional.cross_entropy: cross_entropy,
     functional.embedding: embedding,
     functional.one_hot: one_hot,
     torch.tensor_split: tensor_split,

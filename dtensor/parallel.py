@@ -188,8 +188,9 @@ def _shown(style: ParallelStyle, *names: str) -> str:
 def loss_parallel() -> Iterator[None]:
     """Treat a plain target (and weight) of `F.cross_entropy` and `F.nll_loss` as replicated.
 
-    Logits sharded by class are never gathered, inside the block or outside: the loss costs two
-    small reductions, and its gradient is sharded like the logits. It takes any reduction and mesh.
+    Logits sharded by class are never gathered, inside the block or outside: for each row the ranks
+    exchange two numbers (or three), and the gradient is sharded like the logits. It takes any
+    reduction and mesh.
 
     Example:
         >>> with loss_parallel():

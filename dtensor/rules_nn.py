@@ -214,7 +214,7 @@ def _embedding_weight_grad(call: Call) -> Choices:
     return Choices(strategies, localize)
 
 
-class _Loss:
+class LossLayout:
     """How one nll loss is laid out: its input by rows or classes, its target by rows."""
 
     def __init__(self, x: Layout, target: Layout, class_dim: int) -> None:
@@ -289,7 +289,7 @@ def nll_loss(call: Call) -> Decomposed:
     def run(
         x: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int
     ) -> tuple[DTensor, DTensor]:
-        lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
+        lay = LossLayout(x._layout, target._layout, 1 if x.dim() > 1 else 0)
         local, rows = local_as(x, lay.input), local_as(target, lay.target)
         wide = torch.promote_types(x.dtype, torch.float32)
         given = None if weight is None else _whole(weight)
@@ -346,7 +346,7 @@ def nll_loss_backward(call: Call) -> Decomposed:
         ignore_index: int,
         total_weight: DTensor,
     ) -> DTensor:
-        lay = _Loss(x._layout, target._layout, 1 if x.dim() > 1 else 0)
+        lay = LossLayout(x._layout, target._layout, 1 if x.dim() > 1 else 0)
         rows, given = local_as(target, lay.target), None if weight is None else _whole(weight)
         classes, weights, _ = lay.weights(rows, given, ignore_index, x.dtype)
         if reduction == _NONE:

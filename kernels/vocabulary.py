@@ -22,8 +22,9 @@ from torch.nn import functional
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, is_call_traced, process_group
+from weft.kernels.autocast import outside_autocast
 from weft.kernels.parallel_module import ParallelModule, Split
-from weft.kernels.replicated import Summed
+from weft.kernels.replicated import Spread, Summed
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -189,6 +190,26 @@ def vocab_parallel_cross_entropy(
         )
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    loss, counted = row_losses(logits, target, group, ignore_index, label_smoothing, sizes)
+    if reduction != "none":
+        loss = loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
+    autocast = torch.is_autocast_enabled(logits.device.type)
+    return loss if autocast else loss.to(logits.dtype)
+
+
+def row_losses(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: GroupLike,
+    ignore_index: int,
+    label_smoothing: float,
+    sizes: Sequence[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss of each row in fp32 or fp64, 0 where it is ignored; whether it is not), both (*).
+
+    Raises:
+        IndexError: as `vocab_parallel_cross_entropy`.
+    """
     counted = target != ignore_index
     first: int | torch.Tensor
     classes: int | torch.Tensor
@@ -211,11 +232,7 @@ def vocab_parallel_cross_entropy(
                     f"and {ignore_index=}"
                 )
     call = _Loss(group, world_size, label_smoothing, classes)
-    loss: torch.Tensor = _CrossEntropy.apply(call, logits, target - first, counted)
-    if reduction != "none":
-        loss = loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
-    autocast = torch.is_autocast_enabled(logits.device.type)
-    return loss if autocast else loss.to(logits.dtype)
+    return _CrossEntropy.apply(call, logits, target - first, counted), counted
 
 
 class _Loss(NamedTuple):
@@ -225,6 +242,10 @@ class _Loss(NamedTuple):
     world_size: int
     smoothing: float
     classes: int | torch.Tensor
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """(W, *): every rank's x (*)."""
+        return all_gather(x.unsqueeze(0), self.group, sizes=[1] * self.world_size)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -237,32 +258,37 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Loss, logits: torch.Tensor, target: torch.Tensor, counted: torch.Tensor
     ) -> torch.Tensor:
-        group, world_size, smoothing, classes = call
-        x = _wide(logits)
+        x, smoothing = _wide(logits), call.smoothing
         own = counted & (target >= 0) & (target < x.shape[-1])
         told = [x.logsumexp(-1), _picked(x, target, own)]
         if smoothing:
             told.append(x.sum(-1))
-        shards = [1] * world_size
-        every = all_gather(torch.stack(told).unsqueeze(0), group, sizes=shards).unbind(1)
+        every = call.gather(torch.stack(told)).unbind(1)
         lse, right = every[0].logsumexp(0), every[1].sum(0)
         if smoothing:
-            right = (1 - smoothing) * right + smoothing / classes * every[2].sum(0)
+            right = (1 - smoothing) * right + smoothing / call.classes * every[2].sum(0)
         ctx.call = call
         ctx.save_for_backward(logits, target, counted, own, lse)
         return (lse - right).masked_fill(~counted, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @outside_autocast
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
-        _, _, smoothing, classes = ctx.call
+        call: _Loss = ctx.call
         logits, target, counted, own, lse = ctx.saved_tensors
-        dx = (_wide(logits) - lse.unsqueeze(-1)).exp_()
-        if smoothing:
-            dx -= smoothing / classes
+        x = _wide(logits)
+        again = torch.is_grad_enabled()  # then all that follows is differentiable
+        if again:
+            lse = call.gather(x.logsumexp(-1)).logsumexp(0)
+            grad = Spread.apply(grad, resolve(call.group))
+        dx = (x - lse.unsqueeze(-1)).exp_()
+        if again:
+            dx = dx.clone()  # autograd keeps the power
+        if call.smoothing:
+            dx -= call.smoothing / call.classes
         if dx.shape[-1]:
             place = target.where(own, 0).unsqueeze(-1)
-            dx.scatter_add_(-1, place, own.unsqueeze(-1).to(dx.dtype) * (smoothing - 1.0))
+            dx.scatter_add_(-1, place, own.unsqueeze(-1).to(dx.dtype) * (call.smoothing - 1))
         dx *= grad.masked_fill(~counted, 0.0).unsqueeze(-1)
         return None, dx.to(logits.dtype), None, None
 

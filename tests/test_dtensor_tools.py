@@ -202,6 +202,41 @@ def test_losses_by_class() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
+@pytest.mark.ranks(4)
+def test_losses_by_class_and_row() -> None:
+    """On a mesh of two dims, each rank with some rows of some classes: one exchange a loss."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    logits, target = 9 * torch.randn(5, 7, 3), torch.randint(7, (5, 3))
+    target[3, 1] = -100
+    options: list[dict[str, Any]] = [
+        {},
+        {"reduction": "sum", "label_smoothing": 0.1},
+        {"reduction": "none"},
+    ]
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(1), Shard(2)]):
+        for given in options:
+            x = distribute_tensor(logits, mesh, placements).requires_grad_()
+            plain = logits.clone().requires_grad_()
+            with loss_parallel(), CommDebugMode() as comm:
+                loss = functional.cross_entropy(x, target, **given)
+            assert comm.get_comm_counts()[_counted.all_gather_into_tensor] == 1
+            expected = functional.cross_entropy(plain, target, **given)
+            assert close_in_fp32(loss, expected), (placements, given)
+            loss.sum().backward()
+            expected.sum().backward()
+            assert list(x.grad.placements) == placements
+            assert close_in_fp32(x.grad, plain.grad), (placements, given)
+    target[0, 0] = 7  # which ranks of the second row of the mesh do not see
+    x = distribute_tensor(logits, mesh, [Shard(0), Shard(1)])
+    with pytest.raises(IndexError, match=r"target class out of range: must be in \[0, 7\)"):
+        functional.cross_entropy(x, distribute_tensor(target, mesh, [Shard(0), Replicate()]))
+
+
+def close_in_fp32(ours: Any, theirs: Any) -> bool:
+    """Equal but for sums of 7 terms of at most 40."""
+    return torch.allclose(ours.full_tensor(), theirs, rtol=1e-5, atol=40 * 7 * 2**-23)
+
+
 @pytest.mark.ranks(2, 3)
 def test_counting() -> None:
     mesh = world()

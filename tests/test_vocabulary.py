@@ -123,6 +123,24 @@ def test_loss(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_second_derivatives() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = chunk_sizes(5, world_size)
+    logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([4, -100, 1])
+    second = []
+    for shard, loss_of in [
+        (logits.split(sizes, -1)[rank].clone(), weft.vocab_parallel_cross_entropy),
+        (logits.clone(), cross_entropy),
+    ]:
+        x = shard.requires_grad_()
+        (dx,) = torch.autograd.grad(loss_of(x, target, label_smoothing=0.1), x, create_graph=True)
+        (ddx,) = torch.autograd.grad((dx**2).sum(), x)
+        second.append(ddx)
+    torch.testing.assert_close(second[0], second[1].split(sizes, -1)[rank])
+
+
+@pytest.mark.ranks(2)
 def test_loss_in_a_graph() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
