@@ -63,7 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """All of a test marked `ranks` runs on every rank, of as many as `mesh` has if none is told."""
+    """All of a test marked `ranks` runs on every rank; without numbers, `world_size` or `mesh` is
+    among its parameters."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None

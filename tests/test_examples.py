@@ -134,9 +134,11 @@ class GatedLayer(nn.Module):
         return x + self.down(nn.functional.silu(gate) * up)
 
 
-def plain_layers(dp: int) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "dp"), [(2, 1), (4, 2)])
+def test_plain_layers_of_frameworks(world_size: int, dp: int) -> None:
     """On `dp` groups of ranks that share a block, each with its part of the batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
     tp = None if dp == 1 else mesh["tp"]
     names: dict[str, Any] = {}
@@ -154,11 +156,6 @@ def plain_layers(dp: int) -> None:
     norm = names["clip_grad_norm_"](block, 1.0, tp)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
     torch.testing.assert_close(block.norm.weight.grad, whole.norm.weight.grad)
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_plain_layers_of_frameworks(ranks: Any, dp: int) -> None:
-    ranks(2 * dp, plain_layers, dp)
 
 
 @pytest.mark.ranks(4)

@@ -75,9 +75,9 @@ def cases(seed: int, count: int, engine: str = "", first: int = 0) -> None:
             raise AssertionError(f"case {number} of seed {seed}: {case}") from error
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_random_cases(ranks, world_size: int) -> None:
-    ranks(world_size, cases, world_size, 15)
+@pytest.mark.ranks(2, 3, 4)
+def test_random_cases(world_size: int) -> None:
+    cases(world_size, 15)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +90,21 @@ def test_cases_in_one_launch(virtual_ranks, world_size: int, seed: int) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.ranks(timeout_s=1800)
 @pytest.mark.parametrize(
     ("world_size", "engine"),
     [*((W, "") for W in (2, 3, 4, 8)), *((W, "triton") for W in (2, 3, 4))],
 )
-def test_many_random_cases(ranks, world_size: int, engine: str) -> None:
-    count = 60 if engine == "triton" else 300
-    ranks(world_size, cases, 100 + world_size, count, engine, timeout_s=1800)
+def test_many_random_cases(world_size: int, engine: str) -> None:
+    cases(100 + world_size, 60 if engine == "triton" else 300, engine)
 
 
 @pytest.mark.sweep
+@pytest.mark.ranks(8, timeout_s=600)
 @pytest.mark.parametrize("number", range(15))
-def test_cases_on_eight_ranks(ranks, number: int) -> None:
+def test_cases_on_eight_ranks(number: int) -> None:
     """Interpreted, a case takes up to half a minute."""
-    ranks(8, cases, 108, 1, "triton", number, timeout_s=600)
+    cases(108, 1, "triton", number)
 
 
 def repeated() -> None:
@@ -118,8 +119,9 @@ def repeated() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_one_launch_gives_the_same_bits_again(ranks) -> None:
-    ranks(2, repeated)
+@pytest.mark.ranks(2)
+def test_one_launch_gives_the_same_bits_again() -> None:
+    repeated()
 
 
 @pytest.mark.ranks(2)

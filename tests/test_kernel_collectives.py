@@ -70,10 +70,10 @@ def gather_body(dtype: torch.dtype) -> None:
         assert torch.equal(collectives.all_gather(negatives[rank][:1]), whole[::5])
 
 
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64])
-def test_all_gather(ranks: Any, W: int, dtype: torch.dtype) -> None:
-    ranks(W, gather_body, dtype)
+def test_all_gather(dtype: torch.dtype) -> None:
+    gather_body(dtype)
 
 
 def reduce_body(dtype: torch.dtype) -> None:
@@ -98,12 +98,13 @@ def reduce_body(dtype: torch.dtype) -> None:
 
 
 # The order shows from three ranks on, and most where values are rounded.
+@pytest.mark.ranks
 @pytest.mark.parametrize(
-    "W, dtype",
+    "world_size, dtype",
     [(3, torch.bfloat16), (2, torch.float32), (2, torch.float64), (2, torch.int64)],
 )
-def test_reductions_are_exact_in_rank_order(ranks: Any, W: int, dtype: torch.dtype) -> None:
-    ranks(W, reduce_body, dtype)
+def test_reductions_are_exact_in_rank_order(world_size: int, dtype: torch.dtype) -> None:
+    reduce_body(dtype)
 
 
 @pytest.mark.ranks(3)
@@ -137,10 +138,10 @@ def to_all_body(dtype: torch.dtype) -> None:
         assert torch.equal(collectives.all_to_all(x), want)
 
 
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_all_to_all(ranks: Any, W: int, dtype: torch.dtype) -> None:
-    ranks(W, to_all_body, dtype)
+def test_all_to_all(dtype: torch.dtype) -> None:
+    to_all_body(dtype)
 
 
 @pytest.mark.ranks(3)

@@ -249,10 +249,10 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.ranks(2, 3, 4, timeout_s=900)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_many_shapes_against_float64(ranks, body, world_size):
-    ranks(world_size, body, 60, 1000 + world_size, timeout_s=900)
+def test_many_shapes_against_float64(body, world_size):
+    body(60, 1000 + world_size)
 
 
 @pytest.mark.ranks(2)

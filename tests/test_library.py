@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,14 +113,11 @@ def eager_body() -> None:
             torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
-def test_by_hand(ranks: Any, engine: str) -> None:
-    ranks(2, with_engine, engine, eager_body)
-
-
-def with_engine(engine: Any, body: Callable[..., None], *args: Any) -> None:
+def test_by_hand(engine: Any) -> None:
     with weft.engine(engine):
-        body(*args)
+        eager_body()
 
 
 def attention_by_hand_body() -> None:
@@ -155,11 +151,13 @@ def attention_by_hand_body() -> None:
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "engine", ["host", "generic", pytest.param("triton", marks=pytest.mark.sweep)]
 )
-def test_attention_by_hand(ranks: Any, engine: str) -> None:
-    ranks(2, with_engine, engine, attention_by_hand_body)
+def test_attention_by_hand(engine: Any) -> None:
+    with weft.engine(engine):
+        attention_by_hand_body()
 
 
 @pytest.mark.ranks(2)
@@ -233,15 +231,18 @@ BACKENDS = [
 ]
 
 
-def test_attention_compiled_as_eager(ranks: Any) -> None:
-    ranks(2, attention_body, "aot_eager")
+@pytest.mark.ranks(2)
+def test_attention_compiled_as_eager() -> None:
+    attention_body("aot_eager")
 
 
 @pytest.mark.sweep
+@pytest.mark.ranks(2, timeout_s=300)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
-def test_attention_compiled_on_every_engine(ranks: Any, engine: str, backend: str) -> None:
-    ranks(2, with_engine, engine, attention_body, backend, timeout_s=300)
+def test_attention_compiled_on_every_engine(engine: Any, backend: str) -> None:
+    with weft.engine(engine):
+        attention_body(backend)
 
 
 @pytest.mark.ranks(2, timeout_s=300)

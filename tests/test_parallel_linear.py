@@ -244,9 +244,10 @@ def fp8_body(sequence_dim: int | None) -> None:
     assert torch.equal(merged.state_dict()["weight_scale"], state["weight_scale"])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_dim", [None, 0])
-def test_quantized_layers(ranks: Any, sequence_dim: int | None) -> None:
-    ranks(2, fp8_body, sequence_dim)
+def test_quantized_layers(sequence_dim: int | None) -> None:
+    fp8_body(sequence_dim)
 
 
 @pytest.mark.ranks(2)

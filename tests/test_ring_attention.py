@@ -204,11 +204,10 @@ def test_random_shapes(ranks: Any, virtual_ranks: Any, W: int, engine: str) -> N
 
 
 @pytest.mark.sweep
+@pytest.mark.ranks(2, 3, 4, 8, timeout_s=1800)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("W", [2, 3, 4, 8])
-def test_many_random_shapes(ranks: Any, W: int, engine: str) -> None:
-    cases = random_cases(W, engine, 60 if engine == "triton" else 300)
-    ranks(W, run_cases, cases, timeout_s=1800)
+def test_many_random_shapes(world_size: int, engine: str) -> None:
+    run_cases(random_cases(world_size, engine, 60 if engine == "triton" else 300))
 
 
 def plain_case(engine: str, W: int, **changes: Any) -> dict[str, Any]:
@@ -242,10 +241,11 @@ def repeated_body(engine: str, W: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("W", [2, pytest.param(3, marks=pytest.mark.sweep)])
-def test_results_are_bitwise_the_same_again(ranks: Any, W: int, engine: str) -> None:
-    ranks(W, repeated_body, engine, W)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.sweep)])
+def test_results_are_bitwise_the_same_again(world_size: int, engine: str) -> None:
+    repeated_body(engine, world_size)
 
 
 @pytest.mark.ranks(2)
