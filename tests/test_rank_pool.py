@@ -38,6 +38,17 @@ def good_body(x: torch.Tensor) -> tuple[int, float]:
     return dist.get_rank(), float(x.sum())
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_marked_test_runs_on_as_many_ranks(world_size: int) -> None:
+    assert dist.get_world_size() == world_size
+
+
+@pytest.mark.xfail(raises=RankError, strict=True)
+@pytest.mark.ranks(2)
+def test_a_marked_test_fails_where_one_rank_does() -> None:
+    assert dist.get_rank() == 0
+
+
 def test_a_failure_carries_its_traceback_and_the_pool_goes_on(ranks: Any) -> None:
     with pytest.raises(RankError, match=r"rank 0: KeyError[\s\S]*rank 1: KeyError") as caught:
         ranks(2, _all_fail)
