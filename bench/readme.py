@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from weft.bench.rows import Case, Result, geometric_mean
+from weft.bench.tables import markdown_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")
@@ -22,23 +23,23 @@ def table(results: Path = ROOT / "bench" / "results") -> str:
         f"torch {where['torch']}), in ms, by `make bench`. *arithmetic*: a rank's",
         "matmuls alone; *torch alone*: the same by nn.Linear; *torch DTensor*: on Gloo.",
         "",
-        f"| tokens x hidden x ffn | arithmetic | {' | '.join(COLUMNS)} | weft / arithmetic "
-        "| torch / weft |",
-        "| --- |" + " ---: |" * (len(COLUMNS) + 3),
-        *(_row(case) for case in mlp.cases),
+        *markdown_lines(
+            ("tokens x hidden x ffn", "arithmetic", *COLUMNS, "weft / arithmetic", "torch / weft"),
+            [_row(case) for case in mlp.cases],
+        ),
         "",
         _collectives(collectives.cases),
     ]
     return "\n".join(lines)
 
 
-def _row(case: Case) -> str:
+def _row(case: Case) -> list[str]:
     bound, fraction, gain = case.bound_us, case.fraction("weft"), case.gain
     if bound is None or fraction is None or gain is None:
         raise ValueError(f"the case {case.name} of bench/results/mlp.json is not complete")
     times = [bound, *(case.variants[name].us for name in COLUMNS)]
-    cells = " | ".join(f"{us / 1e3:.1f}" for us in times)
-    return f"| {case.name} | {cells} | {1 / fraction:.2f} | {gain.median:.2f} |"
+    cells = [f"{us / 1e3:.1f}" for us in times]
+    return [case.name, *cells, f"{1 / fraction:.2f}", f"{gain.median:.2f}"]
 
 
 def _collectives(cases: list[Case]) -> str:
