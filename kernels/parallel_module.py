@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -36,13 +35,13 @@ class Split:
     copies: tuple[int, ...]
     world_size: int
 
-    @cached_property
+    @property
     def parts(self) -> list[list[int]]:
         """The sizes of each layer's parts: [layer][part]."""
         shared = zip(self.sizes, self.copies, strict=True)
         return [chunk_sizes(size, self.world_size // copies) for size, copies in shared]
 
-    @cached_property
+    @property
     def by_rank(self) -> list[list[int]]:
         """How many features of each layer each rank has: [rank][layer]."""
         layers = list(zip(self.parts, self.copies, strict=True))

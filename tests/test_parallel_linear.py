@@ -194,6 +194,22 @@ def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
         weft.RowParallelLinear(24, 6, copies=(2,))
 
 
+def compiled_body() -> None:
+    """Compiled before they have run: outputs that are gathered, and parts on several ranks."""
+    x = torch.randn(3, 6)
+    for options in ({"gather_output": True}, {"copies": (1, dist.get_world_size())}):
+        layer = weft.ColumnParallelLinear(6, 8, sequence_dim=None, merged_sizes=(6, 2), **options)
+        found = []
+        for run in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer):
+            y = run(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [layer.weight, layer.bias])])
+        torch.testing.assert_close(*found)
+
+
+def test_merged_layers_compiled(ranks: Any) -> None:
+    ranks(2, compiled_body)
+
+
 def fp8_body(sequence_dim: int | None) -> None:
     """fp8 weights, scaled by feature, are near the layers of origin; saved and loaded whole."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
