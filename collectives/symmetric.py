@@ -410,7 +410,8 @@ def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
         )
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter
-    return PeerTimeout(rank, blamed, op, generation, settings.timeout_s())
+    waited_s = settings.timeout_s() if waiter == rank else 0.0
+    return PeerTimeout(rank, blamed, op, generation, waited_s)
 
 
 _wait_seconds = 0.0

@@ -15,13 +15,15 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
         peer: the rank (in the group) that it waited for.
         op: the call that waited.
         generation: the number of the call on this workspace.
+        timeout_s: how long it waited; 0 if another rank has told it not to wait any longer.
     """
 
     def __init__(self, rank: int, peer: int, op: str, generation: int, timeout_s: float) -> None:
         self.rank, self.peer, self.op, self.generation = rank, peer, op, generation
         self.timeout_s = timeout_s
+        waited = f"waited {timeout_s:.3g} s" if timeout_s else "waited in vain"
         super().__init__(
-            f"{op}: rank {rank} waited {timeout_s:.3g} s for rank {peer} (call {generation}). Rank "
+            f"{op}: rank {rank} {waited} for rank {peer} (call {generation}). Rank "
             f"{peer} died, or did not make the same call; the group cannot be used until all of "
             f"its ranks have called weft.close(). Raise WEFT_TIMEOUT_S if it is only slow, set "
             f"WEFT_CHECK=1 to compare the calls."
