@@ -12,17 +12,17 @@ adds two hooks, so that the module's own code stays as it is:
     SequenceParallel    any: Replicate                    Shard(sequence)    Shard(sequence)
     PrepareModule*      untouched                         as asked           as asked
 
-Names, arguments and meaning are those of `torch.distributed.tensor.parallel`. Only the
-communication moves: where ColwiseParallel would gather a sequence shard in front of an `nn.Linear`,
-the shard goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies.
-Conversely, RowwiseParallel redistributes its partial sums in the hook that receives them, where
+Names, arguments and meaning are those of `torch.distributed.tensor.parallel`, and `ParallelStyle`
+is its very class: subclass it and write `_apply` for a style of your own. Only the communication
+moves: where ColwiseParallel would gather a sequence shard in front of an `nn.Linear`, the shard
+goes into the linear as it is, and `all_gather_matmul` gathers it while it multiplies. Conversely,
+RowwiseParallel redistributes its partial sums in the hook that receives them, where
 `matmul_reduce_scatter` takes over.
 """
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module
 from weft.dtensor.api import distribute_parameter, replacements
@@ -51,22 +52,6 @@ __all__ = [
 ]
 
 
-class ParallelStyle(ABC):
-    """How one module is made parallel. Subclass it and write `_apply` for a style of your own.
-
-    Attributes:
-        src_data_rank: the rank of the mesh whose parameters are scattered or broadcast to the
-            others; None: every rank cuts its shard from its own copy, with no communication.
-            `parallelize_module` sets it before it calls `_apply`.
-    """
-
-    src_data_rank: int | None = 0
-
-    @abstractmethod
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Make `module` parallel over `device_mesh`, in place, and return it."""
-
-
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -83,7 +68,9 @@ def parallelize_module(
         parallelize_plan: a style for `module` itself, or `{path: style}`. A path is a sub-module's
             dotted name; each of its parts may hold fnmatch wildcards ("layers.*.w1"); "" is
             `module` itself. A path that matches nothing is skipped with a warning.
-        src_data_rank: see `ParallelStyle.src_data_rank`.
+        src_data_rank: the rank of the mesh whose parameters are scattered or broadcast to the
+            others; None: every rank cuts its shard from its own copy, with no communication. It is
+            set as an attribute of each style.
 
     Returns:
         `module`.

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import weft
 from weft.dtensor import init_device_mesh
+from weft.kernels import to_zigzag
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -228,3 +229,21 @@ def test_transformers(tmp_path: Path) -> None:
         told.append(run.stdout)
     differences = re.findall(r"difference from one process: (\S+)", told[1])
     assert len(differences) == 4 and max(map(float, differences)) < 1e-4
+
+
+def attention_of_torchtitan() -> None:
+    mesh, module = world(), nn.Module()
+    names: dict[str, Any] = {"weft": weft}
+    exec(FRAMEWORKS[3], names)
+    names["apply_cp_to_attention_module"]([module], mesh, "sdpa")
+    q, k, v = (torch.randn(1, heads, 8, 4) for heads in (4, 2, 2))
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    parts = [
+        to_zigzag(x, mesh.size(), 2).chunk(mesh.size(), 2)[dist.get_rank()]
+        for x in (q, k, v, expected)
+    ]
+    torch.testing.assert_close(module(*parts[:3], enable_gqa=True), parts[3])
+
+
+def test_attention_of_torchtitan(ranks: Any) -> None:
+    ranks(2, attention_of_torchtitan)

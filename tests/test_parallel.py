@@ -411,6 +411,11 @@ def test_misuse_is_told_before_any_communication() -> None:
         linear(elsewhere)
 
 
+def test_a_style_of_torchs_kind_is_one() -> None:
+    # Other packages derive theirs from torch's class: a plan may name them beside ours.
+    assert ParallelStyle is torch.distributed.tensor.parallel.ParallelStyle
+
+
 def test_styles_print_as_they_are_written() -> None:
     assert repr(ColwiseParallel()) == (
         "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), "
