@@ -34,7 +34,8 @@ def all_gather(
     Args:
         x: this rank's shard; all sizes but that of `dim` are the same on every rank.
         sizes: length of every rank's shard along `dim`, if known; None: the ranks exchange them.
-        out: where the result goes; a new tensor if None. As in torch, it is not differentiable.
+        out: where the result goes, which may be in the memory of `x`; a new tensor if None. As in
+            torch, it is not differentiable.
 
     Returns:
         The whole, the same on every rank. With `dim` other than 0 it may be non-contiguous.
@@ -145,7 +146,7 @@ def reduce_scatter(
         reduce_op: "sum", "avg", "max", "min" or "product".
         sizes: length of every rank's chunk; None: those of torch.chunk, so that trailing ranks may
             get none.
-        out: where the result goes; a new tensor if None.
+        out: where the result goes, which may be in the memory of `x`; a new tensor if None.
 
     Returns:
         The chunk. Its gradient, for "sum" and "avg", is gathered (and divided).
@@ -215,7 +216,8 @@ def all_reduce(
     Args:
         x: the same shape and dtype on every rank.
         reduce_op: "sum", "avg", "max", "min" or "product".
-        out: where the result goes, `x` itself allowed; a new contiguous tensor if None.
+        out: where the result goes, which may be in the memory of `x`; a new contiguous tensor if
+            None.
 
     Returns:
         The reduction, bitwise the same on every rank. The ranks' gradients, for "sum" and "avg",
@@ -265,7 +267,7 @@ def all_to_all(
         x: what follows dim 0 is the same shape on every rank.
         output_split_sizes: rows that come from each rank; None: equal shares.
         input_split_sizes: rows that go to each rank; None: equal shares.
-        out: where the result goes; a new tensor if None.
+        out: where the result goes, which may be in the memory of `x`; a new tensor if None.
 
     Returns:
         A tensor of sum(output_split_sizes) rows. Its gradient is sent back.
@@ -338,7 +340,8 @@ def broadcast(
 
     Args:
         x: the same shape and dtype on every rank; its values are read on `src` only.
-        out: where the result goes, `x` itself allowed; a new contiguous tensor if None.
+        out: where the result goes, which may be in the memory of `x`; a new contiguous tensor if
+            None.
 
     Returns:
         The values of `src`. The gradients of all ranks add up on `src`.
