@@ -21,7 +21,7 @@ import bench_cases
 import pytest
 
 from weft.bench import measure, ops_suite, readme, rows, runner, shapes, tables
-from weft.bench.problem import Options, Spec
+from weft.bench.problem import Options
 from weft.bench.suites import SUITES, suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,31 +137,17 @@ def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, rows.Case]:
-    """The cases of the planted suite that end by themselves, and that of a suite in a file."""
+    """The cases of the planted suite, and that of a suite in a file."""
     os.environ["WEFT_TIMEOUT_S"], before = "3", os.environ["WEFT_TIMEOUT_S"]
     try:
-        without = _Without("slow")
         own = suite(str(ROOT / "examples" / "own_kernel.py"))
         options = Options(rounds=5, shapes=((4, 16),))
-        result, of_own = runner.run([without, own], options)  # type: ignore[list-item]
+        result, of_own = runner.run([bench_cases, own], options)
     finally:
         os.environ["WEFT_TIMEOUT_S"] = before
-    assert [case.name for case in result.cases] == [s.name for s in without.cases(Options())]
+    assert [case.name for case in result.cases] == [s.name for s in bench_cases.cases(options)]
     assert of_own.suite == "own_kernel" and tables.table_of(of_own).rows
     return {case.name: case for case in (*result.cases, *of_own.cases)}
-
-
-class _Without:
-    """The planted suite without one of its cases."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self.__name__ = name, bench_cases.__name__
-        self.NAME, self.WORLD, self.prepare = (
-            bench_cases.NAME, bench_cases.WORLD, bench_cases.prepare
-        )  # fmt: skip
-
-    def cases(self, options: Options) -> list[Spec]:
-        return [spec for spec in bench_cases.cases(options) if spec.name != self._name]
 
 
 def test_a_suite_of_ones_own(
@@ -318,6 +304,7 @@ def test_mirrored_models_keep_their_proportions(ranks: int) -> None:
         (["mlp", "--shapes", "3,4,4"], "--ranks 2 must divide the tokens"),
         (["opts"], "no suite 'opts': there are mlp, ops"),
         (["ops", "--ranks", "1"], "ranks must be at least 2"),
+        (["ops", "--ranks", "0"], "ranks must be at least 2, got 0"),
         (["ops", "--filter", "nothing"], "no case has that, but 'all_gather_matmul 16x256x1024'"),
         (["--shapes", "8,8,8", "mlp"], "name suites first: weft bench mlp --shapes"),
         (["mlp", "dispatch", "--engines", "host"], "mlp, dispatch would not heed it"),
