@@ -225,6 +225,16 @@ def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def no_packing(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse packed sequences, whose kernels read lengths from memory that no DTensor has."""
+    if not is_dtensor(input):
+        return NotImplemented
+    raise NotImplementedError(
+        f"sequences of {input._layout!r} cannot be packed or unpacked: pass padded sequences, and "
+        f"mask what follows their ends; or pack to_local(), if sequences are whole on their ranks"
+    )
+
+
 def is_complex(input: Any) -> bool:
     """`torch.is_complex`, which optimizers ask of every parameter."""
     return bool(input.dtype.is_complex)
@@ -268,6 +278,8 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.share_memory_: share_memory_,
     torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,
+    torch._VF._pack_padded_sequence: no_packing,
+    torch._VF._pad_packed_sequence: no_packing,
     torch.Tensor.backward: backward.of_tensor,
     torch.autograd.backward: backward.backward,
     torch.autograd.grad: backward.grad,

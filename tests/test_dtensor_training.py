@@ -334,6 +334,10 @@ def test_recurrent_layers_begin_with_plain_zeros() -> None:
             assert all(close(p.grad, q.grad) for p, q in grads)
     with pytest.raises(RuntimeError, match="got mixed"):
         layer(x, torch.ones(4, 2, dtype=torch.float64))
+    sequences = distribute_tensor(whole, mesh, [Shard(0)])
+    for lengths in ([5, 4, 3, 1], distribute_tensor(torch.tensor([5, 4, 3, 1]), mesh)):
+        with pytest.raises(NotImplementedError, match="cannot be packed or unpacked: pass padded"):
+            nn.utils.rnn.pack_padded_sequence(sequences, lengths)
 
 
 @pytest.mark.ranks(2)
