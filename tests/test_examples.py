@@ -231,7 +231,8 @@ def test_transformers(tmp_path: Path) -> None:
     assert len(differences) == 4 and max(map(float, differences)) < 1e-4
 
 
-def attention_of_torchtitan() -> None:
+@pytest.mark.ranks(2)
+def test_attention_of_torchtitan() -> None:
     mesh, module = world(), nn.Module()
     names: dict[str, Any] = {"weft": weft}
     exec(FRAMEWORKS[3], names)
@@ -243,7 +244,3 @@ def attention_of_torchtitan() -> None:
         for x in (q, k, v, expected)
     ]
     torch.testing.assert_close(module(*parts[:3], enable_gqa=True), parts[3])
-
-
-def test_attention_of_torchtitan(ranks: Any) -> None:
-    ranks(2, attention_of_torchtitan)

@@ -50,8 +50,9 @@ def linear_layers() -> None:
                 assert torch.equal(module(given), layers(given))
 
 
-def test_linear_layers(ranks) -> None:
-    ranks(2, linear_layers)
+@pytest.mark.ranks(2)
+def test_linear_layers() -> None:
+    linear_layers()
 
 
 def test_on_virtual_ranks(virtual_ranks) -> None:

@@ -137,7 +137,13 @@ def trained(shape: tuple[int, ...] = (2, 2), on_meta: bool = False, **options: A
     return Trained(mesh, model, alone)
 
 
-def fully_sharded(shape: tuple[int, ...], on_meta: bool, passes: int) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("shape", "on_meta", "passes"),
+    [((2, 2), False, 1), ((2, 2), True, 1), ((2, 1, 2), False, 2), ((4, 1), False, 1)],
+    ids=["2x2", "made on meta", "copies, gradients of two passes", "tp of one"],
+)
+def test_fully_shard(shape: tuple[int, ...], on_meta: bool, passes: int) -> None:
     found = trained(shape, on_meta, reshard_after_forward=not on_meta)
     found.steps(2, passes)
     found.check()
@@ -148,16 +154,8 @@ def fully_sharded(shape: tuple[int, ...], on_meta: bool, passes: int) -> None:
     assert weight.to_local().shape[0] in (WORDS // ranks, WORDS // ranks + 1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "on_meta", "passes"),
-    [((2, 2), False, 1), ((2, 2), True, 1), ((2, 1, 2), False, 2), ((4, 1), False, 1)],
-    ids=["2x2", "made on meta", "copies, gradients of two passes", "tp of one"],
-)
-def test_fully_shard(ranks: Any, shape: tuple[int, ...], on_meta: bool, passes: int) -> None:
-    ranks(4, fully_sharded, shape, on_meta, passes)
-
-
-def in_bfloat16() -> None:
+@pytest.mark.ranks(4)
+def test_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = trained(mp_policy=policy)
     seen = []
@@ -170,11 +168,8 @@ def in_bfloat16() -> None:
     assert 0 < found.grad_error < 0.02
 
 
-def test_mixed_precision(ranks: Any) -> None:
-    ranks(4, in_bfloat16)
-
-
-def compiled() -> None:
+@pytest.mark.ranks(4)
+def test_compiled_blocks() -> None:
     found = trained()
     for block in found.model.get_submodule("blocks").children():
         block.compile(backend="aot_eager")
@@ -182,20 +177,17 @@ def compiled() -> None:
     found.check()
 
 
-def test_compiled_blocks(ranks: Any) -> None:
-    ranks(4, compiled)
-
-
-def saved_and_loaded(folder: str) -> None:
+@pytest.mark.ranks(4)
+def test_checkpoint(tmp_path: Path) -> None:
     found = trained()
     found.steps(1)
     state = dict(zip("mo", get_state_dict(found.model, found.optimizers[0]), strict=True))
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=tmp_path)
     with torch.no_grad():
         for parameter in found.model.parameters():
             parameter.zero_()
     state = dict(zip("mo", get_state_dict(found.model, found.optimizers[0]), strict=True))
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     set_state_dict(
         found.model,
         found.optimizers[0],
@@ -206,11 +198,9 @@ def saved_and_loaded(folder: str) -> None:
     found.check()
 
 
-def test_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    ranks(4, saved_and_loaded, str(tmp_path))
-
-
-def replicated(how: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", ["replicate", "DistributedDataParallel"])
+def test_replicated(how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     alone = Model()
@@ -223,8 +213,3 @@ def replicated(how: str) -> None:
     found = Trained(mesh, model, alone)
     found.steps(2)
     found.check()
-
-
-@pytest.mark.parametrize("how", ["replicate", "DistributedDataParallel"])
-def test_replicated(ranks: Any, how: str) -> None:
-    ranks(4, replicated, how)

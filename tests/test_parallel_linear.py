@@ -194,7 +194,8 @@ def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
         weft.RowParallelLinear(24, 6, copies=(2,))
 
 
-def compiled_body() -> None:
+@pytest.mark.ranks(2)
+def test_merged_layers_compiled() -> None:
     """Compiled before they have run: outputs that are gathered, and parts on several ranks."""
     x = torch.randn(3, 6)
     for options in ({"gather_output": True}, {"copies": (1, dist.get_world_size())}):
@@ -204,10 +205,6 @@ def compiled_body() -> None:
             y = run(x)
             found.append([y, *torch.autograd.grad(y.square().sum(), [layer.weight, layer.bias])])
         torch.testing.assert_close(*found)
-
-
-def test_merged_layers_compiled(ranks: Any) -> None:
-    ranks(2, compiled_body)
 
 
 def fp8_body(sequence_dim: int | None) -> None:
