@@ -18,6 +18,7 @@ SUITES = {
     "collectives": "1 KiB to 256 MiB: latency and bus bandwidth, beside the process group's",
     "dispatch": "host time of DTensor operations, beside torch's, in the same processes",
     "redistribute": "bytes, steps and time between all pairs of layouts, beside torch's",
+    "loss": "cross-entropy of logits cut by vocabulary, and its gradient",
     "layers": "feed-forward and attention blocks of published models, a training step",
     "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",
     "scaling": "the fused ops on 2 to 72 virtual ranks of other chips: virtual time",

@@ -231,8 +231,24 @@ def row_losses(
                     f"target {int(beyond[0])} is out of bounds: classes are 0 .. {classes - 1}, "
                     f"and {ignore_index=}"
                 )
+    columns, own = logits.shape[-1], target - first
+    here = counted & (own >= 0) & (own < columns)
+    rows = _Rows(*(t.flatten() for t in (own.where(here, 0), here, counted)))
     call = _Loss(group, world_size, label_smoothing, classes)
-    return _CrossEntropy.apply(call, logits, target - first, counted), counted
+    flat = logits.reshape(target.numel(), columns)
+    loss: torch.Tensor = _CrossEntropy.apply(call, flat, *rows)
+    return loss.view(target.shape), counted
+
+
+class _Rows(NamedTuple):
+    """What the gradient of some rows depends on: place, here and counted (R), bool but for place.
+
+    The target of a row is the logit at `place`, if it is `here`.
+    """
+
+    place: torch.Tensor
+    here: torch.Tensor
+    counted: torch.Tensor
 
 
 class _Loss(NamedTuple):
@@ -247,61 +263,84 @@ class _Loss(NamedTuple):
         """(W, *): every rank's x (*)."""
         return all_gather(x.unsqueeze(0), self.group, sizes=[1] * self.world_size)
 
+    def gradient(
+        self, x: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, rows: _Rows
+    ) -> torch.Tensor:
+        """dx (R, V_r) of x, given the log-sum-exp of whole rows and the gradient of the loss, (R).
+
+        softmax(x) - (1 - s) [1 at the target] - s / V, with label smoothing s and V classes.
+        """
+        place, here, counted = rows
+        dx = (_wide(x) - lse.unsqueeze(-1)).exp()
+        if self.smoothing:
+            dx = dx - self.smoothing / self.classes
+        if x.shape[-1]:
+            right = here.to(dx.dtype) * (self.smoothing - 1)
+            dx = dx.scatter_add(-1, place.unsqueeze(-1), right.unsqueeze(-1))
+        return (dx * grad.masked_fill(~counted, 0.0).unsqueeze(-1)).to(x.dtype)
+
 
 class _CrossEntropy(torch.autograd.Function):
-    """logits (*, V_r), target (*) as an index into them if it is one -> loss (*), 0 if not counted.
+    """logits (R, V_r) and the `_Rows` of their targets -> loss (R), 0 where it does not count.
 
     With the logits x of all ranks and smoothing s: loss = lse(x) - (1 - s) x[target] - s mean(x).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Loss, logits: torch.Tensor, target: torch.Tensor, counted: torch.Tensor
+        ctx: Any, call: _Loss, logits: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        x, smoothing = _wide(logits), call.smoothing
-        own = counted & (target >= 0) & (target < x.shape[-1])
-        told = [x.logsumexp(-1), _picked(x, target, own)]
+        place, here, counted = rows = _Rows(*tensors)
+        smoothing = call.smoothing
+        parts = logits.split(_rows_a_part(logits))
+        told = [torch.cat([_wide(part).logsumexp(-1) for part in parts])]
+        if logits.shape[-1]:
+            right = _wide(logits.gather(-1, place.unsqueeze(-1)).squeeze(-1)).where(here, 0.0)
+        else:
+            right = torch.zeros_like(told[0])
+        told.append(right)
         if smoothing:
-            told.append(x.sum(-1))
+            told.append(torch.cat([_wide(part).sum(-1) for part in parts]))
         every = call.gather(torch.stack(told)).unbind(1)
         lse, right = every[0].logsumexp(0), every[1].sum(0)
         if smoothing:
             right = (1 - smoothing) * right + smoothing / call.classes * every[2].sum(0)
         ctx.call = call
-        ctx.save_for_backward(logits, target, counted, own, lse)
+        ctx.save_for_backward(logits, lse, *rows)
         return (lse - right).masked_fill(~counted, 0.0)
 
     @staticmethod
     @outside_autocast
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Loss = ctx.call
-        logits, target, counted, own, lse = ctx.saved_tensors
-        x = _wide(logits)
-        again = torch.is_grad_enabled()  # then all that follows is differentiable
-        if again:
-            lse = call.gather(x.logsumexp(-1)).logsumexp(0)
+        logits, lse, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # by ops that are differentiable themselves
+            lse = call.gather(_wide(logits).logsumexp(-1)).logsumexp(0)
             grad = Spread.apply(grad, resolve(call.group))
-        dx = (x - lse.unsqueeze(-1)).exp_()
-        if again:
-            dx = dx.clone()  # autograd keeps the power
-        if call.smoothing:
-            dx -= call.smoothing / call.classes
-        if dx.shape[-1]:
-            place = target.where(own, 0).unsqueeze(-1)
-            dx.scatter_add_(-1, place, own.unsqueeze(-1).to(dx.dtype) * (call.smoothing - 1))
-        dx *= grad.masked_fill(~counted, 0.0).unsqueeze(-1)
-        return None, dx.to(logits.dtype), None, None
+            dx = call.gradient(logits, lse, grad, _Rows(*tensors))
+        else:
+            dx = torch.empty_like(logits)
+            step = _rows_a_part(logits)
+            parts = [t.split(step) for t in (dx, logits, lse, grad, *tensors)]
+            for out, x, lse_of, grad_of, *rows in zip(*parts, strict=True):
+                out.copy_(call.gradient(x, lse_of, grad_of, _Rows(*rows)))
+        return None, dx, None, None, None
+
+
+def _rows_a_part(logits: torch.Tensor) -> int:
+    """How many rows to take at a time, for intermediates that stay in a core's cache.
+
+    For 1,024 rows of 16,000 on one core log-sum-exp takes 32 ms instead of 85. On a GPU it bounds
+    the memory for them, which have fp32. A graph is not to repeat itself.
+    """
+    if is_call_traced(logits):
+        return max(len(logits), 1)
+    nbytes = 512 << 10 if logits.device.type == "cpu" else 256 << 20
+    return max(nbytes // (4 * max(logits.shape[-1], 1)), 1)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _picked(x: torch.Tensor, place: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """x[place] where this rank has it, else 0."""
-    if not x.shape[-1]:
-        return x.new_zeros(place.shape)
-    return x.gather(-1, place.where(own, 0).unsqueeze(-1)).squeeze(-1).where(own, 0.0)
 
 
 @torch.no_grad()
