@@ -180,8 +180,9 @@ def test_column_then_row(backend: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "selective"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+)
 def test_checkpointed(backend: str, selective: bool) -> None:
     """Activation checkpointing around a compiled block: what the fused ops return is kept."""
     mesh = world()
