@@ -151,7 +151,7 @@ def attention_by_hand_body() -> None:
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout_s=600)  # interpreted, on a busy machine
 @pytest.mark.parametrize(
     "engine", ["host", "generic", pytest.param("triton", marks=pytest.mark.sweep)]
 )
