@@ -14,7 +14,8 @@ COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")
 
 def table(results: Path = ROOT / "bench" / "results") -> str:
     """The lines between the README's markers."""
-    mlp, collectives = (Result.read(results / f"{name}.json") for name in ("mlp", "collectives"))
+    names = ("mlp", "collectives", "loss")
+    mlp, collectives, loss = (Result.read(results / f"{name}.json") for name in names)
     where = mlp.environment
     lines = [
         "Forward + backward of a column/row-parallel ReLU MLP, fp32, sequence-sharded input and "
@@ -28,7 +29,7 @@ def table(results: Path = ROOT / "bench" / "results") -> str:
             [_row(case) for case in mlp.cases],
         ),
         "",
-        _collectives(collectives.cases),
+        f"{_collectives(collectives.cases)} {_loss(loss.cases)}",
     ]
     return "\n".join(lines)
 
@@ -43,12 +44,20 @@ def _row(case: Case) -> list[str]:
 
 
 def _collectives(cases: list[Case]) -> str:
-    gains = [case.gain.median for case in cases if case.gain is not None]
+    gains = _gains(cases)
     return (
-        f"Collectives, {_size(cases[0])} to {_size(cases[-1])} a rank: "
-        f"{geometric_mean(gains):.1f} times faster than Gloo (geometric mean, {min(gains):.1f} at "
-        f"worst)."
+        f"Collectives, {_size(cases[0])} to {_size(cases[-1])} a rank: {geometric_mean(gains):.1f} "
+        f"times as quick as Gloo (geometric mean, {min(gains):.1f} at worst)."
     )
+
+
+def _loss(cases: list[Case]) -> str:
+    mean = geometric_mean(_gains(cases))
+    return f"Cross-entropy of sharded logits: {mean:.1f} times as quick as torch's DTensor."
+
+
+def _gains(cases: list[Case]) -> list[float]:
+    return [case.gain.median for case in cases if case.gain is not None]
 
 
 def _size(case: Case) -> str:
