@@ -67,11 +67,11 @@ def layouts_body() -> None:
         for ours_, theirs_ in zip(ours, theirs, strict=True):
             torch.testing.assert_close(ours_.grad.full_tensor(), theirs_.grad)
     logits = whole(9, 5 * W + 1, seed=2)
-    target = logits.argmin(-1)
+    labels = logits.argmin(-1)
     alone = logits.clone().requires_grad_()
     cut: Any = dtensor.distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-    functional.cross_entropy(alone, target).backward()
-    functional.cross_entropy(cut, dtensor.distribute_tensor(target, mesh, [Replicate()])).backward()
+    functional.cross_entropy(alone, labels).backward()
+    functional.cross_entropy(cut, dtensor.distribute_tensor(labels, mesh, [Replicate()])).backward()
     torch.testing.assert_close(cut.grad.full_tensor(), alone.grad)
 
 
