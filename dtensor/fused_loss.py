@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
+from weft.collectives.group import is_traced
 from weft.collectives.movement import chunk_sizes
 from weft.dtensor.agreement import all_agree
 from weft.dtensor.fused_linear import is_dtensor
@@ -40,7 +41,7 @@ def cross_entropy(
     dim = 1 if len(x.shape) > 1 else 0
     one_class_each = rows.shape == (*x.shape[:dim], *x.shape[dim + 1 :])
     if (
-        torch.compiler.is_compiling()
+        is_traced(target._local_tensor)
         or x.mesh != rows.mesh
         or x.index is None
         or not (one_class_each and rows.dtype == torch.int64 and x.dtype.is_floating_point)

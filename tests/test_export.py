@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ def _layers() -> nn.Module:
     )
 
 
-def linear_layers() -> None:
+def linear_layers(stricts: Sequence[bool] = (False, True)) -> None:
     layers = _layers()
     x = torch.randn(4, 6)
-    for strict in (False, True):
+    for strict in stricts:
         program = export(layers, (x,), dynamic_shapes=({0: Dim.AUTO},), strict=strict)
         assert [str(node.target) for node in program.graph.nodes if "weft" in str(node.target)] == [
             "weft.all_gather_matmul.default",
@@ -56,7 +57,9 @@ def test_linear_layers() -> None:
 
 
 def test_on_virtual_ranks(virtual_ranks) -> None:
-    virtual_ranks(2, linear_layers)
+    # Before torch 2.13 its tracer does not find the name of a virtual group.
+    stricts = (False,) if torch.__version__ < "2.13" else (False, True)
+    virtual_ranks(2, linear_layers, stricts)
 
 
 def ahead_of_time(folder: str) -> None:
