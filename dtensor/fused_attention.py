@@ -137,7 +137,7 @@ def _placed(tensor: DTensor, placements: Placements) -> DTensor:
 
 def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
     """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
-    if len(q.shape) != 4 or q.place.sizes[dim] == 1:
+    if len(q.shape) != 4 or q.place.sizes[dim] == 1 or not q.place.ascends[dim]:
         return False
     return all(t.placements[dim] == Shard(2) for t in (q, k, v))
 

@@ -164,7 +164,7 @@ def _fused_dim(x: Layout, w: Layout, bias: Layout | None) -> tuple[str, int] | N
             if bias.placements[dim] != expected:
                 return None
         if role != "keep":
-            if found is not None:
+            if found is not None or not x.place.ascends[dim]:
                 return None
             found = role, dim
     if found is not None and found[0] == "gather":

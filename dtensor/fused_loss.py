@@ -46,12 +46,13 @@ def cross_entropy(
         or x.index is None
         or not (one_class_each and rows.dtype == torch.int64 and x.dtype.is_floating_point)
         or reduction not in ("none", "mean", "sum")
+        or not 0.0 <= label_smoothing <= 1.0
     ):
         return NotImplemented
     lay = LossLayout(x, rows, dim)
-    if sum(lay.over_classes) != 1:
+    cutting = [d for d, over in enumerate(lay.over_classes) if over]
+    if len(cutting) != 1 or not x.place.ascends[cutting[0]]:
         return NotImplemented
-    by = lay.over_classes.index(True)
     logits = local_part(redistributed(input, lay.input), lay.input.placements)
     own = local_as(target, lay.target)
     _, _, unknown = lay.weights(own, None, ignore_index, logits.dtype)
@@ -59,8 +60,8 @@ def cross_entropy(
     if not own.is_cuda:
         known = not bool(unknown)
         lay.check(not (all_agree(known, lay.input, own.device) if cut_rows else known))
-    sizes = chunk_sizes(x.shape[dim], x.mesh.size(by))
-    group = x.mesh.get_group(by)
+    sizes = chunk_sizes(x.shape[dim], x.mesh.size(cutting[0]))
+    group = x.mesh.get_group(cutting[0])
     losses, counted = row_losses(
         logits.movedim(dim, -1), own, group, ignore_index, label_smoothing, sizes
     )

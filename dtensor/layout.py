@@ -237,7 +237,10 @@ class MeshPlace:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.sizes: Shape = tuple(mesh.shape)
         with unset_fake_temporarily():  # the first look at a mesh may be under a FakeTensorMode
-            self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
+            grid = mesh.mesh
+            self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
+            # Whether ranks along each dim ascend, as those of its process group do.
+            self.ascends = [bool((grid.diff(dim=dim) > 0).all()) for dim in range(grid.ndim)]
         self.coordinates: list[Shape] = list(itertools.product(*map(range, self.sizes)))
         here = dist.get_rank() if dist.is_initialized() else 0
         self.index: int | None = self.ranks.index(here) if here in self.ranks else None

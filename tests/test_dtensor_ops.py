@@ -17,6 +17,7 @@ from dtensors import close, ints, r, tensors_of, world
 from torch.nn import functional
 
 from weft.dtensor import (
+    DeviceMesh,
     Partial,
     Replicate,
     Shard,
@@ -476,3 +477,33 @@ def test_batch_norm_in_training() -> None:
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_family_sweep(family: str, mesh: tuple[int, ...], seed: int) -> None:
     run_family(family, mesh, 40, seed)
+
+
+@pytest.mark.ranks(4)
+def test_meshes_list_ranks_in_any_order() -> None:
+    """A process group has them in ascending order: there fused ops would take the wrong shards."""
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+
+    def attention(q: Any) -> Any:
+        return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    x, w = r(8, 6), r(4, 6)
+    cases: list[tuple[Callable[..., Any], list[tuple[torch.Tensor, Any]]]] = [
+        (functional.linear, [(x, Shard(0)), (w, Shard(0))]),
+        (functional.linear, [(x, Shard(1)), (w, Shard(1))]),
+        (attention, [(r(1, 2, 8, 4), Shard(2))]),
+        (functional.cross_entropy, [(x, Shard(1)), (ints(6, 8), Replicate())]),
+    ]
+    for call, operands in cases:
+        plain, ours = [], []
+        for t, placement in operands:
+            own = distribute_tensor(t, mesh, [Replicate(), placement], src_data_rank=None)
+            plain.append(t.clone().requires_grad_(t.is_floating_point()))
+            ours.append(own.requires_grad_(t.is_floating_point()))
+        result, expected = call(*ours), call(*plain)
+        assert close(result.redistribute(placements=[Replicate(), Replicate()]), expected)
+        (result**2).sum().backward()
+        (expected**2).sum().backward()
+        for mine, theirs in zip(ours, plain, strict=True):
+            if theirs.grad is not None:
+                assert close(mine.grad, theirs.grad)
