@@ -62,8 +62,9 @@ class Split:
             pieces = whole.split([size for sizes in self.by_rank for size in sizes], dim)
             layers = len(self.sizes)
             firsts = [pieces[i::layers][::copies] for i, copies in enumerate(self.copies)]
-            whole = torch.cat([piece for of_layer in firsts for piece in of_layer], dim)
-        return whole.contiguous()
+            return torch.cat([piece for of_layer in firsts for piece in of_layer], dim)
+        # In a graph of torch 2.11 a copy that is none would lose the gradient.
+        return whole if whole.is_contiguous() else whole.contiguous()
 
     def first_copies(self, part: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """`part`, with 0 in place of copies that a lower rank has as well."""
