@@ -39,14 +39,7 @@ SHAPES = ((1024, 32000), (512, 128256), (512, 152064))
 def cases(options: Options) -> list[Spec]:
     """One case a shape."""
     entries = options.shapes or (((24, 40),) if options.quick else SHAPES)
-    shapes = [sized(entry, SIZES, NAME) for entry in entries]
-    return [
-        Spec(
-            "x".join(map(str, shape)),
-            dict(zip(SIZES, shape, strict=True)) | {"dtype": options.dtype_name},
-        )
-        for shape in shapes
-    ]
+    return [Spec.of_sizes(SIZES, sized(entry, SIZES, NAME), options) for entry in entries]
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:

@@ -28,13 +28,7 @@ def cases(options: Options) -> list[Spec]:
                 f"--ranks {options.ranks} must divide the tokens and the ffn of every shape, got "
                 f"{tokens},{hidden},{ffn}"
             )
-    return [
-        Spec(
-            "x".join(map(str, shape)),
-            dict(zip(SIZES, shape, strict=True)) | {"dtype": options.dtype_name},
-        )
-        for shape in shapes
-    ]
+    return [Spec.of_sizes(SIZES, shape, options) for shape in shapes]
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:

@@ -64,6 +64,12 @@ class Spec:
     name: str
     params: dict[str, Any]
 
+    @classmethod
+    def of_sizes(cls, names: tuple[str, ...], sizes: tuple[int, ...], options: Options) -> Spec:
+        """A case that is told by its sizes alone."""
+        params = dict(zip(names, sizes, strict=True)) | {"dtype": options.dtype_name}
+        return cls("x".join(map(str, sizes)), params)
+
 
 @dataclass
 class Prepared:

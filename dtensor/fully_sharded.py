@@ -58,6 +58,7 @@ class _FSDPParam(_fsdp_param.FSDPParam):
 
 
 def _ours(tensor: TorchDTensor) -> DTensor:
+    """As `from_torch`, but without its checks and autograd: this runs for every gradient."""
     local = tensor._local_tensor.detach()
     return wrap(local, layout_of_spec(tensor._spec).with_dtype(local.dtype))
 

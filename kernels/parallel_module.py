@@ -11,7 +11,7 @@ ranks: Q, K and V with 4 query heads and 2 key heads, on 4 ranks, `copies=(1, 2,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,24 +29,23 @@ class Split:
         sizes: features of each layer.
         copies: on how many consecutive ranks each part of a layer is replicated.
         world_size: ranks.
+        parts: the sizes of each layer's parts: [layer][part].
+        by_rank: how many features of each layer each rank has: [rank][layer].
     """
 
     sizes: tuple[int, ...]
     copies: tuple[int, ...]
     world_size: int
+    # Not cached properties: Dynamo refuses the lock that they have before Python 3.12.
+    parts: list[list[int]] = field(init=False, repr=False, compare=False)
+    by_rank: list[list[int]] = field(init=False, repr=False, compare=False)
 
-    @property
-    def parts(self) -> list[list[int]]:
-        """The sizes of each layer's parts: [layer][part]."""
-        shared = zip(self.sizes, self.copies, strict=True)
-        return [chunk_sizes(size, self.world_size // copies) for size, copies in shared]
-
-    @property
-    def by_rank(self) -> list[list[int]]:
-        """How many features of each layer each rank has: [rank][layer]."""
-        layers = list(zip(self.parts, self.copies, strict=True))
-        ranks = range(self.world_size)
-        return [[parts[rank // copies] for parts, copies in layers] for rank in ranks]
+    def __post_init__(self) -> None:
+        W, copies = self.world_size, self.copies
+        parts = [chunk_sizes(n, W // each) for n, each in zip(self.sizes, copies, strict=True)]
+        layers = list(zip(parts, copies, strict=True))
+        by_rank = [[own[rank // each] for own, each in layers] for rank in range(W)]
+        vars(self).update(parts=parts, by_rank=by_rank)
 
     def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A rank's part of each layer, side by side."""

@@ -190,11 +190,27 @@ def vocab_parallel_cross_entropy(
         )
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if is_call_traced(logits):
+        sizes = None  # the graph itself learns them
+    else:
+        group = resolve(group)
+        sizes = known_sizes(logits, group, logits.ndim - 1, sizes, "cross entropy")
+        if target.device.type == "cpu":
+            _check_targets(target, sum(sizes), ignore_index)
     loss, counted = row_losses(logits, target, group, ignore_index, label_smoothing, sizes)
     if reduction != "none":
         loss = loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
     autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if autocast else loss.to(logits.dtype)
+
+
+def _check_targets(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    beyond = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
+    if len(beyond):
+        raise IndexError(
+            f"target {int(beyond[0])} is out of bounds: classes are 0 .. {classes - 1}, "
+            f"and {ignore_index=}"
+        )
 
 
 def row_losses(
@@ -207,13 +223,12 @@ def row_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss of each row in fp32 or fp64, 0 where it is ignored; whether it is not), both (*).
 
-    Raises:
-        IndexError: as `vocab_parallel_cross_entropy`.
+    Args: as of `vocab_parallel_cross_entropy`, and checked; `sizes` is None in a graph only.
     """
     counted = target != ignore_index
     first: int | torch.Tensor
     classes: int | torch.Tensor
-    if is_call_traced(logits):  # the graph learns how wide the shards are
+    if sizes is None:
         pg = group.pg if isinstance(group, Group) else process_group(group)
         rank, world_size = dist.get_rank(pg), dist.get_world_size(pg)
         width = torch.full((1,), logits.shape[-1], device=logits.device)
@@ -222,15 +237,7 @@ def row_losses(
     else:
         group = resolve(group)
         world_size = group.world_size
-        lengths = known_sizes(logits, group, logits.ndim - 1, sizes, "cross entropy")
-        first, classes = sum(lengths[: group.rank]), sum(lengths)
-        if target.device.type == "cpu":
-            beyond = target[counted & ((target < 0) | (target >= classes))]
-            if len(beyond):
-                raise IndexError(
-                    f"target {int(beyond[0])} is out of bounds: classes are 0 .. {classes - 1}, "
-                    f"and {ignore_index=}"
-                )
+        first, classes = sum(sizes[: group.rank]), sum(sizes)
     columns, own = logits.shape[-1], target - first
     here = counted & (own >= 0) & (own < columns)
     rows = _Rows(*(t.flatten() for t in (own.where(here, 0), here, counted)))

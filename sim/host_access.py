@@ -48,7 +48,7 @@ class HostAccesses(TorchDispatchMode):
     ) -> Any:
         # The dispatch of a DTensor or the like comes back with plain tensors.
         if types and wrap_others(tuple(types)):
-            return func(*args, **(kwargs or {})) if is_exported() else NotImplemented
+            return func(*args, **(kwargs or {})) if on_fakes() else NotImplemented
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
             for tensor, alias in operands(func, args, kwargs):
@@ -111,7 +111,7 @@ def wrap_others(types: tuple[type, ...]) -> bool:
     return any(getattr(kind, "__torch_dispatch__", plain) is not plain for kind in types)
 
 
-def is_exported() -> bool:
+def on_fakes() -> bool:
     """Whether torch.export traces on tensors without data, which take part in no access."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from weft.sim.host_access import is_exported, operands, tensors_in, wrap_others
+from weft.sim.host_access import on_fakes, operands, tensors_in, wrap_others
 from weft.sim.scheduler import local
 from weft.sim.trace import HostOp, Recorder
 
@@ -46,7 +46,7 @@ class HostOps(TorchDispatchMode):
     ) -> Any:
         # The dispatch of a DTensor or the like comes back with plain tensors.
         if types and wrap_others(tuple(types)):
-            return func(*args, **(kwargs or {})) if is_exported() else NotImplemented
+            return func(*args, **(kwargs or {})) if on_fakes() else NotImplemented
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         if func.is_view or name in _FREE:
