@@ -297,6 +297,12 @@ _is_grad_enabled, _grad = torch.is_grad_enabled, torch.autograd.grad
 _is_an_op: dict[tuple[Any, ...], bool] = {}
 
 
+def _has_functions_of_its_own(kind: Any) -> bool:
+    default = getattr(torch.Tensor.__torch_function__, "__func__", None)
+    own = getattr(kind.__torch_function__, "__func__", None)
+    return not issubclass(kind, DTensor) and own is not default
+
+
 @unless_traced
 def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -306,6 +312,8 @@ def _torch_function(
         result = handler(*args, **kwargs) if kwargs else handler(*args)
         if result is not _UNHANDLED:
             return result
+    if len(types) > 1 and any(map(_has_functions_of_its_own, types)):
+        return NotImplemented  # a quantized weight, say, which does the call by its own rules
     ops: list[Any] | None = None
     if not (_is_grad_enabled() or torch.compiler.is_compiling()):
         form = (func, len(args), *kwargs) if kwargs else (func, len(args))

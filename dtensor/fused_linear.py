@@ -311,6 +311,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         or len({lx.dtype, lw.dtype, lx.dtype if lb is None else lb.dtype}) > 1
         or lx.dtype.is_complex
         or torch.is_autocast_enabled(x._layout.mesh.device_type)
+        or _wraps_others(x)
+        or _wraps_others(w)
     ):
         return NotImplemented
     fused = _fused_kind(lx, lw, lb) if lx.dtype.is_floating_point else None
@@ -330,6 +332,11 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 def is_dtensor(a: Any) -> bool:
     return isinstance(a, DTensor)
+
+
+def _wraps_others(x: DTensor) -> bool:
+    """Whether the local tensor is a subclass made of other tensors, with ops of its own: fp8."""
+    return hasattr(type(x._local), "__tensor_flatten__")  # not one that is pending: that is plain
 
 
 def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
