@@ -114,16 +114,16 @@ def _who_agrees(even: Layout) -> tuple[Group | None, str]:
 forget_meshes += [_even_layout.cache_clear, _who_agrees.cache_clear]
 
 
-def check_parts(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+def check_parts(local: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.Tensor:
     """Compare what the ranks passed; make replicas equal to the first one's."""
     group = spanning_group(layout.mesh)
-    mine = (layout.shape, layout.stride, layout.dtype)
+    mine = (layout.shape, layout.stride, layout.dtype, requires_grad)
     everyones = group.gather_objects(mine, "from_local(run_check=True)")
     if any(theirs != mine for theirs in everyones):
         raise ValueError(
             f"from_local: the ranks' local tensors make up different global tensors (shape, "
-            f"stride, dtype): {dict(zip(group.ranks, everyones, strict=True))}. Pass shape and "
-            f"stride where the shards are uneven."
+            f"stride, dtype, requires_grad): {dict(zip(group.ranks, everyones, strict=True))}. "
+            f"Pass shape and stride where the shards are uneven."
         )
     agreed = local.clone(memory_format=torch.contiguous_format)
     for dim, placement in enumerate(layout.placements):

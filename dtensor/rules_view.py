@@ -124,8 +124,14 @@ def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
 
 @rule("as_strided", "as_strided_copy", "as_strided_scatter")
 def as_strided(call: Call) -> Choices:
-    """Reads the whole tensor's memory: replicated, with the same strides on every rank."""
-    source = call.inputs[0]
+    """Reads the whole tensor's memory: replicated, with the same strides on every rank.
+
+    With the tensor's own sizes and strides it reads nothing else, and each shard is itself.
+    """
+    source, bound = call.inputs[0], call.bound
+    given = tuple(bound["size"]), tuple(bound["stride"]), bound.get("storage_offset") or 0
+    if call.name == "as_strided" and given == (source.shape, source.stride, 0):
+        return mapped(call, {d: d for d in range(source.ndim)}, _all_of_it)
     if not source.is_contiguous:
         raise NotImplementedError(
             f"{call}: of a DTensor that is not contiguous. Call contiguous() first, or index it"

@@ -127,8 +127,8 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's part.
             device_mesh: default: the mesh of the enclosing `with mesh:`.
             placements: one per mesh dim; default: `Replicate` on all.
-            run_check: compare shapes and dtypes across ranks, and make replicas equal to the first
-                rank's. This communicates.
+            run_check: compare shapes, dtypes and requires_grad across ranks, and make replicas
+                equal to the first rank's. This communicates.
             shape, stride: of the global tensor, both or none. Without them the ranks of one host
                 exchange the lengths of their shards (3 us on top of waiting for the last rank);
                 over several hosts every shard is assumed to be as long as this one. A graph of
@@ -443,7 +443,7 @@ def _from_local(
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     if run_check and layout.index is not None:
-        value = check_parts(value, layout)
+        value = check_parts(value, layout, local_tensor.requires_grad)
     if grad_placements is not None:
         grad_placements = normalize(grad_placements, local_tensor.ndim, mesh.ndim)
     if needs_grad(local_tensor):

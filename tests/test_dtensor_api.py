@@ -173,6 +173,10 @@ def test_local_and_back() -> None:
         DTensor.from_local(torch.ones(2, rank + 1), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="different global tensors"):
         DTensor.from_local(torch.ones(rank + 1), mesh, [Replicate()], run_check=True)
+    # Only some ranks would run its backward, and wait there for the others.
+    some = torch.ones(2, requires_grad=rank > 0)
+    with pytest.raises(ValueError, match="requires_grad"):
+        DTensor.from_local(some, mesh, [Replicate()], run_check=True)
     checked = DTensor.from_local(torch.full((2,), rank), mesh, [Replicate()], run_check=True)
     assert checked.to_local().tolist() == [0, 0]
 

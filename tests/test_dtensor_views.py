@@ -175,3 +175,17 @@ def test_results_lie_in_memory_as_those_of_torch() -> None:
             expected, result = function(whole.t()), function(x)
             assert result.stride() == expected.stride()
             assert close(result.view(-1), expected.view(-1))
+
+
+@pytest.mark.ranks(2, 3)
+def test_as_strided_with_the_strides_that_a_tensor_has_moves_nothing(world_size: int) -> None:
+    mesh = world()
+    whole = torch.randn(4, 5, 3)
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()]):
+        for order in ((0, 1, 2), (2, 0, 1)):
+            x = distribute_tensor(whole.permute(order), mesh, placements).requires_grad_()
+            y = x.as_strided(x.size(), x.stride(), x.storage_offset())
+            assert y.placements == x.placements and y.stride() == x.stride()
+            assert y.to_local().data_ptr() == x.to_local().data_ptr()
+            (y * 2).sum().backward()
+            assert close(x.grad, torch.full(x.shape, 2.0))
