@@ -85,7 +85,12 @@ def by_index(call: Call) -> Choices:
     touched |= {d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in call.inputs)}
     linear = call.name.removesuffix("_") in ("gather", "scatter_add")
     sums = linear_sums(call.placements) if linear else []
-    return Choices(_together(call, touched) + [_but_index(call, p) for p in sums])
+    strategies = _together(call, touched) + [_but_index(call, p) for p in sums]
+    if call.name == "gather":  # each index says by itself where along `dim` to look
+        along = from_front(call.bound["dim"], x.ndim)
+        own = [p for p in call.inputs[1].placements if is_shard(p) and shard_dim(p) == along]
+        strategies += [Strategy((Replicate(), p), (p,)) for p in distinct(own)]
+    return Choices(strategies)
 
 
 def _but_index(call: Call, placement: Placement) -> Strategy:
@@ -247,10 +252,23 @@ def repeat(call: Call) -> Choices:
 
 @rule("constant_pad_nd")
 def constant_pad(call: Call) -> Choices:
-    """Dims without padding may be sharded."""
+    """Dims without padding may be sharded. The first term of a sum takes the value of the padding.
+
+    The others are padded with zeros.
+    """
     ndim, pad = call.inputs[0].ndim, call.args[1]
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
-    return Choices(_together(call, padded))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        x, op = inputs[0], call.op
+        if x.index is None or not any(
+            isinstance(p, Partial) and p.reduce_op != "avg" and i != 0
+            for p, i in zip(x.placements, x.coordinate, strict=True)
+        ):
+            return op
+        return lambda x, pad, *_, **__: op(x, pad, 0)
+
+    return Choices(_together(call, padded) + _partials(call), localize)
 
 
 @rule("one_hot")

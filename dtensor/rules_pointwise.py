@@ -28,6 +28,15 @@ _LINEAR_UNARY = {"neg", "positive", "conj_physical"}
 _LINEAR_IN_ALL = {"add", "sub", "rsub"}
 _LINEAR_IN_EITHER = {"mul"}
 _LINEAR_IN_FIRST = {"div", "true_divide"}
+# max(f(terms)) = f(max(terms)), and likewise of the smallest.
+_RISING = {
+    "asinh", "atan", "ceil", "clamp", "clamp_max", "clamp_min", "erf", "exp", "exp2", "expm1",
+    "floor", "relu", "round", "sigmoid", "sign", "sinh", "tanh", "trunc",
+}  # fmt: skip
+_FALLING = {"neg", "erfc"}
+# Rising in both arguments; with extrema of the same kind in both, it is one more of that kind.
+_LARGER_OR_SMALLER = {"maximum": "max", "max": "max", "minimum": "min", "min": "min"}
+_OPPOSITE = {"max": Partial("min"), "min": Partial("max")}
 
 
 def _aligned(layout: Layout, out: Shape, dim: int) -> int | None:
@@ -80,13 +89,31 @@ def _partials(call: Call) -> Iterator[Strategy]:
                 yield Strategy((replicate, partial), (partial,))
 
 
+def _extrema(call: Call) -> Iterator[Strategy]:
+    """Strategies that leave maxima and minima Partial, where the op keeps or turns their order."""
+    name, count, replicate = _name(call), len(call.inputs), Replicate()
+    for p in call.placements:
+        if not (isinstance(p, Partial) and p.reduce_op in _OPPOSITE):
+            continue
+        if count == 1 and name in _RISING:
+            yield call.with_all(p)
+        elif count == 1 and name in _FALLING:
+            yield Strategy((p,), (_OPPOSITE[p.reduce_op],))
+        elif count == 2 and name in _LARGER_OR_SMALLER:
+            if p.reduce_op == _LARGER_OR_SMALLER[name]:
+                yield call.with_all(p)
+            yield Strategy((p, replicate), (p,))
+            yield Strategy((replicate, p), (p,))
+
+
 @rule("pointwise", "floor_divide")
 def pointwise(call: Call) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
     if call.name == "div" and not call.outputs[0].dtype.is_floating_point:
         return Choices([call.whole, *shard_strategies(call, out)])
-    return Choices([call.whole, *shard_strategies(call, out), *_partials(call)])
+    strategies = [*shard_strategies(call, out), *_partials(call), *_extrema(call)]
+    return Choices([call.whole, *strategies])
 
 
 @rule("masked_fill", "add_", "sub_")
@@ -156,7 +183,7 @@ def fill(call: Call) -> Choices:
     """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
         return pointwise(call)
-    choices = _keep(call, linear=False)
+    choices = _keep(call, linear=call.name == "empty_like")
     # `*_like` reads no values: a Partial need not be reduced (for the first gradient of a loss).
     if not call.name.startswith("fill"):
         for placement in call.inputs[0].placements:

@@ -142,6 +142,37 @@ def mean(call: Call) -> Choices:
     return Choices(strategies, localize)
 
 
+_UNREDUCED, _MEAN = 0, 1  # aten's numbers for reduction=
+
+
+@rule(
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "soft_margin_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+def elementwise_loss(call: Call) -> Choices | Decomposed:
+    """The losses of single elements, and their sum or mean: no rank needs another's elements."""
+    from weft.dtensor.rules_pointwise import pointwise
+
+    bound = call.bound
+    if bound["reduction"] == _UNREDUCED:
+        call.refuses = call.name == "binary_cross_entropy"  # numbers beyond [0, 1]
+        return pointwise(call)
+    if not any(layout.cut_dims for layout in call.inputs):
+        return Choices([call.whole])
+    reduce = torch.ops.aten.mean if bound["reduction"] == _MEAN else torch.ops.aten.sum
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(bound, args, strict=False)) | kwargs | {"reduction": _UNREDUCED}
+        losses = dispatch(call.op, [given.get(name, bound[name]) for name in bound])
+        return dispatch(reduce.default, (losses,))
+
+    return Decomposed(run)
+
+
 _EXTREMA = {
     "amax": "max",
     "max": "max",
