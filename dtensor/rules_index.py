@@ -72,7 +72,10 @@ def along_dim(call: Call) -> Choices:
     name = "dims" if "dims" in bound else "dim"
     dims = bound.get(name, -1)
     dims = range(ndim) if dims in (None, []) else ([dims] if isinstance(dims, int) else dims)
-    return Choices(_together(call, {from_front(d, ndim) for d in dims}))
+    strategies = _together(call, {from_front(d, ndim) for d in dims})
+    if call.name in ("flip", "roll", "rot90"):  # they only put values elsewhere
+        strategies += [call.with_all(p) for p in call.placements if isinstance(p, Partial)]
+    return Choices(strategies)
 
 
 @rule("gather", "scatter", "scatter_add", "scatter_reduce")

@@ -47,6 +47,15 @@ def contraction(
         for placement in call.inputs[position].placements:
             if is_shard(placement):
                 present.append((letters[shard_dim(placement)], placement))
+    if bias is not None:  # the factors can be cut as the summand is
+        summand = call.inputs[bias]
+        shift = len(out) - summand.ndim
+        for placement in filter(is_shard, summand.placements):
+            if (
+                summand.shape[shard_dim(placement)]
+                == call.outputs[0].shape[shard_dim(placement) + shift]
+            ):
+                present.append((out[shard_dim(placement) + shift], placement))
     for letter, like in present:
         a, b = at(first, letter, like), at(second, letter, like)
         if not _fit(call.inputs[offset], a, call.inputs[offset + 1], b):

@@ -590,3 +590,26 @@ def test_lookups_and_paddings_that_move_nothing() -> None:
     assert close(functional.pad(terms, [1, 2]), functional.pad(x, [1, 2]))
     other = distribute_tensor(index[:5], world(), [Shard(1)])  # cut where it does not look
     assert close(torch.gather(whole, 0, other), torch.gather(x, 0, index[:5]))
+
+
+@pytest.mark.ranks(3)
+def test_factors_follow_their_summand_and_moved_terms_stay_terms() -> None:
+    def placed(t: torch.Tensor, placement: Any) -> DTensor:
+        return distribute_tensor(t, world(), [placement])
+
+    a, b, v = r(5, 4), r(4, 6), r(4)
+    for summand, dim in ((r(6), 0), (r(5, 6), 0), (r(5, 6), 1)):
+        operands = [placed(summand, Shard(dim)), placed(a, Replicate()), placed(b, Replicate())]
+        with CommDebugMode() as comm:
+            result = torch.addmm(*operands)
+        assert comm.get_total_counts() == 0
+        assert close(result, torch.addmm(summand, a, b))
+        assert result.placements == (Shard(dim + 2 - summand.ndim),)
+    assert torch.addmv(
+        placed(r(5), Shard(0)), placed(a, Replicate()), placed(v, Replicate())
+    ).placements == (Shard(0),)
+    for kind in ("sum", "max"):
+        x = placed(a, Partial("sum")) if kind == "sum" else placed(a, Shard(0)).amax(0, True)
+        assert x.placements == (Partial(kind),)
+        assert torch.flip(x, [1]).placements == torch.roll(x, 1, 1).placements == x.placements
+        assert close(torch.roll(x, 1, 1), torch.roll(x.full_tensor(), 1, 1))
