@@ -6,9 +6,8 @@ between the rank that writes them and the ranks that read them:
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
 Reductions do so at any size, as they read the peers' windows in place. Large data that is only
-copied, including the reduced parts of an all-reduce, is read straight from the peers' memory where
-the system allows it (see `direct`). Where symmetric memory does not reach, and on GPUs, the process
-group does it.
+copied is read straight from the peers' memory where the system allows it (see `direct`). Where
+symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
 """
@@ -130,37 +129,55 @@ def _scatter_into(
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, numels, op, config)
         return
-    result, name = out.view(-1), f"reduce_scatter({op}) of {x.numel()} elements"
-    for start, stop in _part_windows(numels, group, x.dtype):
-        _reduce_window(name, result[start:stop], x, group, numels, start, stop, op)
+    _reduce_parts("reduce_scatter", out.view(-1), x, group, numels, op, passed_on=False)
 
 
-def _reduce_window(
+def _reduce_parts(
     name: str,
-    into: torch.Tensor,
+    out: torch.Tensor,
     x: torch.Tensor,
     group: Group,
     numels: list[int],
-    start: int,
-    stop: int,
     op: ReduceOp,
+    *,
+    passed_on: bool,
 ) -> None:
-    """into = elements `start` to `stop` of this rank's part of every rank's x, reduced.
+    """Reduce this rank's part of every rank's x into `out`, or into its place there if the reduced
+    parts are `passed_on` to every rank.
 
-    The ranks' parts of x have `numels` elements and lie one after another.
+    The ranks' parts of x have `numels` elements and lie one after another. A reduced window is
+    passed on together with the next window's terms: half as many waits, and still in the cache.
     """
-    starts, length, rank = offsets(numels), stop - start, group.rank
-    slot_bytes = -(-length * x.element_size() // 64) * 64
-    with exchange(group, group.world_size * slot_bytes, name, x.device) as ex:
-        for peer in ex.peers():
-            begin, end = _cut(start, length, numels[peer])
-            ex.put(x, starts[peer] + begin, starts[peer] + end, peer * slot_bytes)
-            ex.signal(peer)
-        first = starts[rank] + start
-        own = x.view(-1)[first : first + len(into)]
-        if rank > 1 and own.data_ptr() == into.data_ptr():  # earlier terms are stored there first
-            own = own.clone()
-        _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
+    world_size, rank, starts = group.world_size, group.rank, offsets(numels)
+    windows = _windows(max(numels), x.dtype, world_size)  # a rank writes one for each rank
+    widest = max((stop - start for start, stop in windows), default=0)
+    slot_bytes = -(-widest * x.element_size() // 64) * 64
+    name, x = f"{name}({op}) of {x.numel()} elements", x.view(-1)
+    result = out[starts[rank] :][: numels[rank]] if passed_on else out
+
+    def part(of: int, window: tuple[int, int]) -> tuple[int, int]:
+        start, stop = window
+        begin, end = _cut(start, stop - start, numels[of])
+        return starts[of] + begin, starts[of] + end
+
+    steps = pairwise([None, *windows, None]) if passed_on else ((None, w) for w in windows)
+    for before, window in steps:
+        with exchange(group, (world_size + passed_on) * slot_bytes, name, x.device) as ex:
+            if before:
+                ex.put(out, *part(rank, before), world_size * slot_bytes)
+            for peer in ex.peers():
+                if window:
+                    ex.put(x, *part(peer, window), peer * slot_bytes)
+                ex.signal(peer)
+            for peer in ex.peers():
+                ex.wait(peer)
+                if before:
+                    ex.get(peer, out, *part(peer, before), world_size * slot_bytes)
+            if window:
+                own, into = x[slice(*part(rank, window))], result[slice(*window)]
+                if rank > 1 and own.data_ptr() == into.data_ptr():  # earlier terms go there first
+                    own = own.clone()
+                _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
 
 
 # With more ranks than this, each rank reduces one part of larger data and passes it on (two-shot);
@@ -189,7 +206,8 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
             kernels.launch_reduce(x, out, ws, None, op, config)
         return
     if nbytes > (_WINDOW_BYTES if group.world_size <= _ONE_SHOT_RANKS else _ONE_SHOT_BYTES):
-        _two_shot(out.view(-1), x, group, op)
+        parts = chunk_sizes(x.numel(), group.world_size)
+        _reduce_parts("all_reduce", out.view(-1), x, group, parts, op, passed_on=True)
     elif nbytes:
         with exchange(group, nbytes, f"all_reduce({op})", x.device) as ex:
             ex.put(x, 0, x.numel())
@@ -197,33 +215,6 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
             # `out` may be `x`: read this rank's part where it is not overwritten.
             own = ex.local(tuple(x.shape), x.dtype)
             _reduce_into(out, _terms(ex, group, own, 0), op)
-
-
-def _two_shot(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
-    sizes = chunk_sizes(x.numel(), group.world_size)
-    starts, name = offsets(sizes), f"all_reduce({op}) of {x.numel()} elements"
-    directly = _read_directly(sizes[0], group, x)
-
-    def window(rank: int) -> tuple[int, int]:
-        begin, end = _cut(start, stop - start, sizes[rank])
-        return starts[rank] + begin, starts[rank] + end
-
-    for start, stop in _part_windows(sizes, group, x.dtype):
-        first, last = window(group.rank)
-        _reduce_window(name, out[first:last], x, group, sizes, start, stop, op)
-        if directly:
-            continue
-        with exchange(group, (stop - start) * x.element_size(), name, x.device) as ex:
-            ex.put(out, first, last)
-            ex.signal_all()
-            for peer in ex.peers():
-                ex.wait(peer)
-                ex.get(peer, out, *window(peer))
-    if directly:
-        reduced = direct.Readable(group, name, out)
-        for peer in group.peers():
-            reduced.read(peer, starts[peer], out[starts[peer] : starts[peer] + sizes[peer]])
-        reduced.done()
 
 
 def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:
@@ -515,11 +506,6 @@ def _windows(numel: int, dtype: torch.dtype, share: int = 1) -> list[tuple[int, 
         return [(0, numel)] if numel else []
     edges = [numel * i // count for i in range(count + 1)]
     return list(pairwise(edges))
-
-
-def _part_windows(sizes: list[int], group: Group, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Windows of the ranks' parts; a rank writes one for each rank at a time."""
-    return _windows(max(sizes), dtype, group.world_size)
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
