@@ -33,7 +33,7 @@ _RISING = {
     "asinh", "atan", "ceil", "clamp", "clamp_max", "clamp_min", "erf", "exp", "exp2", "expm1",
     "floor", "relu", "round", "sigmoid", "sign", "sinh", "tanh", "trunc",
 }  # fmt: skip
-_FALLING = {"neg", "erfc"}
+_FALLING = {"neg", "erfc"}  # of floating-point numbers: -x of the smallest integer overflows
 # Rising in both arguments; with extrema of the same kind in both, it is one more of that kind.
 _LARGER_OR_SMALLER = {"maximum": "max", "max": "max", "minimum": "min", "min": "min"}
 _OPPOSITE = {"max": Partial("min"), "min": Partial("max")}
@@ -97,7 +97,7 @@ def _extrema(call: Call) -> Iterator[Strategy]:
             continue
         if count == 1 and name in _RISING:
             yield call.with_all(p)
-        elif count == 1 and name in _FALLING:
+        elif count == 1 and name in _FALLING and call.inputs[0].dtype.is_floating_point:
             yield Strategy((p,), (_OPPOSITE[p.reduce_op],))
         elif count == 2 and name in _LARGER_OR_SMALLER:
             if p.reduce_op == _LARGER_OR_SMALLER[name]:

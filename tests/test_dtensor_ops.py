@@ -568,6 +568,10 @@ def test_extrema_stay_partial_where_their_order_is_kept(kind: str) -> None:
     other = torch.minimum if kind == "max" else torch.maximum
     assert close(other(x, y), other(x.full_tensor(), y.full_tensor()))
     assert close(torch.cos(x), torch.cos(x.full_tensor()))
+    for smallest in (torch.tensor([0], dtype=torch.uint8), torch.tensor([-128], dtype=torch.int8)):
+        own = smallest + torch.distributed.get_rank()
+        integers = DTensor.from_local(own, world(), [Partial(kind)])  # -smallest is itself
+        assert torch.equal((-integers).full_tensor(), -integers.full_tensor())
 
 
 @pytest.mark.ranks(3)
