@@ -32,7 +32,7 @@ from weft.kernels import (
 exchange = importlib.import_module("weft.collectives.exchange")
 
 PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
-SLOT = "starts[peer] + end, peer * slot_bytes)"
+SLOT = "*part(peer, window), peer * slot_bytes)"
 POST = "self._waiter.post(peer, self.generation)"
 MOVED = ("movement of bytes",)
 
@@ -89,6 +89,13 @@ IN_EXCHANGES = [
         MOVED,
     ),
     fault(
+        "all-reduce takes its peers' sums before they come",
+        movement,
+        "                ex.wait(peer)\n                if before:\n",
+        "                if before:\n",
+        MOVED,
+    ),
+    fault(
         "broadcast does not wait for its source",
         movement,
         "                ex.wait(src)\n",
@@ -99,7 +106,7 @@ IN_EXCHANGES = [
         "reduce-scatter writes to another peer's slot",
         movement,
         SLOT,
-        SLOT.replace("end, peer", "end, (peer + 1) % 3"),
+        SLOT.replace("), peer", "), (peer + 1) % 3"),
         MOVED,
         (RACE, AssertionError),
     ),
