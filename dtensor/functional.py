@@ -66,8 +66,12 @@ def embedding(
         return NotImplemented
     if max_norm is not None or scale_grad_by_freq:
         return NotImplemented
-    pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return record(_Embedding, weight, input, pad)
+    if padding_idx is None:
+        return record(_Embedding, weight, input, -1)
+    rows = weight.shape[0]
+    if not -rows <= padding_idx < rows:
+        return NotImplemented  # torch raises the right error
+    return record(_Embedding, weight, input, padding_idx % rows)
 
 
 def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:

@@ -139,11 +139,13 @@ def parse_jax(text: str, sizes: Sequence[int], names: Sequence[str]) -> Placemen
         keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         if not keywords.keys() <= {"unreduced"}:
             raise ValueError(f"keywords {sorted(map(str, keywords))}")
-    except (SyntaxError, ValueError) as error:
+        axes = [() if e is None else e if isinstance(e, tuple) else (e,) for e in entries]
+        sums = keywords.get("unreduced", set())
+        if not all(isinstance(axis, str) for group in (*axes, sums) for axis in group):
+            raise ValueError("entries are None, names, or tuples of names")
+    except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is not like P('x', None): {error}") from error
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-    sums = set(keywords.get("unreduced", ()))
-    if unknown := {axis for group in axes for axis in group}.union(sums).difference(names):
+    if unknown := {axis for group in (*axes, sums) for axis in group}.difference(names):
         raise ValueError(f"{text}: the mesh has dims {list(names)}, not {sorted(unknown)}")
     result = list(placements_of_cuts([[names.index(a) for a in group] for group in axes], sizes))
     for axis in sums:

@@ -309,6 +309,9 @@ def refusals() -> list[Line]:
         ("cat of numbers", lambda t, u: torch.cat([t, u]), [r(), r()]),
         ("argmax of nothing", lambda t: t.argmax(), [r(0)]),
         ("amax of nothing", lambda t: t.amax(0), [r(0, 3)]),
+        ("var of integers", lambda j: j.var(), [ints(5, 4)]),
+        ("std of booleans", lambda j: j.std(0), [ints(2, 4, 3) > 0]),
+        ("padding", lambda t, j: functional.embedding(j, t, padding_idx=4), [x, ints(4, 5)]),
     ]
 
 
@@ -317,13 +320,13 @@ def test_wrong_values_are_refused_as_by_torch() -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     wrong = []
     for name, function, args in refusals():
-        with pytest.raises((RuntimeError, IndexError)) as of_torch:
+        with pytest.raises((RuntimeError, IndexError, AssertionError)) as of_torch:
             function(*args)
         for placements in itertools.product(*map(placements_of, args)):
             ours = [distribute_tensor(t, mesh, [p]) for t, p in zip(args, placements, strict=True)]
             try:
                 function(*ours)
-            except (RuntimeError, IndexError) as error:
+            except (RuntimeError, IndexError, AssertionError) as error:
                 if type(error) is of_torch.type:
                     continue
                 wrong.append(f"{name} {placements}: {error!r} is no {of_torch.type.__name__}")

@@ -92,6 +92,8 @@ def test_other_spellings_are_read() -> None:
         (lambda: parse_colossalai("[T]", (2, 2)), "neither R nor S"),
         (lambda: parse_jax("P('q')", (2,), ("x",)), "not \\['q'\\]"),
         (lambda: parse_jax("Q('x')", (2,), ("x",)), "not like P"),
+        (lambda: parse_jax("P(0)", (2,), ("x",)), "names, or tuples of names"),
+        (lambda: parse_jax("P('x', unreduced=0)", (2,), ("x",)), "not like P"),
         (lambda: parse_jax("P('x', unreduced={'x'})", (2,), ("x",)), "unreduced as well"),
         (lambda: format_colossalai([Partial()], 1, (2,)), "no partial sums"),
         (lambda: format_jax([Partial("max")], 1, (2,), ("x",)), "no other reductions"),
