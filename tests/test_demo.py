@@ -23,12 +23,15 @@ TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-
 def test_demo_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     command = ["demo", *TINY.split(), "--device", "cpu", "--out", str(tmp_path)]
     assert cli.main(command) == 0
     told = capsys.readouterr().out
     for said in ("the same training", "tokens/s", "waiting for peers", "all_gather_matmul"):
         assert said in told
+    rows = told.split("explain.txt tells why")[1].split("what the trained")[0].split("──")[-1]
+    for row in rows.strip(" ─\n").splitlines():
+        assert re.search(r"\b(host|generic|pull)\b", row), f"folded at 80 columns: {row}"
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["agrees"]

@@ -110,9 +110,11 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for column in columns:
-        left = column in ("", "op", "engine", "why", "shapes")
+        left = column in ("", "op", "engine", "shapes")
         table.add_column(
             column,
             justify="left" if left else "right",
@@ -154,13 +156,14 @@ def _times(comparison: Comparison) -> Table:
 
 
 def _engines(result: Result) -> Table:
-    table = _table("engines of one training step", "calls", "op", "shapes", "engine", "why")
+    title = "engines of one training step (explain.txt tells why)"
+    table = _table(title, "calls", "op", "shapes", "engine")
     others: Counter[tuple[str, str]] = Counter()
     for decision, calls in result.decisions.items():
         if decision.shapes:
-            table.add_row(str(calls), decision.op, decision.shapes, decision.engine, decision.why)
+            table.add_row(str(calls), decision.op, decision.shapes, decision.engine)
         else:
             others[decision.op, decision.engine] += calls
     for (op, engine), calls in others.items():
-        table.add_row(str(calls), op, "", engine, "see explain.txt")
+        table.add_row(str(calls), op, "", engine)
     return table
