@@ -183,9 +183,9 @@ def _on_gpus(
     """Transfers overlap with the matmul; what does not was found in virtual time (docs/scaling.md).
 
     The fused gather waits for its first shards and ends with whole tiles, which costs about 2 empty
-    exchanges and a third of a tile, or 16 and a 16th by copy engines. Fused sums in the worst case
-    multiply first and transfer then. In two shots they multiply at 0.6 of the rate, as only some
-    programs have tiles; ranks may differ in K, which counts as half of N.
+    exchanges and a third of a tile, or 16 and a 16th by copy engines. Fused sums are compared by
+    their worst case, multiplying first and transferring then, without the matmul: ranks may differ
+    in K.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
