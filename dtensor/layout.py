@@ -43,9 +43,13 @@ Shape = tuple[int, ...]
 LINEAR_REDUCTIONS = ("sum", "avg")
 
 
+# `isinstance` takes a microsecond where the answer is no, as their metaclass has its own.
+_OTHER_KINDS = (Replicate, Partial)
+
+
 def is_shard(placement: Placement) -> bool:
     """Whether `placement` cuts a tensor dim: `Shard` or `_StridedShard`."""
-    return isinstance(placement, (Shard, _StridedShard))
+    return type(placement) not in _OTHER_KINDS and isinstance(placement, (Shard, _StridedShard))
 
 
 def shard_dim(placement: Placement) -> int:
@@ -69,7 +73,9 @@ def linear_sums(placements: Iterable[Placement]) -> list[Placement]:
 
 def pieces_of(placement: Placement) -> int:
     """Into how many pieces a shard first divides its dim, taking a part of each."""
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    if type(placement) is Shard or not isinstance(placement, _StridedShard):
+        return 1
+    return int(placement.split_factor)
 
 
 def is_open(size: Any) -> bool:

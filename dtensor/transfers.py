@@ -398,30 +398,38 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     shards = sorted(range(source.ndim), key=lambda dim: -source.shape[dim])[:2]
     choices = [_choices(old, new, shards) for old, new in pairs]
     far = [_between_hosts(source, dim) for dim in range(len(choices))]
-    order = itertools.count()  # breaks ties in the heap, as placements do not compare
-    start, goal = source.placements, target.placements
-    heap: list[tuple[float, int, Placements, Placements | None]] = [(0.0, next(order), start, None)]
-    came_from: dict[Placements, Placements | None] = {}
+    # Layouts are looked at as indices into `choices`, as these hash quickly.
+    start, goal = (tuple(map(list.index, choices, end.placements)) for end in (source, target))
+    cuts = [list(map(shard_dim, options)) for options in choices]
+    sums = [[isinstance(p, Partial) for p in options] for options in choices]
+
+    def placed(chosen: Shape) -> Layout:
+        return source.with_placements(tuple(map(list.__getitem__, choices, chosen)))
+
+    order = itertools.count()  # breaks ties in the heap
+    heap: list[tuple[float, int, Shape, Shape | None]] = [(0.0, next(order), start, None)]
+    came_from: dict[Shape, Shape | None] = {}
+    least = math.inf  # of the ways to the goal in the heap: no dearer way is looked at
     while goal not in came_from:
         cost, _, here, previous = heapq.heappop(heap)
         if here in came_from:
             continue
         came_from[here] = previous
-        for dim, options in enumerate(choices):
-            for new in options:
-                if new != here[dim] and _is_aligned(here, dim, new):
-                    there = (*here[:dim], new, *here[dim + 1 :])
-                    if there not in came_from:
-                        price = _edge_cost(source, here, dim, new, far[dim])
-                        heapq.heappush(heap, (cost + price, next(order), there, here))
-        if not any(isinstance(a, Partial) and a != b for a, b in zip(here, goal, strict=True)):
-            elements = _received(source.with_placements(here), target)
-            price = 2.0 * _STEP_BYTES + max(elements) * source.dtype.itemsize * _slowness(any(far))
-            heapq.heappush(heap, (cost + price, next(order), goal, here))
+        for there, price in _along_one_dim(source, here, cuts, sums, far):
+            if there not in came_from and cost + price <= least:
+                heapq.heappush(heap, (cost + price, next(order), there, here))
+                least = cost + price if there == goal else least
+        total = cost + 2 * _STEP_BYTES
+        kept = zip(sums, here, goal, strict=True)
+        if total <= least and all(a == b or not is_sum[a] for is_sum, a, b in kept):
+            elements = max(_received(placed(here), target))
+            total += elements * source.dtype.itemsize * _slowness(any(far))
+            heapq.heappush(heap, (total, next(order), goal, here))
+            least = min(least, total)
     stops = [goal]
     while (before := came_from[stops[-1]]) is not None:
         stops.append(before)
-    layouts = [source.with_placements(placements) for placements in reversed(stops)]
+    layouts = map(placed, reversed(stops))
     return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
 
 
@@ -444,14 +452,33 @@ def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
     return not any(shard_dim(later) in cut for later in here[dim + 1 :])
 
 
-def _edge_cost(source: Layout, here: Placements, dim: int, new: Placement, far: bool) -> float:
-    size = source.place.sizes[dim]
-    if isinstance(here[dim], Replicate) or size == 1:
-        return 0.0
-    moved = transition_bytes(source.with_placements(here), dim, new)
-    if isinstance(here[dim], Partial) and isinstance(new, Replicate):
-        moved *= size / 2  # all terms in one step, instead of parts in two
-    return _STEP_BYTES + moved * _slowness(far)
+def _along_one_dim(
+    source: Layout, here: Shape, cuts: list[list[int]], sums: list[list[bool]], far: list[bool]
+) -> Iterator[tuple[Shape, float]]:
+    """(choices, cost) of each step from the choices `here` that changes one mesh dim.
+
+    Args:
+        cuts: of each choice of each mesh dim, the tensor dim that it cuts; -1 if it cuts none.
+        sums: whether it is Partial.
+        far: of each mesh dim, whether it spans hosts.
+    """
+    sizes, total = source.place.sizes, source.global_bytes
+    cut = [of_dim[i] for of_dim, i in zip(cuts, here, strict=True)]
+    shards = math.prod(size for size, own in zip(sizes, cut, strict=True) if own >= 0)
+    for dim, (size, own) in enumerate(zip(sizes, cut, strict=True)):
+        later, is_sum = cut[dim + 1 :], sums[dim][here[dim]]
+        if own >= 0 and own in later:
+            continue
+        local = size == 1 or not (is_sum or own >= 0)
+        whole = total // (shards // size if own >= 0 else shards) * (size - 1) / size
+        for i, new in enumerate(cuts[dim]):
+            if i == here[dim] or sums[dim][i] or (new >= 0 and new in later):
+                continue
+            moved = _moved(whole, size, is_sum, new >= 0)
+            if is_sum and new < 0:
+                moved *= size / 2  # all terms in one step, instead of parts in two
+            cost = 0.0 if local else _STEP_BYTES + moved * _slowness(far[dim])
+            yield (*here[:dim], i, *here[dim + 1 :]), cost
 
 
 def _slowness(far: bool) -> int:
@@ -509,9 +536,13 @@ def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     pairs = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
     rows = math.prod(n for dim, (p, n) in pairs if dim != mesh_dim and is_shard(p))
     whole = layout.global_bytes // rows * (size - 1) / size
-    if is_shard(wanted):
-        return whole if isinstance(old, Partial) else whole / size
-    return 2 * whole if isinstance(old, Partial) else whole
+    return _moved(whole, size, isinstance(old, Partial), is_shard(wanted))
+
+
+def _moved(whole: float, size: int, from_sum: bool, to_shard: bool) -> float:
+    if to_shard:
+        return whole if from_sum else whole / size
+    return 2 * whole if from_sum else whole
 
 
 def same_shard(a: Placement, b: Placement) -> bool:
