@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from weft.dtensor.layout import layout_of_spec
 from weft.dtensor.tensor import DTensor
 
 __all__ = ["from_torch", "to_torch"]
@@ -23,11 +24,15 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
 
 
 def from_torch(tensor: TorchDTensor) -> DTensor:
-    """A DTensor of PyTorch's as one of ours. No copy, no communication; differentiable."""
+    """A DTensor of PyTorch's as one of ours. No copy, no communication; differentiable.
+
+    Raises:
+        NotImplementedError: its mesh dims cut in an order of their own, and not evenly.
+    """
     return DTensor.from_local(
         tensor.to_local(),
         tensor.device_mesh,
-        tensor.placements,
+        layout_of_spec(tensor._spec).placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),

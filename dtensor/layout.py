@@ -441,13 +441,29 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
 
     Raises:
         ValueError: it lacks the tensor's shape and dtype.
+        NotImplementedError: its mesh dims cut in an order of their own, and not evenly.
     """
     meta = spec.tensor_meta
     if meta is None:
         raise ValueError(f"{spec} has no tensor_meta: shape, stride and dtype are needed")
     shape, stride = tuple(meta.shape), tuple(meta.stride)
-    placements = normalize(spec.placements, len(shape), spec.mesh.ndim)
+    placements = normalize(_in_order(spec, shape), len(shape), spec.mesh.ndim)
     return layout_of(spec.mesh, placements, shape, stride, meta.dtype)
+
+
+def _in_order(spec: DTensorSpec, shape: Shape) -> Placements:
+    """The placements of a spec that also say in which order mesh dims cut a tensor dim."""
+    order, placements = spec.shard_order, spec.placements
+    if any(isinstance(p, _StridedShard) for p in placements) or spec.is_default_device_order(order):
+        return placements
+    for tensor_dim, mesh_dims in order:
+        if shape[tensor_dim] % math.prod(map(spec.mesh.size, mesh_dims)):
+            raise NotImplementedError(
+                f"a tensor of shape {shape}, whose dim {tensor_dim} is cut by mesh dims "
+                f"{mesh_dims} in this order: no placements say which parts these are where they "
+                f"are not of one size. Redistribute it to {show(placements)} by torch first"
+            )
+    return spec._convert_shard_order_to_StridedShard(order, placements, spec.mesh)
 
 
 def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from dtensors import as_if_on_two_hosts, world
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
@@ -51,6 +52,26 @@ def test_exchange_with_torch() -> None:
         assert ours.to_local().data_ptr() == x.to_local().data_ptr()
         (ours * 2).full_tensor().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), torch.full(shape, 2.0))
+
+
+@pytest.mark.ranks(4)
+def test_orders_in_which_mesh_dims_cut_come_over_from_torch() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+
+    def of_torch(whole: torch.Tensor) -> TorchDTensor:
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
+        half = whole.chunk(2)[mesh.get_local_rank(1)]
+        return TorchDTensor(half.chunk(2)[mesh.get_local_rank(0)], spec, requires_grad=False)
+
+    theirs = of_torch(torch.arange(24.0).view(8, 3))
+    ours = from_torch(theirs)
+    assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    assert DTensor(theirs.to_local(), theirs._spec)._layout is ours._layout
+    assert torch.equal(to_torch(ours * 2).full_tensor(), 2 * theirs.full_tensor())
+    with pytest.raises(NotImplementedError, match=r"cut by mesh dims \(1, 0\) in this order"):
+        from_torch(of_torch(torch.arange(5.0)))
 
 
 @pytest.mark.ranks(2, 3)
