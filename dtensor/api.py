@@ -93,7 +93,7 @@ def distribute_tensor(
     if whole.device.type != mesh.device_type and not whole.is_meta:
         whole = whole.to(mesh.device_type)
     if layout.index is None:
-        local = whole.new_empty(0)
+        local = whole.new_zeros(layout.local_shape)
     elif whole.is_meta:
         local = whole.new_empty(layout.local_shape)
     else:

@@ -23,8 +23,10 @@ _PACKETS = {
     "all_gather": _counted.all_gather_into_tensor,
     "all_reduce": _counted.all_reduce,
     "all_to_all": _counted.all_to_all_single,
-    "broadcast": _counted.broadcast,
+    # Of `distribute_tensor`, for which torch calls the process group.
+    "broadcast": torch.ops.c10d.broadcast_,
     "reduce_scatter": _counted.reduce_scatter_tensor,
+    "scatter": torch.ops.c10d.scatter_,
 }
 # The collective that a fused op does the work of.
 _REPLACED = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,24 @@ Shape = tuple[int, ...]
 
 # Reductions that commute with addition and with scaling.
 LINEAR_REDUCTIONS = ("sum", "avg")
+# What each reduction of a Partial does to an accumulator, given another term.
+REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,  # divided at the end, by `divide_`
+    "product": torch.Tensor.mul_,
+    "max": lambda acc, term: torch.maximum(acc, term, out=acc),
+    "min": lambda acc, term: torch.minimum(acc, term, out=acc),
+    "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_,
+    "bxor": torch.Tensor.bitwise_xor_,
+}
+
+
+def divide_(total: torch.Tensor, count: int) -> torch.Tensor:
+    """The average of a sum; of integers it is cut to one."""
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(count)
+    return total.div_(count, rounding_mode="trunc")
 
 
 # `isinstance` takes a microsecond where the answer is no, as their metaclass has its own.
@@ -170,7 +188,8 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     """Placements with dims counted from the front.
 
     Raises:
-        ValueError: not one placement for each mesh dim, or a shard of a dim that does not exist.
+        ValueError: not one placement for each mesh dim, a shard of a dim that does not exist, or
+            an unknown reduction.
     """
     if isinstance(placements, Placement):
         raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
@@ -188,6 +207,10 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
             raise ValueError(
                 f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r} in "
                 f"{placements}: weft.dtensor.notation reads other notations"
+            )
+        if isinstance(placement, Partial) and placement.reduce_op not in REDUCE:
+            raise ValueError(
+                f"{placement} asks for an unknown reduction: Partial takes one of {list(REDUCE)}"
             )
         if is_shard(placement):
             dim = shard_dim(placement)
@@ -327,8 +350,10 @@ class Layout:
 
     @cached_property
     def local_shape(self) -> Shape:
-        """Local shape on this process."""
-        return (0,) if self.index is None else self.shape_at(self.index)
+        """Local shape on this process. Outside of the mesh it is empty; a scalar is a number there."""
+        if self.index is None:
+            return (0,) if self.shape else ()
+        return self.shape_at(self.index)
 
     @cached_property
     def offset(self) -> Shape:
@@ -488,11 +513,28 @@ def _short(placement: Placement) -> str:
 
 
 @lru_cache(maxsize=1024)
-def check_partials(placements: Placements) -> None:
-    """Raise `ValueError` if mesh dims would be reduced by operations that do not commute."""
+def check_partials(placements: Placements, dtype: torch.dtype) -> None:
+    """Raise `ValueError` if mesh dims would be reduced by operations that do not commute, or that
+    torch does not have for `dtype`.
+
+    All ranks find this before they communicate. The reduction itself runs only where there are
+    terms to reduce, and would raise on some ranks while others wait for them.
+    """
     kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(kinds) > 1 and not kinds <= set(LINEAR_REDUCTIONS):
         raise ValueError(
             f"Mixed Partial reduce types are not supported: {show(placements)} would be reduced by "
             f"{sorted(kinds)} in an order that matters. Redistribute one of them first."
         )
+    with unset_fake_temporarily():
+        for kind in sorted(kinds):
+            one = torch.ones((), dtype=dtype, device="cpu")
+            try:
+                REDUCE[kind](one, one.clone())
+                if kind == "avg":
+                    divide_(one, 2)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{show(placements)} of {dtype} cannot be reduced: torch has no such {kind} "
+                    f"({error}). Make it of another dtype, by to(dtype) of the local tensors"
+                ) from None

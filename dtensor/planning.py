@@ -238,12 +238,13 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
         result = returned[0] if returned and len(returned) == 1 else returned
         return Plan(nothing, result=result, writes=tuple(writes))
 
+    def empty(layout: Layout) -> Any:
+        device = call.mesh.device_type
+        return wrap(torch.zeros(layout.local_shape, dtype=layout.dtype, device=device), layout)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         each = iter(results)
-        return map_tree(
-            call.output_tree,
-            lambda a: wrap(torch.empty(0, dtype=a.dtype), next(each)) if isinstance(a, Meta) else a,
-        )
+        return map_tree(call.output_tree, lambda a: empty(next(each)) if isinstance(a, Meta) else a)
 
     return Plan(nothing, decomposed=run)
 

@@ -15,7 +15,7 @@ when the result is first read; until then no rank waits or is waited for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.group import Group, is_traced, kept_by_group, resolve
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
-from weft.dtensor.layout import Layout, Shape, contiguous_stride
+from weft.dtensor.layout import REDUCE, Layout, Shape, contiguous_stride, divide_
 from weft.dtensor.library import name_of
 from weft.dtensor.transfers import Piece, Slices, Step, collective_plan, plan
 
@@ -37,16 +37,6 @@ Blocks = list[list[torch.Tensor]]
 # Yields once this rank has published what the others need; returns its local tensor.
 Running = Generator[None, None, torch.Tensor]
 
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "avg": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "max": lambda acc, term: torch.maximum(acc, term, out=acc),
-    "min": lambda acc, term: torch.minimum(acc, term, out=acc),
-    "band": torch.Tensor.bitwise_and_,
-    "bor": torch.Tensor.bitwise_or_,
-    "bxor": torch.Tensor.bitwise_xor_,
-}
 _SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 # How many asynchronous redistributions of a group may be in flight: one more finishes the first.
 _SLOTS = 4
@@ -58,7 +48,7 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     The result shares no memory with `local`, unless the layouts are the same.
     """
     if source.index is None and target.index is None:
-        return local.new_empty(0, dtype=target.dtype)
+        return local.new_zeros(target.local_shape, dtype=target.dtype)
     if local.is_meta:
         return local.new_empty(target.local_shape, dtype=target.dtype)
     if is_traced(local):
@@ -292,13 +282,8 @@ def _fill_neutral(step: Step, out: torch.Tensor) -> torch.Tensor:
 def _reduced(step: Step, terms: list[torch.Tensor], acc: torch.Tensor) -> torch.Tensor:
     acc.copy_(terms[0])
     for term in terms[1:]:
-        _REDUCE[step.reduce_op or "sum"](acc, term.to(acc.dtype))
-    if step.scale != 1:
-        if acc.is_floating_point() or acc.is_complex():
-            acc.div_(step.scale)
-        else:
-            acc.div_(step.scale, rounding_mode="trunc")
-    return acc
+        REDUCE[step.reduce_op or "sum"](acc, term.to(acc.dtype))
+    return divide_(acc, step.scale) if step.scale != 1 else acc
 
 
 def _all_to_all(

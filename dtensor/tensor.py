@@ -432,7 +432,8 @@ def _from_local(
     else:
         layout = layout_of(mesh, placements, tuple(shape), tuple(stride), local_tensor.dtype)
     if layout.index is None:
-        local_tensor = local_tensor.new_empty(0, requires_grad=local_tensor.requires_grad)
+        wanted_grad = local_tensor.requires_grad
+        local_tensor = local_tensor.new_zeros(layout.local_shape, requires_grad=wanted_grad)
     elif shape is not None and tuple(local_tensor.shape) != layout.local_shape:
         raise ValueError(
             f"from_local: the local tensor has shape {tuple(local_tensor.shape)}, but "
@@ -536,7 +537,7 @@ def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
 def outside_result(target: Layout, *operands: DTensor | None) -> DTensor:
     """The empty result of an op in a process outside of the mesh; differentiable, as inside."""
     parts = [local_part(t, t._layout.gradient_placements) for t in operands if t is not None]
-    empty = torch.zeros(0, dtype=target.dtype, device=parts[0].device)
+    empty = torch.zeros(target.local_shape, dtype=target.dtype, device=parts[0].device)
     return as_global(empty + 0 * sum(part.sum() for part in parts), target)
 
 

@@ -356,11 +356,11 @@ def plan(source: Layout, target: Layout) -> Plan:
     """The cheapest way from `source` to `target`: one pull, or reduce shards, then pull.
 
     Raises:
-        ValueError: Partial reductions that do not commute.
+        ValueError: Partial reductions that do not commute, or that the dtype does not have.
     """
     if source is target:
         return Plan(source, target, ())
-    check_partials(source.placements)
+    check_partials(source.placements, source.dtype)
     stops = [source, target]
     kept, summed, _ = _partial_dims(source, target)
     if summed and source.ndim:
@@ -391,7 +391,7 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     """
     if source is target:
         return Plan(source, target, ())
-    check_partials(source.placements)
+    check_partials(source.placements, source.dtype)
     pairs = list(zip(source.placements, target.placements, strict=False))
     if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
         return plan(source, target)

@@ -503,6 +503,13 @@ def test_ranks_outside_the_mesh_do_nothing() -> None:
         for ask in (lambda: x.equal(x), lambda: x.sum().item(), x.nonzero):
             with pytest.raises(RuntimeError, match="only ranks"):
                 ask()
+    # What has no dims has none outside either, as in torch: a training loop runs on all ranks.
+    number = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
+    given = DTensor.from_local(torch.tensor(3.0), mesh, [Replicate()])
+    loss = (x.detach().requires_grad_() * number).sum()
+    for scalar in (number, given, number + 1, loss, loss.redistribute(mesh, [Replicate()])):
+        assert scalar.to_local().shape == scalar.full_tensor().shape == ()
+    loss.to_local().backward()
     # Results are placed as inside, so that they can be redistributed to other ranks.
     drawn = [dtensor.randn(4, 6, device_mesh=mesh, placements=[Shard(0)]) for _ in range(3)]
     rows, columns, norm = drawn[0], drawn[1].requires_grad_(), functional.layer_norm(drawn[2], (6,))

@@ -104,6 +104,27 @@ def test_a_replicated_tensor_becomes_terms_exactly() -> None:
         assert torch.equal(back, whole), op
 
 
+@pytest.mark.ranks(3)
+def test_reductions_that_do_not_exist_are_refused_alike_on_every_rank() -> None:
+    """Also on a rank that has nothing to reduce, which would wait for the others."""
+    mesh = init_device_mesh("cpu", (3,))
+    for make in (DTensor.from_local, distribute_tensor):
+        with pytest.raises(ValueError, match=r"'product'"):
+            make(torch.ones(1), mesh, [Partial("prod")])
+    cases: list[tuple[str, torch.dtype]] = [
+        ("bxor", torch.float32),
+        ("max", torch.complex64),
+        ("avg", torch.bool),
+        ("sum", torch.float8_e4m3fn),
+    ]
+    for op, dtype in cases:
+        x = DTensor.from_local(torch.ones(1).to(dtype), mesh, [Partial(op)])
+        with pytest.raises(ValueError, match=f"no such {op}"):
+            x.redistribute(placements=[Shard(0)])
+    either = DTensor.from_local(torch.ones(1, dtype=torch.bool), mesh, [Partial("sum")])
+    assert either.redistribute(placements=[Shard(0)]).full_tensor().all()
+
+
 @pytest.mark.ranks(4)
 def test_to_a_mesh_of_other_ranks() -> None:
     """Meshes that share no rank, or some, or have other shapes; forward and gradient."""

@@ -261,7 +261,10 @@ def close_in_fp32(ours: Any, theirs: Any) -> bool:
 @pytest.mark.ranks(2, 3)
 def test_counting() -> None:
     mesh = world()
-    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+        distribute_tensor(torch.randn(2), mesh, [Replicate()])
+    assert comm.get_comm_counts() == {torch.ops.c10d.scatter_: 1, torch.ops.c10d.broadcast_: 1}
     with CommDebugMode() as comm:
         x.redistribute(placements=[Replicate()])
         x.redistribute(placements=[Shard(1)])
