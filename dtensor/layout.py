@@ -350,7 +350,7 @@ class Layout:
 
     @cached_property
     def local_shape(self) -> Shape:
-        """Local shape on this process. Outside of the mesh it is empty; a scalar is a number there."""
+        """Local shape on this process. Outside of the mesh it is empty, but that of a scalar."""
         if self.index is None:
             return (0,) if self.shape else ()
         return self.shape_at(self.index)

@@ -144,7 +144,7 @@ class DTensor(torch.Tensor):
         """
         given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
-            key = _kept_for_graph(*given)  # also allows the next call in the graph
+            key = _kept_for_graph(given)  # also allows the next call in the graph
             return _from_local_in_graph(local_tensor, key, shape, stride)
         return _from_local(local_tensor, *given, shape, stride)
 
@@ -457,7 +457,9 @@ def _from_local(
 _kept: dict[str, tuple[Any, ...]] = {}
 
 
-def _kept_for_graph(mesh: DeviceMesh | None, *others: Any) -> str:
+# A tuple, as a mesh that is an argument by itself is guarded by its id.
+def _kept_for_graph(given: tuple[Any, ...]) -> str:
+    mesh, *others = given
     # Not at import: importing torch's tracer takes as long as all of weft.dtensor.
     dynamo: Any = torch._dynamo
     dynamo.allow_in_graph(_from_local_in_graph)

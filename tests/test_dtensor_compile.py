@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from weft.demo.model import Llama, Shape, parallelize
 from weft.dtensor import (
+    DeviceMesh,
     DTensor,
     Partial,
     Replicate,
@@ -94,6 +95,19 @@ def test_functions(backend: str) -> None:
     torch._dynamo.reset()
     result = torch.compile(broken_off, backend=backend)(x)
     torch.testing.assert_close(full_of(result), full_of(broken_off(x)))
+
+
+@pytest.mark.ranks(2)
+def test_an_equal_mesh_that_is_made_anew_is_not_traced_again() -> None:
+    def joined(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return DTensor.from_local(t, mesh, [Shard(0)]).full_tensor()
+
+    graphs, local = Graphs(), torch.tensor([float(dist.get_rank())])
+    compiled = torch.compile(joined, fullgraph=True, backend=graphs.backend)
+    for _ in range(3):
+        assert compiled(local, DeviceMesh("cpu", [0, 1])).tolist() == [0, 1]
+    assert graphs.forwards == 1
+    assert compiled(local, DeviceMesh("cpu", [1, 0])).tolist() == [1, 0]
 
 
 @pytest.mark.ranks(2)
