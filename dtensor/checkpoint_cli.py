@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left out, no tensors: {', '.join(sorted(left_out))} (a .pt file has them)")
         else:
             _reshard(stored, args)
-    except (CheckpointError, ValueError, NotImplementedError) as error:
+    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
         print(f"weft checkpoint: {error}", file=sys.stderr)
         return 1
     return 0

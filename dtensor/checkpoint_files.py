@@ -52,6 +52,13 @@ _SAFETENSORS = {
 }
 
 
+# What pickle raises for bytes that are damaged, or were never written by it.
+_UNPICKLING = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint does not match its metadata: a piece is missing or damaged."""
 
@@ -114,9 +121,9 @@ class Stored:
         try:
             with open(file, "rb") as stream:
                 metadata = pickle.load(stream)
-        except (pickle.UnpicklingError, EOFError, AttributeError, ModuleNotFoundError) as error:
+            self._places = metadata.storage_data
+        except _UNPICKLING as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error
-        self._places = metadata.storage_data
         self._nesting = metadata.planner_data or {}
         self.tensors: dict[str, Entry] = {}
         self.values: list[str] = []

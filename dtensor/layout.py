@@ -188,8 +188,8 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
     """Placements with dims counted from the front.
 
     Raises:
-        ValueError: not one placement for each mesh dim, a shard of a dim that does not exist, or
-            an unknown reduction.
+        ValueError: not one placement for each mesh dim, a shard of a dim that does not exist or
+            into no pieces, or an unknown reduction.
     """
     if isinstance(placements, Placement):
         raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
@@ -218,6 +218,10 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
                 raise ValueError(
                     f"{placement} shards dim {dim}, but the tensor has {ndim} dims: shard a dim "
                     f"in [{-ndim}, {ndim}), or use Replicate()"
+                )
+            if pieces_of(placement) < 1:
+                raise ValueError(
+                    f"{placement} takes no part of the tensor: split_factor must be at least 1"
                 )
             if dim < 0:
                 placement = moved(placement, dim + ndim)

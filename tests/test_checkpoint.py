@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,10 @@ def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert f"{piece}: {piece.file} is missing" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="is missing"):
         load({"model": {"w": torch.zeros(7, 5)}}, folder)
-    (folder / ".metadata").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
-        Stored(folder)
+    for content in (b"nothing", b"garbage\n", b"", pickle.dumps([1])):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+            Stored(folder)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
 
 
@@ -249,8 +251,14 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2", "--layout", "*=[Q]"]) == 1
     assert not (tmp_path / "y").exists()
     capsys.readouterr()
-    assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2,2"]) == 1
-    assert "--mesh must be sizes like 8 or 2x4, got '2,2'" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for place, given, text in (
+        ("y", ["2,2"], "--mesh must be sizes like 8 or 2x4, got '2,2'"),
+        ("y", ["2", "--layout", "*.w=[_S(0, 0)]"], "split_factor must be at least 1"),
+        ("file/y", ["2"], "Not a directory"),
+    ):
+        assert main([*command[:3], str(tmp_path / place), "--mesh", *given]) == 1
+        assert text in capsys.readouterr().err
 
 
 def test_help_teaches(capsys: Any) -> None:
