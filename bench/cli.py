@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from weft.bench import shapes
 from weft.bench.suites import SUITES
-from weft.cli import make_folder
+from weft.cli import at_least, device_and_ranks, make_folder, several
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options
@@ -46,7 +46,7 @@ examples:
   weft bench mlp --shapes 1024,1024,4096    a training step of your MLP
   weft bench collectives --filter all_reduce --ranks 4
   weft bench all --out report               every suite, one report
-  weft bench mine.py --out report           kernels of your own: docs/bench.md
+  weft bench mine.py --out report           kernels of your own: docs/own_kernels.md
   weft bench compare old/ops.json report/ops.json --max-regression 10
 """
 
@@ -118,8 +118,6 @@ def failed(case: Case) -> bool:
 
 def options_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Options:
     """The `Options` that the command line of a suite asks for."""
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     return replace(
         machine_options(args, parser),
         engines=tuple(args.engines or ()),
@@ -138,15 +136,7 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
     from weft.bench.problem import Options
 
-    gpus = torch.cuda.device_count()
-    device: Literal["cpu", "cuda"] = args.device or ("cuda" if gpus else "cpu")
-    if device == "cuda" and not gpus:
-        parser.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
-    ranks = args.ranks
-    if ranks is None:
-        ranks = max(2, gpus) if device == "cuda" else 2
-    if ranks < 2:
-        parser.error(f"ranks must be at least 2, got {ranks}: one rank has no peers")
+    device, ranks = device_and_ranks(parser, args.device, args.ranks)
     return Options(ranks=ranks, device=device, dtype=getattr(torch, args.dtype))
 
 
@@ -176,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full-size", action="store_true", help="models in their own size on a CPU, too"
     )
-    parser.add_argument("--rounds", type=int, help="timed rounds a case (as --seconds allows)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), metavar="N", help="timed rounds a case (as --seconds allows)"
+    )
     parser.add_argument(
         "--seconds", type=float, default=1.5, help="aimed at a case, at least 7 rounds (1.5)"
     )
@@ -187,7 +179,9 @@ def _parser() -> argparse.ArgumentParser:
 def add_machine_options(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
     """What every command that runs ranks takes; without `ranks`, all but their number."""
     if ranks:
-        parser.add_argument("--ranks", type=int, help="how many (2 on a CPU, else one a GPU)")
+        parser.add_argument(
+            "--ranks", type=several, metavar="W", help="how many (2 on a CPU, else one a GPU)"
+        )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="where ranks compute (cuda where there is one)"
     )

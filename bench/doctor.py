@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.cli import EXTRAS, INSTALL_EXTRAS, several
+
 Mark = Literal["ok", "--", "!!"]
 
 _OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
@@ -47,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="weft doctor", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to try with (2)")
+    parser.add_argument(
+        "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
+    )
     args = parser.parse_args(argv)
-    if args.ranks < 2:
-        parser.error(f"--ranks must be at least 2, got {args.ranks}: one rank has no peers")
     bad = 0
     for title, findings in sections(args.ranks):
         print(title)
@@ -275,8 +277,6 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
 
 
 def _extras() -> list[Finding]:
-    from weft.cli import EXTRAS, INSTALL_EXTRAS
-
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         why = f"without {', '.join(missing)}"

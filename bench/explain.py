@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from weft.bench.rows import Case
 from weft.bench.tables import figure
+from weft.cli import at_least, several
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,12 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="weft bench explain", description=__doc__)
     parser.add_argument("op", choices=OPS, metavar="OP", help=", ".join(OPS))
     for name, what in (("M", "tokens"), ("N", "features out"), ("K", "features in")):
-        parser.add_argument(name, type=int, help=f"{what} of the whole layer")
-    parser.add_argument("ranks", type=int, metavar="W", help="ranks")
+        parser.add_argument(name, type=at_least(1), help=f"{what} of the whole layer")
+    parser.add_argument("ranks", type=several, metavar="W", help="ranks")
     cli.add_machine_options(parser, ranks=False)
     args = parser.parse_args(argv)
-    if min(args.M, args.N, args.K) < 1:
-        parser.error(f"M, N and K must be at least 1, got {args.M}, {args.N}, {args.K}")
     options = replace(
         cli.machine_options(args, parser), shapes=((args.M, args.N, args.K),), filter=f"{args.op} "
     )

@@ -44,6 +44,7 @@ from weft.bench.environment import environment
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
 from weft.bench.tables import LEGEND, figure, markdown_lines, table_of
+from weft.cli import several
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_TO_DO = (
@@ -199,7 +200,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", help="(2 4 on one GPU, else 2 .. all)")
+    parser.add_argument(
+        "--ranks", type=several, nargs="+", metavar="W",
+        help="numbers of ranks, one after another (2 4 on one GPU, else 2 4 8 16 and all)",
+    )  # fmt: skip
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--no-tests", action="store_true", help="figures only")
     only.add_argument("--no-figures", action="store_true", help="tests only")
@@ -213,8 +217,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--seconds", type=float, default=1.5, help="aimed at a case (1.5)")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench" / "results", metavar="DIR",
+        help="where figures and the outcomes of tests are kept (bench/results)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE",
+        help="where the tables are written (docs/gpu.md)",
+    )  # fmt: skip
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda",
         help="cpu: the same steps without tests, to see that they run; use with --quick",
@@ -232,8 +242,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(NOTHING_TO_DO)
         return 0
     counts = tuple(args.ranks or rank_counts(torch.cuda.device_count() if on_gpu else 1))
-    if min(counts) < 2:
-        parser.error(f"--ranks must be at least 2, got {min(counts)}: one rank has no peers")
     begun = time.monotonic()
     until = begun + 60 * args.minutes - _MARGIN_S if args.minutes else None
     chip = slug(torch.cuda.get_device_name()) if on_gpu else "cpu"

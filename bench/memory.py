@@ -21,6 +21,7 @@ import weft
 from weft import collectives
 from weft.bench import terminal
 from weft.bench.tables import Table, figure
+from weft.cli import at_least, several
 from weft.collectives import resolve
 from weft.kernels import zigzag_sizes
 from weft.launch import launch
@@ -52,7 +53,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     """What this process needs at its peak while `call` runs, above what it had before.
 
     Only after `free_at_once`: memory that the allocator keeps would hide what is needed, or be
-        counted as needed.
+    counted as needed.
     """
     _libc.malloc_trim(0)  # what lies free between small blocks in use
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
@@ -162,23 +163,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(2 4)")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536],
+        "--ranks", type=several, nargs="+", default=[2, 4], metavar="W",
+        help="numbers of ranks to measure on, one after another (2 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=at_least(1), nargs="+", default=[8192, 16384, 32768, 65536], metavar="N",
         help="lengths of the whole sequence (8192 to 65536)",
     )  # fmt: skip
-    parser.add_argument("--heads", type=int, default=2, help="(2)")
-    parser.add_argument("--head-dim", type=int, default=64, help="(64)")
+    parser.add_argument(
+        "--heads", type=at_least(1), default=2, metavar="N", help="of q, k and v alike (2)"
+    )
+    parser.add_argument(
+        "--head-dim", type=at_least(1), default=64, metavar="N", help="features of a head (64)"
+    )
     parser.add_argument(
         "--gathered-up-to", type=int, default=16384, metavar="TOKENS",
         help="the longest sequence also gathered: its masks take 5 bytes a pair of tokens (16384)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write memory.csv")
     args = parser.parse_args(argv)
-    if min(args.ranks) < 2 or min(args.tokens) < 2 * max(args.ranks):
-        parser.error(
-            f"--ranks must be at least 2, and --tokens two a rank, got {args.ranks}, {args.tokens}"
-        )
+    if min(args.tokens) < 2 * max(args.ranks):
+        parser.error(f"--tokens must be two a rank, got {args.tokens} for --ranks {args.ranks}")
     lengths = sorted(args.tokens)
     rows = [
         row

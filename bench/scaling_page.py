@@ -209,11 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="weft.bench.scaling_page", description=__doc__)
     parser.add_argument("--hardware", default="h100,h200", help="presets (default h100,h200)")
-    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--ops", default=",".join(OPS), help="(default all three)")
     parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
     parser.add_argument("--rows", help="M (default 128 .. 16384; all-reduce: 1 .. 512)")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--keep", type=Path, default=Path("bench/results/scaling_page.json"))
+    parser.add_argument("--ranks", type=int, default=8, metavar="W", help="(default 8)")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("bench/results/scaling_page.json"), metavar="FILE",
+        help="where rows are kept (default bench/results/scaling_page.json)",
+    )  # fmt: skip
     parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
     args = parser.parse_args(argv)

@@ -51,7 +51,9 @@ def _in_file(path: Path) -> Suite:
         raise ValueError(f"{path} has the name of another module, {module.__file__}: rename it")
     wanted = ("NAME", "WORLD", "cases", "prepare")
     if missing := [each for each in wanted if not hasattr(module, each)]:
-        raise ValueError(f"{path} is not a suite, it lacks {', '.join(missing)}: see docs/bench.md")
+        raise ValueError(
+            f"{path} is not a suite, it lacks {', '.join(missing)}: see docs/own_kernels.md"
+        )
     if module.NAME in SUITES:
         raise ValueError(f"{path} has the NAME of a suite of weft's, {module.NAME!r}: take another")
     found: Suite = module

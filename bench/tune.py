@@ -23,7 +23,7 @@ from weft.bench import ops_suite, shapes
 from weft.bench.cli import add_machine_options, machine_options
 from weft.bench.measure import Ranks
 from weft.bench.problem import Options, Spec
-from weft.cli import make_folder
+from weft.cli import at_least, make_folder
 from weft.collectives import chunk_sizes
 from weft.kernels import all_gather_gemm, tuning
 from weft.kernels.chips import chip_of, tiling_for
@@ -49,15 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {', '.join(tuning.OPS)} (all)",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=int, default=_ROUNDS, help=f"calls timed of a launch ({_ROUNDS})"
-    )
+        "--rounds", type=at_least(1), metavar="N", default=_ROUNDS,
+        help=f"calls timed of a launch ({_ROUNDS})",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=tuning.folder(), metavar="DIR",
         help="folder of the table ($WEFT_TUNED, else weft's own)",
     )  # fmt: skip
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     options = replace(
         machine_options(args, parser),
         shapes=tuple(entry for entries in args.shapes for entry in entries),

@@ -78,7 +78,7 @@ def test_three_ranks_with_uneven_sequences_train_alike(ranks: Any) -> None:
         ("--ranks 8", r"8 ranks cannot share kv_heads=4, but 1, 2, 4 can"),
         ("--heads 6", r"a head takes d_model / heads features.*heads=6"),
         ("--kv-heads 3", r"heads must be a multiple of kv_heads, got heads=8, kv_heads=3"),
-        ("--ranks 1", r"give at least 2 to compare"),
+        ("--ranks 1", r"argument --ranks: must be at least 2, got 1"),
         ("--steps 0", r"argument --steps: must be at least 1, got 0"),
         ("--lr nan", r"--lr must be above 0 and finite, got nan"),
         ("--lr -1", r"--lr must be above 0 and finite, got -1"),

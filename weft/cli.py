@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import weft
 
@@ -41,6 +42,37 @@ examples:
 
 `python -m weft` is the same as `weft`.
 """
+
+
+def at_least(least: int, why: str = "") -> Callable[[str], int]:
+    """A `type=` of argparse: integers from `least` on."""
+
+    def number(text: str) -> int:
+        try:
+            if (value := int(text)) >= least:
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}{why}")
+
+    return number
+
+
+# A `type=` of --ranks, where one rank has nothing to do.
+several = at_least(2, ": one rank has no peers")
+
+
+def device_and_ranks(
+    parser: argparse.ArgumentParser, device: Literal["cpu", "cuda"] | None, ranks: int | None
+) -> tuple[Literal["cpu", "cuda"], int]:
+    """Where ranks compute, and how many: as given, else on all GPUs, else two on the CPU."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        parser.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
+    device = device or ("cuda" if gpus else "cpu")
+    return device, ranks or (max(2, gpus) if device == "cuda" else 2)
 
 
 def make_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from weft.cli import make_folder
+from weft.cli import at_least, device_and_ranks, make_folder, several
 from weft.settings import Engine
 
 _DESCRIPTION = """\
@@ -43,11 +43,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def size(name: str, default: int | None, text: str) -> None:
-        shown = "" if default is None else f" ({default})"
-        p.add_argument(name, type=_positive, default=default, metavar="N", help=text + shown)
+    def size(name: str, default: int, text: str) -> None:
+        p.add_argument(
+            name, type=at_least(1), default=default, metavar="N", help=f"{text} ({default})"
+        )
 
-    size("--ranks", None, "processes that share the model (2 on the CPU, else one a GPU)")
+    p.add_argument(
+        "--ranks",
+        type=several,
+        metavar="N",
+        help="processes that share the model (2 on the CPU, else one a GPU)",
+    )
     size("--steps", 280, "training steps, in each of the two runs")
     size("--d-model", 256, "features of a byte between the layers")
     size("--layers", 4, "blocks of attention and feed-forward")
@@ -79,13 +85,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status is 0 if both runs ended."""
     p = parser()
@@ -94,20 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(name) is None:  # now, and not when the training is over
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    import torch
-
     from weft.demo.model import Shape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
     from weft.launch import RankError
 
-    gpus = torch.cuda.device_count()
-    device = args.device or ("cuda" if gpus else "cpu")
-    if device == "cuda" and not gpus:
-        p.error("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
-    ranks = args.ranks or (max(2, gpus) if device == "cuda" else 2)
-    if ranks == 1:
-        p.error("--ranks 1: the one-process reference runs anyway, give at least 2 to compare")
+    device, ranks = device_and_ranks(p, args.device, args.ranks)
     shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
     if not 0 < args.lr < math.inf:
         p.error(f"--lr must be above 0 and finite, got {args.lr:g}")
