@@ -250,8 +250,7 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device | None
     """Median time of a call in us, after one that is not counted.
 
     On a GPU it is device time: what the host takes to enqueue is hidden behind earlier work, as in
-        a
-    model's step.
+    a model's step.
     """
     gpu = device is not None and device.type == "cuda"
     call()

@@ -4,8 +4,7 @@ Through shared memory a byte is copied twice, into it and out of it, and the sec
 what another core has just written. Linux can copy from the memory of one process to that of another
 directly (process_vm_readv, "cross-memory attach"), from 64 KiB on at about the rate of memcpy:
 
-    each rank   announces its tensor's address  ->  reads pieces of the others'  ->  waits for
-    readers
+    each rank   tells its tensor's address  ->  reads pieces of the others'  ->  waits for readers
 
 Processes may do so if they belong to one user and nothing (Yama, seccomp) forbids it. Whether it
 works is tried once for each group; where it does not, symmetric memory is used.

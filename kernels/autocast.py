@@ -1,7 +1,8 @@
 """torch.autocast for the fused ops, which cast their operands there as torch.matmul does.
 
-with torch.autocast("cuda", torch.bfloat16):
-    y = weft.all_gather_matmul(x, w)        x and w in fp32: y in bf16
+Example:
+    with torch.autocast("cuda", torch.bfloat16):
+        y = weft.all_gather_matmul(x, w)        # x and w in fp32: y in bf16
 """
 
 from __future__ import annotations

@@ -154,8 +154,7 @@ def pieces(queries: Span, keys: Span, sees: Visibility, mask_rows: int = _MASK_R
     """What `queries` see of `keys`, each pair in exactly one piece: few pieces, few unseen pairs.
 
     Example: 4 causal queries from position 2 on and keys from 0 on: queries 0..4 see keys 0..2
-        fully
-    and keys 2..6 causally.
+    fully and keys 2..6 causally.
     """
     found: list[Piece] = []
 

@@ -182,8 +182,7 @@ def halves(values):
     """The left and the right half of the columns.
 
     Wide tiles are stored by halves: addresses and masks of a whole one, 128 x 256, do not fit
-        beside
-    it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
+    beside it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]

@@ -1,7 +1,8 @@
 """Copies of modules with faults planted in them: to see whether a simulation finds them.
 
-broken = mutant(signals, ('sem="release"', 'sem="relaxed"'))
-kernel = mutant(all_gather_gemm, signals=broken)
+Example:
+    broken = mutant(signals, ('sem="release"', 'sem="relaxed"'))
+    kernel = mutant(all_gather_gemm, signals=broken)
 """
 
 from __future__ import annotations
