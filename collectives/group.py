@@ -49,7 +49,7 @@ class Process:
         """False once the process has ended (or is a zombie), or its pid belongs to another."""
         try:
             state, start_time = _stat(str(self.pid))
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter: it ended after the open
             return False
         return state not in "ZX" and start_time == self.start_time
 
@@ -91,7 +91,7 @@ class Group:
     """The ranks that take part in a call. Made by `resolve`, one object for each process group.
 
     Attributes:
-        pg: the process group; None if virtual.
+        pg: the process group; None for a process by itself (`alone`).
         rank, world_size: this rank's number in the group, and how many there are.
         ranks: the global rank of each, in group order.
         processes: where each runs; empty where symmetric memory does not reach.
@@ -99,7 +99,7 @@ class Group:
         virtual: what runs the ranks if they are not processes.
     """
 
-    pg: Any  # ProcessGroup | None
+    pg: Any
     rank: int
     world_size: int
     ranks: tuple[int, ...]
@@ -385,13 +385,13 @@ def group_name(group: GroupLike) -> str:
     """The name by which torch.ops.weft knows `group`.
 
     Raises:
-        NotImplementedError: a group of virtual ranks, which has none.
+        NotImplementedError: it has none: `alone`, or virtual ranks before init_process_group.
     """
     if isinstance(group, str):
         return group
     pg = group.pg if isinstance(group, Group) else process_group(group)
     if pg is None:
-        raise NotImplementedError("virtual ranks have no process group: call weft untraced there")
+        raise NotImplementedError("a process by itself has no process group: call weft untraced")
     name: str = pg.group_name
     return name
 

@@ -82,6 +82,11 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
     @property
     def group_name(self) -> Any:
         """As torch.distributed has registered it."""
+        if self not in distributed_c10d._world.pg_names:
+            raise NotImplementedError(
+                "virtual ranks have no process group before torch.distributed.init_process_group: "
+                "call it first, or weft untraced"
+            )
         return distributed_c10d._world.pg_names[self]
 
     @property

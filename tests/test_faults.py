@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from needs import needs_interpreter
 
 import weft
 from weft import collectives
+from weft.collectives.group import Process
 from weft.kernels import host
 
 SOON_S = 10  # interpreted, on a busy machine; the usual time-out is 60
@@ -112,6 +115,16 @@ def test_a_rank_that_stays_away_times_out(own_ranks: Any) -> None:
         assert seconds < SOON_S
         if rank != 2:
             assert seconds > 0.5 and peer == 2
+
+
+def test_a_process_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = replace(Process.here(), pid=child.pid)
+    with open(f"/proc/{child.pid}/stat") as looked_at:
+        child.kill()
+        child.wait()
+        monkeypatch.setattr(Path, "read_text", lambda path: looked_at.read())
+        assert not process.alive()
 
 
 def set_up_body(timeout_s: float) -> Any:

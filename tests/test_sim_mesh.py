@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
 from weft import collectives, sim
+from weft.collectives.group import alone
 from weft.dtensor import (
     DTensor,
     Replicate,
@@ -258,6 +260,19 @@ def test_groups_without_init_process_group() -> None:
     rows = [0.0, 1.0, 2.0, 3.0]
     for whole in sim.run(4, body, schedules=4):
         assert whole[:, 0].tolist() == rows
+
+
+def test_a_group_is_pickled_by_its_name() -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="call it first, or weft untraced"):
+            pickle.dumps(collectives.resolve())
+        dist.init_process_group("gloo")
+        group = collectives.resolve()
+        assert pickle.loads(pickle.dumps(group)) is group
+
+    sim.run(2, body)
+    with pytest.raises(NotImplementedError, match="a process by itself"):
+        pickle.dumps(alone())
 
 
 def test_a_rank_that_is_done_leaves_the_others_their_groups() -> None:
