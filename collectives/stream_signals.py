@@ -109,12 +109,13 @@ def end(ws: Workspace) -> None:
     wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
 
 
-def barrier(buffer: SymmetricBuffer, channel: int) -> None:
+def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
     """`SymmetricBuffer.barrier` in the current stream."""
     W, generation = buffer.world_size, _BARRIER_WORDS + channel
     peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1
     words = {"WORLD_SIZE": W, "GENERATION_WORD": generation, "SLOT_WORD": channel, "num_warps": 1}
-    polls = signals.polls_within(settings.timeout_s(), buffer.device)
+    timeout = settings.timeout_s() if timeout is None else timeout
+    polls = signals.polls_within(timeout, buffer.device)
     _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
     _post_kernel[(1,)](*peers, **words)
     _wait_kernel[(1,)](*peers, polls, **words)

@@ -225,6 +225,7 @@ class SymmetricBuffer:
         self.signal_ptrs = persistent(addresses, device)
         self.buffer_ptrs = persistent(addresses + self._offset, device)
         self.local = self.get_buffer(self.rank, shape, dtype)
+        self.status = FetchedStatus(self) if device.type == "cuda" else None
         self._barriers: dict[int, int] = {}
         _open.add(self)
 
@@ -241,6 +242,8 @@ class SymmetricBuffer:
         self.check_open()
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank=}")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"sizes must be >= 0, got shape={tuple(shape)}")
         nbytes = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset % dtype.itemsize or offset + nbytes > self._nbytes:
             raise ValueError(
@@ -250,6 +253,11 @@ class SymmetricBuffer:
         start = self._offset + offset
         flat = self._segments[rank][start : start + nbytes]
         return flat.view(dtype).view(tuple(shape))
+
+    def status_of(self, rank: int) -> torch.Tensor:
+        """The words at STATUS in the pad of `rank`, int64."""
+        words = self._segments[rank][: self._offset].view(torch.int64)
+        return words[pad.STATUS : pad.STATUS + 4]
 
     def words(self, rank: int) -> memoryview:
         """The signal pad of `rank` as int64 words; CPU only.
@@ -276,8 +284,8 @@ class SymmetricBuffer:
 
         What any rank wrote before it is visible to every rank after it. `channel` (0 to 6)
         separates barriers that may be in flight at the same time. `timeout` is in seconds;
-        WEFT_TIMEOUT_S if None. On a GPU it is ordered in the current stream, and does not stop the
-        host.
+        WEFT_TIMEOUT_S if None. On a GPU it is ordered in the current stream and does not stop the
+        host: a later barrier tells of a time-out.
 
         Raises:
             PeerTimeout: a rank did not come in time.
@@ -290,7 +298,10 @@ class SymmetricBuffer:
         if self.device.type == "cuda":
             from weft.collectives import stream_signals
 
-            stream_signals.barrier(self, channel)
+            assert self.status is not None
+            self.status.check()
+            stream_signals.barrier(self, channel, timeout)
+            self.status.fetch("barrier")
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
         waiter = self.waiter(timeout)
@@ -412,6 +423,30 @@ def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
     blamed = peer if peer != rank else waiter
     waited_s = settings.timeout_s() if waiter == rank else 0.0
     return PeerTimeout(rank, blamed, op, generation, waited_s)
+
+
+class FetchedStatus:
+    """STATUS of this rank's pad on a GPU, as the host knows it.
+
+    It is fetched in the current stream, and read without waiting for that: what is amiss may be
+    told by a later call.
+    """
+
+    def __init__(self, buffer: SymmetricBuffer) -> None:
+        self._rank, self._there, self._op = buffer.rank, buffer.status_of(buffer.rank), ""
+        # With an explicit device, as the caller's default device may be the GPU.
+        self._words = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._fetched = self._words.numpy()  # the same memory, read by every call
+
+    def fetch(self, op: str) -> None:
+        """Fetch it in the current stream; `op` is what errors name."""
+        self._op = op
+        self._words.copy_(self._there, non_blocking=True)
+
+    def check(self) -> None:
+        """Raise if what was last fetched tells of a failure."""
+        if self._fetched[0]:
+            raise told_by(self._fetched.tolist(), self._rank, self._op)
 
 
 _wait_seconds = 0.0

@@ -26,12 +26,7 @@ from weft.collectives.group import (
     resolve,
     unwatched,
 )
-from weft.collectives.symmetric import (
-    SymmetricBuffer,
-    close_buffers,
-    device_for,
-    told_by,
-)
+from weft.collectives.symmetric import SymmetricBuffer, close_buffers, device_for
 
 _ALIGN = 4096
 _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
@@ -64,15 +59,8 @@ class Workspace:
         if self._on_host:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
-        else:
-            # With an explicit device, as the caller's default device may be the GPU.
-            with torch.inference_mode(False):
-                self._status = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._fetched = self._status.numpy()  # the same memory, read by every call
-            self._status_there = self._status_of(self.rank)
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
-        self._last_op = name
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
@@ -143,27 +131,22 @@ class Workspace:
         """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
         if self._on_host:
             self.waiter.check(op)
-        elif self._fetched[0]:
-            raise told_by(self._fetched.tolist(), self.rank, self._last_op)
+        elif self.buffer.status is not None:
+            self.buffer.status.check()
 
     def launched(self, op: str) -> None:
         """Fetch the status of kernels that wait on this workspace; call it after launching them."""
         if self._on_host:
             self.waiter.check(op)
-        else:
-            self._last_op = op
-            self._status.copy_(self._status_there, non_blocking=True)
+        elif self.buffer.status is not None:
+            self.buffer.status.fetch(op)
 
     def break_off(self) -> None:
         """Tell all ranks in the current stream, this one as well, that this one has failed amid a
         call."""
         told = torch.tensor([pad.FAILED, self.rank, self.rank, 0], device="cpu")
         for rank in range(self.world_size):
-            self._status_of(rank).copy_(told)
-
-    def _status_of(self, rank: int) -> torch.Tensor:
-        words = self.buffer._segments[rank][: pad.pad_bytes(self.world_size)]
-        return words.view(torch.int64)[pad.STATUS : pad.STATUS + 4]
+            self.buffer.status_of(rank).copy_(told)
 
 
 def check_room(ws: Workspace, nbytes: int, ask: str) -> None:

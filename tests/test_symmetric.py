@@ -50,6 +50,8 @@ def test_buffer() -> None:
         buffer.get_buffer(0, (1,), torch.int32, 2)
     with pytest.raises(ValueError, match="rank must be in"):
         buffer.get_buffer(world_size, (1,), torch.int32)
+    with pytest.raises(ValueError, match="sizes must be >= 0"):
+        buffer.get_buffer(0, (-1,), torch.int32)
     buffer.barrier()
     buffer.close()
     for use in (buffer.barrier, lambda: buffer.get_buffer(0, (1,), torch.int32)):
@@ -143,6 +145,9 @@ def test_exchanges_and_barriers_by_kernels() -> None:
         seen = [int(buffer.get_buffer(r, (1,), torch.int64)) for r in range(world_size)]
         assert seen == [10 * call + r for r in range(world_size)]
         stream_signals.barrier(buffer, call % 2)
+    if rank == 0:  # alone, and not for WEFT_TIMEOUT_S
+        stream_signals.barrier(buffer, 2, timeout=0.01)
+        assert buffer.status_of(0).tolist() == [signals.TIMED_OUT, 0, world_size - 1, 1]
 
 
 def broken_off_body() -> tuple[list[str], int]:

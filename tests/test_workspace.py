@@ -13,12 +13,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from weft import collectives
 from weft.collectives import group as groups
-from weft.collectives import symmetric
+from weft.collectives import signals, stream_signals, symmetric
 from weft.collectives import workspace as asked
 from weft.collectives.group import alone
-from weft.collectives.symmetric import _allow_shared_gpus, persistent
+from weft.collectives.symmetric import SymmetricBuffer, _allow_shared_gpus, persistent
 from weft.collectives.workspace import Workspace, close, give_back
+from weft.errors import PeerTimeout
 
 GPU = torch.device("cuda", 1)
 
@@ -123,6 +125,19 @@ def test_a_channel_can_be_given_back(gpu: Gpu, name: str) -> None:
     give_back(alone(), "test", torch.device(name))
     gc.collect()
     assert ws() is None
+
+
+def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
+    buffer = collectives.empty((4,), group=alone(), device=GPU)
+
+    def times_out(buffer: SymmetricBuffer, channel: int, timeout: float | None) -> None:
+        assert (channel, timeout) == (3, 0.5)
+        buffer.status_of(0).copy_(torch.tensor([signals.TIMED_OUT, 0, 0, 7]))
+
+    with patch.object(stream_signals, "barrier", times_out):
+        buffer.barrier(channel=3, timeout=0.5)
+        with pytest.raises(PeerTimeout, match="barrier"):
+            buffer.barrier()
 
 
 def test_what_lasts_is_allocated_by_another_thread() -> None:
