@@ -130,81 +130,85 @@ def run(
         >>> weft.sim.run(3, mean, schedules=20)
         [tensor([1.]), tensor([1.]), tensor([1.])]
     """
-    if not 1 <= world_size <= pad.MAX_RANKS:
-        raise ValueError(f"world_size must be in 1..{pad.MAX_RANKS}, got {world_size}")
-    if isinstance(schedules, int) and schedules < 1:
-        raise ValueError(f"schedules must be at least 1, or 'exhaustive', got {schedules}")
-    if programs not in ("sequential", "concurrent"):
-        raise ValueError(f"programs must be 'sequential' or 'concurrent', got {programs!r}")
+    machine = None if hardware is None else named(hardware)
+    _check_arguments(world_size, schedules, programs, races, replay, machine, numerics, symmetric)
     if isinstance(schedule, str) and schedule.isdecimal():
         schedule = int(schedule)
+    results, orders = Results(), set[int]()
+    random_state = torch.get_rng_state()
+    everything = Exhaustive()
+    recording = Recording(world_size, programs == "concurrent") if replay else None
+    total = 1 if schedule is not None else schedules
+    with progress(total if isinstance(total, int) else None) as advance:
+        for name, policy in _policies(seed, schedules, schedule, everything):
+            if recording and (found := play(recording, policy)):
+                made_by(policy, found)
+                orders.add(found.seen)
+                results.played += 1
+                results.switches += found.switches
+            else:
+                unused = copy.deepcopy(policy) if recording else policy
+                tape = Tape() if recording and not recording.unfit else None
+                torch.set_rng_state(random_state)
+                world = World(
+                    world_size,
+                    Scheduler(policy),
+                    tape,
+                    races=races,
+                    programs=programs,
+                    hardware=machine,
+                    numerics=numerics,
+                    symmetric=symmetric,
+                )
+                again = schedule is not None or results.schedules > 0
+                values = _run_one(world, fn, seed, name, timeout, again=again)
+                if recording and tape:
+                    recording.learn(tape)
+                    if found := play(recording, unused):
+                        orders.add(found.seen)
+                if not results.schedules:
+                    results.extend(values)
+                    if world.recorder and machine:
+                        results.timeline = Timeline(world.recorder.trace, machine)
+                        results.launched = world.launched
+                results.switches += world.scheduler.switches
+            results.schedules += 1
+            advance()
+    results.states, results.distinct = len(everything.states), len(orders)
+    return results
+
+
+def _check_arguments(
+    world_size: int,
+    schedules: object,
+    programs: str,
+    races: bool,
+    replay: bool,
+    machine: Hardware | None,
+    numerics: bool,
+    symmetric: bool,
+) -> None:
+    if not 1 <= world_size <= pad.MAX_RANKS:
+        raise ValueError(f"world_size must be in 1..{pad.MAX_RANKS}, got {world_size}")
+    if schedules != "exhaustive" and not (isinstance(schedules, int) and schedules > 0):
+        raise ValueError(f"schedules must be at least 1, or 'exhaustive', got {schedules!r}")
+    if programs not in ("sequential", "concurrent"):
+        raise ValueError(f"programs must be 'sequential' or 'concurrent', got {programs!r}")
     if local.strand is not None:
         raise RuntimeError("sim.run inside of sim.run: call it from outside of the ranks")
-    if not numerics and hardware is None:
+    if not numerics and machine is None:
         raise ValueError("numerics=False leaves nothing but time: it needs hardware=")
-    if replay and (not races or schedules == "exhaustive" or hardware is not None):
+    if replay and (not races or schedules == "exhaustive" or machine is not None):
         raise ValueError(
             "replay=True needs races, a number of schedules, and no hardware: leave it out"
         )
     if symmetric and numerics:
         raise ValueError("symmetric=True leaves out what other ranks compute: pass numerics=False")
-    machine = None if hardware is None else named(hardware)
     if machine is not None and world_size > machine.ranks:
         raise ValueError(
             f"{machine.name} is a domain of {machine.ranks} ranks, got {world_size=}: "
             f"dataclasses.replace(hardware, ranks=...) makes a larger one"
         )
-    results: Results | None = None
-    schedules_run = switches = 0
-    random_state = torch.get_rng_state()
-    everything = Exhaustive()
-    policies = _policies(seed, schedules, schedule, everything)
-    one = 1 if schedule is not None else schedules
-    recording = Recording(world_size, programs == "concurrent") if replay else None
-    orders: set[int] = set()
-    played = 0
-    with progress(one if isinstance(one, int) else None) as advance:
-        for name, policy in policies:
-            if recording and (found := play(recording, policy)):
-                made_by(policy, found)
-                orders.add(found.seen)
-                played += 1
-                schedules_run += 1
-                switches += found.switches
-                advance()
-                continue
-            unused = copy.deepcopy(policy) if recording else policy
-            tape = Tape() if recording and not recording.unfit else None
-            torch.set_rng_state(random_state)
-            world = World(
-                world_size,
-                Scheduler(policy),
-                tape,
-                races=races,
-                programs=programs,
-                hardware=machine,
-                numerics=numerics,
-                symmetric=symmetric,
-            )
-            again = schedule is not None or results is not None
-            values = _run_one(world, fn, seed, name, timeout, again=again)
-            if recording and tape:
-                recording.learn(tape)
-                if found := play(recording, unused):
-                    orders.add(found.seen)
-            if results is None:
-                results = Results(values)
-                if world.recorder and machine:
-                    results.timeline = Timeline(world.recorder.trace, machine)
-                    results.launched = world.launched
-            schedules_run += 1
-            switches += world.scheduler.switches
-            advance()
-    assert results is not None
-    results.schedules, results.switches = schedules_run, switches
-    results.states = len(everything.states)
-    results.played, results.distinct = played, len(orders)
-    return results
 
 
 def _policies(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +83,7 @@ class Strand:
 
     def wake(self) -> None:
         """Let this strand go on, if it waits for the baton."""
-        if self.baton.locked():
+        with suppress(RuntimeError):  # it does not wait, or another thread was first
             self.baton.release()
 
 

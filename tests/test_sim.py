@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import permutations
 from math import comb
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, signals, workspace
 from weft.sim import interpreter_hooks, progress_bar, runner
+from weft.sim.scheduler import Strand
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -135,8 +137,9 @@ def test_what_a_rank_raises_is_raised_with_its_traceback() -> None:
 def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size must be in 1\.\.128, got 129"):
         sim.run(129, mean)
-    with pytest.raises(ValueError, match="schedules must be at least 1"):
-        sim.run(2, mean, schedules=0)
+    for schedules in (0, "all", 2.5):
+        with pytest.raises(ValueError, match="schedules must be at least 1"):
+            sim.run(2, mean, schedules=schedules)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="programs must be"):
         sim.run(2, mean, programs="both")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"inside of sim\.run"):
@@ -149,6 +152,19 @@ def test_a_schedule_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TimeoutError, match=r"(?s)longer than 0\.3 s.*rank 0 is at .*threading\.py"):
         sim.run(2, lambda rank: rank or end.wait(60), timeout=0.3)
     end.set()
+
+
+def test_two_threads_may_wake_a_strand_at_once() -> None:
+    strand = Strand(0, 0)
+    baton = strand.baton
+
+    def locked() -> bool:
+        baton.release()  # by another thread, right after it was found locked
+        return True
+
+    strand.baton = SimpleNamespace(locked=locked, release=baton.release)  # type: ignore[assignment]
+    strand.wake()
+    assert not baton.locked()
 
 
 def test_a_call_that_one_rank_leaves_out_is_a_deadlock() -> None:
