@@ -1,16 +1,15 @@
-"""Matmul over a gathered contraction: y = sum over ranks of x_r @ (its rows of w).
+"""Matmul over gathered rows: y = cat(x over ranks)^T @ w, the gradient of a weight.
 
-Legend: W ranks; rank r holds x_r and all of w (K, N). `offsets[r]` is where x_r begins in K (W + 1
-numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and out,
-fp32 accumulation.
+Legend: W ranks; rank r holds x_r (k_r, M) and all of w (K, N). `offsets[r]` is where x_r begins in
+K (W + 1 numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and
+out, fp32 accumulation.
 
-    columns gathered       y (M, N) = sum over r of x_r (M, k_r) @ w[offsets[r]:offsets[r+1]]
-    gradient of a weight   y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
+    y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
 
 For W = 3, on rank 1 (its own part of K is read from x in place, the others from `gathered`):
 
-    y tile = x_0 @ w[0:k_0]  +  x_1 @ w[k_0:k_0+k_1]  +  x_2 @ w[k_0+k_1:]        in this order
-             `gathered`         x                        `gathered`
+    y tile = x_0^T @ w[0:k_0]  +  x_1^T @ w[k_0:k_0+k_1]  +  x_2^T @ w[k_0+k_1:]      in this order
+             `gathered`           x                          `gathered`
 
 The first COPY_PROGRAMS programs fetch the shards as described in `weft.kernels.gathers`. The others
 make tiles of y; before its first tile each waits for all chunks of all peers, one shard at a time
@@ -31,7 +30,7 @@ from weft.collectives import signals
 from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers, tiles
 from weft.kernels.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
-from weft.kernels.operands import contiguous, described_weights, matrix
+from weft.kernels.operands import described_weights, matrix
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,10 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
 @triton.jit(do_not_specialize=["chunk_rows", "rank"])
 def _ag_gemm_contract_kernel(
     out,  # Matrix (M, N)
-    gathered,  # Matrix (M, K), or (K, M) if TRANSPOSED
-    x,  # Matrix (M, k_local), or (k_local, M)
+    gathered_ptr,  # (K, M)
+    x,  # Matrix (k_local, M)
     w,  # Matrix (K, N)
     w_desc,  # its descriptor, or None
-    bias_ptr,  # (N,) or None
     link,
     offsets,
     M,
@@ -83,7 +81,6 @@ def _ag_gemm_contract_kernel(
     rank,
     WORLD_SIZE: tl.constexpr,
     TILES: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     X_IN_PLACE: tl.constexpr,
     WITH_OWN: tl.constexpr,
@@ -92,22 +89,21 @@ def _ag_gemm_contract_kernel(
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
 ) -> None:
-    """y = sum over ranks, in rank order, of x_r (or x_r^T) @ (its rows of w), + bias.
+    """y = sum over ranks, in rank order, of x_r^T @ (its rows of w).
 
     Grid: COPY_PROGRAMS and at least one more.
 
-    Example: offsets (0, 3, 5), TRANSPOSED: y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
+    Example: offsets (0, 3, 5): y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
     """
     program = tl.program_id(0)
     generation = signals.last_generation(link.signal_ptrs, rank)
-    dtype: tl.constexpr = gathered.ptr.dtype.element_ty
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
     if program < COPY_PROGRAMS:
         gathers.fetch_shards(
-            gathered.ptr, None, link, offsets, M, pitch, gathered.stride_m, 0, chunk_rows,
-            rank, generation, 0, TRANSPOSED, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N,
-            1, 1,
+            gathered_ptr, None, link, offsets, M, pitch, 0, chunk_rows, rank, generation, 0,
+            WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, 1, 1,
         )  # fmt: skip
     else:
         programs = tl.num_programs(0) - COPY_PROGRAMS
@@ -126,26 +122,20 @@ def _ag_gemm_contract_kernel(
                 begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
                 length = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
                 if source != rank:
-                    a_ptr = gathered.ptr + begin * (gathered.stride_m if TRANSPOSED else 1)
-                    stride_a = gathered.stride_m
+                    a_ptr, stride_a = gathered_ptr + begin * M, M
                 elif X_IN_PLACE:
                     a_ptr, stride_a = x.ptr, x.stride_m
                 else:
                     a_ptr, stride_a = own, pitch
                 if (tile == first) & (source != rank) & (length > 0):
-                    rows = length if TRANSPOSED else M
                     arrived &= gathers.wait_for_chunks(
-                        link, rank, source, 0, (rows - 1) // chunk_rows, 0, generation, WORLD_SIZE,
-                        1,
+                        link, rank, source, 0, (length - 1) // chunk_rows, 0, generation,
+                        WORLD_SIZE, 1,
                     )  # fmt: skip
                 acc, _ = tiles.accumulate(
-                    acc, None,
-                    a_ptr + offs_m * (1 if TRANSPOSED else stride_a),
-                    stride_a if TRANSPOSED else 1,
-                    None, 0, w, None, w_desc, None, start_n, N, 0, begin, length,
-                    TILES, EVEN_K, False, W_TRANSPOSED,
+                    acc, None, a_ptr + offs_m, stride_a, None, 0, w, None, w_desc, None,
+                    start_n, N, 0, begin, length, TILES, EVEN_K, False, W_TRANSPOSED,
                 )  # fmt: skip
-            acc = tiles.with_bias(acc, bias_ptr, start_n, N)
             if arrived:
                 tiles.store(out.ptr, acc, start_m, start_n, M, N, out.stride_m, out.stride_n)
 
@@ -156,33 +146,29 @@ def launch_all_gather_contract(
     ws: Workspace,
     sizes: Sequence[int],
     *,
-    transposed: bool = False,
-    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     with_own: bool = False,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Enqueue y = cat(x over ranks, dim=1) @ w + bias, or cat(x over ranks, dim=0)^T @ w.
+    """Enqueue y = cat(x over ranks)^T @ w.
 
     Args:
-        x: (M, k_r), or (k_r, M) if `transposed`; any strides.
+        x: (k_r, M), any strides.
         w: (sum of sizes, N), any strides, dtype of x.
         ws: room for `gathers.workspace_bytes` of the largest x.
         sizes: k_r of every rank, the same list on all ranks.
-        bias: (N,), or None.
         out: (M, N), any strides, for the result; default new and contiguous.
         with_own: also copy this rank's x into the gathered matrix; else it is undefined there.
         config: default `config_for`.
 
     Returns:
-        the gathered matrix, contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
+        the gathered matrix (K, M), contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
         transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
     """
-    K, W, N = sum(sizes), ws.world_size, w.shape[1]
-    M = x.shape[1] if transposed else x.shape[0]
+    K, W, M, N = sum(sizes), ws.world_size, x.shape[1], w.shape[1]
     config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
-    tiling, pitch = config.tiling, gathers.pitch_of(M if transposed else max(sizes))
-    gathered = x.new_empty((K, M) if transposed else (M, K))
+    tiling, pitch = config.tiling, gathers.pitch_of(M)
+    gathered = x.new_empty(K, M)
     out = x.new_empty(M, N) if out is None else out
     even_k = all(size % tiling.block_k == 0 for size in sizes)
     # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
@@ -190,22 +176,20 @@ def launch_all_gather_contract(
     gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
     _ag_gemm_contract_kernel[(config.programs,)](
         matrix(out),
-        matrix(gathered),
+        gathered,
         matrix(x),
         matrix(w),
         w_desc,
-        contiguous(bias),
         link_of(ws),
         (0, *accumulate(sizes)),
         M,
         N,
         pitch,
         # A tile reads whole shards: large chunks, one a copy program.
-        max(1, -(-(max(sizes) if transposed else M) // config.copy_programs)),
+        max(1, -(-max(sizes) // config.copy_programs)),
         ws.rank,
         WORLD_SIZE=W,
         TILES=tiling,
-        TRANSPOSED=transposed,
         W_TRANSPOSED=w_transposed,
         X_IN_PLACE=gathers.in_place(x),
         WITH_OWN=with_own,

@@ -321,11 +321,11 @@ def _ag_gemm_kernel(
         tiles_n += tiles.cdiv(Ns[i], BLOCK_N)
     if COPY_PROGRAMS > 0 and program < COPY_PROGRAMS:
         gathers.fetch_shards(
-            gathered_ptr, gathered_scales_ptr, link, offsets, K, pitch, K, scales_at,
+            gathered_ptr, gathered_scales_ptr, link, offsets, K, pitch, scales_at,
             chunk_rows, rank, generation,
             # The rows of the first tiles of all programs, then those of the second ones, ...
             tiles.cdiv(programs, TILES.group_m * tl.maximum(tiles_n, 1)) * TILES.group_m * BLOCK_M,
-            True, WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, PARTS, TILES.block_k,
+            WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, PARTS, TILES.block_k,
         )  # fmt: skip
     if program >= COPY_PROGRAMS:
         begin = tiles.element(offsets, rank, WORLD_SIZE)

@@ -190,22 +190,11 @@ def _all_gather_launches(
         return
     x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
     # Of a gathered x, with dw laid out like w and rows kept for another dw; of a scattered y.
-    sums: list[tuple[str, torch.Tensor, bool, torch.Tensor | None]] = [
-        ("columns", empty(8192, _HIDDEN // _W), False, None),
-        ("weight gradient", x, True, empty(_FFN, _HIDDEN).T),
-    ]
-    if wide:
-        sums.append(("weight gradient of down", x, True, None))
-    for case, x, transposed, out in sums:
+    outs = [("weight gradient", empty(_FFN, _HIDDEN).T), ("weight gradient of down", None)]
+    for case, out in outs if wide else outs[:1]:
         with catching(all_gather_contract, gathers) as caught:
             all_gather_contract.launch_all_gather_contract(
-                x,
-                dy,
-                _workspace(),
-                [1024] * _W,
-                transposed=transposed,
-                out=out,
-                with_own=out is not None,
+                x, dy, _workspace(), [1024] * _W, out=out, with_own=out is not None
             )
         yield case, caught[-1]
 

@@ -479,7 +479,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
             ws = gather_workspace(x, group, rows)
             with ws.call(op):
                 gathered, _ = all_gather_contract.launch_all_gather_contract(
-                    x, dy, ws, rows, transposed=True, out=dw, with_own=sum(needs_w) > 1
+                    x, dy, ws, rows, out=dw, with_own=sum(needs_w) > 1
                 )
         else:
             mm(gathered.t(), dy, out=dw)

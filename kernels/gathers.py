@@ -100,15 +100,13 @@ def fetch_shards(
     gathered_scales_ptr,  # (rows,) or None
     link,
     offsets,
-    extent,  # of the dim that is not gathered: columns if rows are, else rows
+    columns,
     pitch,
-    stride_g,
     scales_at,
     chunk_rows,
     rank,
     generation,
     group_rows,
-    GATHERS_ROWS: tl.constexpr,
     WITH_OWN: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     COPY_PROGRAMS: tl.constexpr,
@@ -136,11 +134,7 @@ def fetch_shards(
             # WITH_OWN: the rank's own shard is last, as nobody waits for it.
             peer = (rank + step) % WORLD_SIZE
             begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
-            length = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
-            if GATHERS_ROWS:
-                rows, columns, out_ptr = length, extent, gathered_ptr + begin * stride_g
-            else:
-                rows, columns, out_ptr = extent, length, gathered_ptr + begin
+            rows = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
             chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
             low, high = _chunks_before(group * group_rows - row, chunk_rows, chunks), chunks
             if group < groups - 1:
@@ -155,34 +149,35 @@ def fetch_shards(
             # are fetched at the same time by different programs.
             low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
             before += chunks
-            row += length.to(tl.int32)
-            if arrived & (length > 0):
+            row += rows.to(tl.int32)
+            if arrived & (rows > 0):
                 first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
                 for chunk in range(low, high, COPY_PROGRAMS):
                     _fetch_chunk(
-                        out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column,
-                        last_column, pitch, stride_g, scales_at, chunk, chunk_rows, part, rank,
+                        gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns,
+                        first_column, last_column, pitch, scales_at, chunk, chunk_rows, part, rank,
                         generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
                     )  # fmt: skip
 
 
 @triton.jit
 def _fetch_chunk(
-    out_ptr, gathered_scales_ptr, link, peer, begin, rows, first_column, last_column, pitch,
-    stride_g, scales_at, chunk, chunk_rows, part, rank, generation, WORLD_SIZE: tl.constexpr,
+    gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns, first_column, last_column,
+    pitch, scales_at, chunk, chunk_rows, part, rank, generation, WORLD_SIZE: tl.constexpr,
     COPY_M: tl.constexpr, COPY_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Copy some columns of a chunk of `peer`'s shard of `rows` rows, and announce them as `part`.
 
     The scales of the rows are copied with the last part.
     """
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
     shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
     first = (chunk * chunk_rows).to(tl.int64)
     count = tl.minimum(chunk_rows, rows - first)
     tiles.copy_block(
-        out_ptr + first * stride_g + first_column, shard_ptr + first * pitch + first_column,
-        count, last_column - first_column, stride_g, pitch, 1, COPY_M, COPY_N,
+        gathered_ptr + (begin + first) * columns + first_column,
+        shard_ptr + first * pitch + first_column,
+        count, last_column - first_column, columns, pitch, 1, COPY_M, COPY_N,
     )  # fmt: skip
     if gathered_scales_ptr is not None and part == PARTS - 1:
         shown = scales_ptr(link, peer, generation, scales_at)

@@ -348,9 +348,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
         with ws.call(op):
-            all_gather_contract.launch_all_gather_contract(
-                own, x, ws, rows, transposed=True, out=dw.t()
-            )
+            all_gather_contract.launch_all_gather_contract(own, x, ws, rows, out=dw.t())
     if needs_b:
         assert gathered is not None
         db = gathered.sum(0, dtype=torch.float32)

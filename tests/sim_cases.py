@@ -123,9 +123,7 @@ def gather_contraction(rank: int, ours: Modules = OURS) -> None:
     whole, w = torch.cat([matrix(k, M, r) for r, k in enumerate(sizes)]), matrix(sum(sizes), N, 99)
     shard = whole.split(sizes)[rank].clone()
     for call in range(CALLS):
-        _, y = ours.contract.launch_all_gather_contract(
-            shard * (call + 1), w, ws, sizes, transposed=True
-        )
+        _, y = ours.contract.launch_all_gather_contract(shard * (call + 1), w, ws, sizes)
         torch.testing.assert_close(y, whole.T @ w * (call + 1))
 
 

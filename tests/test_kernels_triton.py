@@ -133,24 +133,16 @@ def gather_contraction(count: int, seed: int) -> None:
     poisoned(ws)
     for index, (M, N, K), dtype, layouts in cases(count, seed):
         case = partial("case {}: {}".format, (index, M, N, K, dtype, layouts))
-        sizes, transposed = chunk_sizes(K, W), index % 2 == 1
-        full = (
-            matrix(K, M, dtype, index, layouts[0])
-            if transposed
-            else matrix(M, K, dtype, index, layouts[0])
-        )
-        x = full.split(sizes, dim=0 if transposed else 1)[rank]
-        w = matrix(K, N, dtype, 100 + rank, layouts[1])
-        bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
+        sizes, full = chunk_sizes(K, W), matrix(K, M, dtype, index, layouts[0])
+        x, w = full.split(sizes)[rank], matrix(K, N, dtype, 100 + rank, layouts[1])
         out = torch.empty(N, M, dtype=dtype).T if index % 4 == 2 else None
         gathered, y = all_gather_contract.launch_all_gather_contract(
-            x, w, ws, sizes, transposed=transposed, bias=bias, out=out, with_own=index % 3 == 1
+            x, w, ws, sizes, out=out, with_own=index % 3 == 1
         )
         ws.check("gather_contraction")
         if index % 3 == 1:
             torch.testing.assert_close(gathered, full, rtol=0, atol=0)
-        want = (full.T if transposed else full).double() @ w.double()
-        want += 0 if bias is None else bias.double()
+        want = full.double().T @ w.double()
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
@@ -310,7 +302,7 @@ def test_gpu_like_tiles() -> None:
         for rows in (M, 32):  # w by descriptor only where shards are whole steps of the contraction
             dy, whole = matrix(rows * W, N, dtype, 9, layouts[1]), torch.cat([x[:rows] for x in xs])
             _, y = all_gather_contract.launch_all_gather_contract(
-                xs[rank][:rows], dy, ws, [rows] * W, transposed=True, config=contract
+                xs[rank][:rows], dy, ws, [rows] * W, config=contract
             )
             want = whole.T.double() @ dy.double()
             torch.testing.assert_close(y.double(), want, **tolerance(dtype, W * rows))
@@ -424,7 +416,7 @@ def calls_in_a_row() -> list[torch.Tensor]:
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
     x, w = matrix(20, 24, torch.float32, rank), matrix(24, 40, torch.float32, 5 + rank)
-    same = matrix(24 * W, 40, torch.float32, 4)  # on all ranks, which add up in the same order
+    same = matrix(20 * W, 40, torch.float32, 4)  # on all ranks, which add up in the same order
     rounds = []
     for call in range(W + 1):
         if call % W == rank:
@@ -436,7 +428,7 @@ def calls_in_a_row() -> list[torch.Tensor]:
                     [x], [w], ws, chunk_sizes(len(x), ws.world_size)
                 ),
                 gemm_all_reduce.launch_matmul_all_reduce(x, w, ws),
-                all_gather_contract.launch_all_gather_contract(x, same, ws, [24] * W)[1],
+                all_gather_contract.launch_all_gather_contract(x, same, ws, [20] * W)[1],
             ]
         )
     ws.check("calls_in_a_row")
@@ -527,7 +519,7 @@ def test_sizes_of_zero() -> None:
         made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, sizes)
         torch.testing.assert_close(made.ys[0], full @ w)
         dy = matrix(M, N, torch.float32, rank)
-        _, y = all_gather_contract.launch_all_gather_contract(shard, dy, ws, sizes, transposed=True)
+        _, y = all_gather_contract.launch_all_gather_contract(shard, dy, ws, sizes)
         torch.testing.assert_close(y, full.T @ dy)
     ws.check("nothing_to_do")
 
@@ -539,7 +531,7 @@ def test_example_of_the_contraction() -> None:
     shards = torch.arange(1.0, 11.0).view(5, 2).split([3, 2])
     w = torch.eye(5)
     gathered, y = all_gather_contract.launch_all_gather_contract(
-        shards[ws.rank], w, ws, [3, 2], transposed=True, with_own=True
+        shards[ws.rank], w, ws, [3, 2], with_own=True
     )
     assert torch.equal(gathered, torch.cat(shards))
     assert torch.equal(y, torch.cat(shards).T)
