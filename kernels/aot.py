@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.collectives import signals
 from weft.kernels.aot_cases import Launch, launches
-from weft.kernels.chips import KNOWN, Chip
+from weft.kernels.chips import Chip, known
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -263,7 +263,7 @@ def _blocks(config: Mapping[str, Any]) -> str:
 @cache
 def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Launch]]:
     """The distinct launches: one that two sizes share belongs to the first."""
-    chip = next(chip for chip in KNOWN if chip.name == arch)
+    chip = known(arch)
     found: dict[tuple[str, str], tuple[str, Launch]] = {}
     if dtype != torch.float8_e4m3fn or chip.fp8:
         for case, launch in launches(chip, dtype, wide=wide):
@@ -273,8 +273,7 @@ def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Laun
 
 def _compile_number(number: int, arch: str, dtype: torch.dtype, wide: bool) -> Report:
     case, launch = _launches(arch, dtype, wide)[number]
-    chip = next(chip for chip in KNOWN if chip.name == arch)
-    return compile_launch(case, launch, chip, dtype)
+    return compile_launch(case, launch, known(arch), dtype)
 
 
 def compile_all(

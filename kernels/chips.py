@@ -39,6 +39,13 @@ class Chip:
         return self.name.startswith("gfx")
 
     @property
+    def family(self) -> str:
+        """The chip of `KNOWN` whose tiles suit it: "sm_80" for sm_89, "gfx942" for gfx90a."""
+        if self.is_amd:
+            return "gfx942"
+        return {"8": "sm_80", "9": "sm_90"}.get(self.name[3:-1], "sm_100")
+
+    @property
     def programs(self) -> int:
         """The largest grid whose programs are all resident and have a signal slot."""
         return min(self.cores, MAX_PROGRAMS)
@@ -54,6 +61,19 @@ KNOWN = (
 )
 
 
+def known(name: str) -> Chip:
+    """The chip of `KNOWN` with that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((chip for chip in KNOWN if chip.name == name), None)
+    if found is None:
+        names = ", ".join(chip.name for chip in KNOWN)
+        raise ValueError(f"the chip must be one of {names}, got {name!r}")
+    return found
+
+
 def chip_of(device: torch.device) -> Chip:
     """The chip behind `device`, or the one that virtual ranks stand for; a rank's share of it where
     they run on one at the same time.
@@ -62,7 +82,7 @@ def chip_of(device: torch.device) -> Chip:
     """
     ranks = here.world and here.world.virtual
     if ranks and ranks.chip:
-        return next(chip for chip in KNOWN if chip.name == ranks.chip)
+        return known(ranks.chip)
     return _share(_chip_behind(device), ranks.sharing if ranks else 1)
 
 

@@ -85,7 +85,7 @@ def config_for(
     config = ring_flash.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
     if chip is INTERPRETER:
         return config
-    if 64 < D <= 128 and chip.name.startswith("sm_8"):
+    if 64 < D <= 128 and chip.family == "sm_80":
         # 128 rows fit in `ring_flash`, but spill 144 and 184 bytes here.
         config = replace(config, block_m=min(config.block_m, 64))
     # Nothing can begin before queries and keys are published.

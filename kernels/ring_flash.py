@@ -113,13 +113,12 @@ def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
         return 32, 16, 4 if D <= 64 or chip.is_amd else 8, 1
-    family = chip.name if chip.name in ("sm_80", "sm_90", "gfx942") else "sm_100"
     return {
         "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},
         "sm_90": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
         "sm_100": {64: (128, 64, 8, 2), 128: (64, 64, 8, 3), 256: (64, 32, 8, 1)},
         "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
-    }[family][width]
+    }[chip.family][width]
 
 
 def workspace_for(

@@ -136,7 +136,7 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
             128: (16, 64, 64, 32, 8, 1),
             256: (32, 32, 32, 32, 8, 1),
         }[width]
-    if chip.name.startswith("sm_8") and D <= 128:
+    if chip.family == "sm_80" and D <= 128:
         # 32 x 64 spill 168 and 8 bytes here.
         return (32, 32, 32, 32, 8, 2) if D <= 64 else (16, 64, 64, 32, 8, 2)
     return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.kernels.chips import chip_of
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -156,7 +158,7 @@ def _scaled_mm(
     K, N = w.shape
     if (
         x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and chip_of(x.device).fp8
         and K % 16 == N % 16 == 0
         and x.numel() > 0
         and out_dtype == torch.bfloat16

@@ -82,10 +82,9 @@ def main(script: str, chip_name: str) -> int:
     """Compile the launches in stdin for the chip."""
     from weft.kernels import aot
     from weft.kernels.aot_cases import Launch
-    from weft.kernels.chips import KNOWN
+    from weft.kernels.chips import known
 
-    modules = {Path(script).stem: load(Path(script))}
-    chip = next(chip for chip in KNOWN if chip.name == chip_name)
+    modules, chip = {Path(script).stem: load(Path(script))}, known(chip_name)
     ranks: dict[str, list[int]] = {}  # by what distinguishes a launch
     found: dict[str, Launch] = {}
     for each in pickle.load(sys.stdin.buffer):

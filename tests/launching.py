@@ -25,7 +25,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.aot_cases import Launch, launches
-from weft.kernels.chips import KNOWN
+from weft.kernels.chips import known
 from weft.sim.compiling import with_tensors
 
 _BYTES = {"i1": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
@@ -106,10 +106,9 @@ def main(folder: str, dtype: str, cases: Sequence[str]) -> None:
     library, hook = ctypes.CDLL(f"{folder}/libcuda.so.1"), _HOOK(on_launch)
     library.stub_on_launch(hook)
     triton.runtime.driver.set_active(_Driver())
-    chip = next(chip for chip in KNOWN if chip.name == "sm_90")
     told = {
         f"{launch.kernel.__name__}: {case}": wrong(launch)
-        for case, launch in launches(chip, getattr(torch, dtype))
+        for case, launch in launches(known("sm_90"), getattr(torch, dtype))
         if not cases or case in cases
     }
     print(json.dumps(told))

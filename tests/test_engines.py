@@ -11,19 +11,21 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from dtensors import world
 from needs import needs_interpreter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import settings, sim
 from weft.bench import scaling_page
 from weft.collectives import Group, cost, resolve
 from weft.dtensor import DTensor, Shard
-from weft.kernels import chips, engines
+from weft.kernels import chips, engines, scaled
 from weft.sim.hardware import H100, named
 
 PAGE_ROWS = Path(__file__).parent.parent / "bench" / "results" / "scaling_page.json"
@@ -284,6 +286,20 @@ def test_what_auto_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[0])
     refusal = "sm_80 has no float8_e4m3fn"
     assert engines.is_supported("triton", eight_bits, group, device) == (False, refusal)
+
+
+def test_scaled_products_are_torchs_only_where_the_chip_has_fp8() -> None:
+    """An AMD chip has the number of a newer one of NVIDIA's, but torch refuses the format there."""
+    with (
+        FakeTensorMode(),
+        patch.object(chips, "_chip_behind", lambda _: chips.known("gfx942")),
+        patch.object(torch, "_scaled_mm", side_effect=AssertionError("asked for")),
+    ):
+        x, w = (torch.empty(16, 16, dtype=scaled.FP8, device="cuda") for _ in range(2))
+        rows, columns = torch.empty(16, 1, device="cuda"), torch.empty(1, 16, device="cuda")
+        scaling = scaled.Scaling(rows, [columns], torch.bfloat16)
+        (y,) = scaled.scaled_products(x, [w], [None], scaling)
+        assert y.dtype == torch.bfloat16
 
 
 def measured_body() -> None:

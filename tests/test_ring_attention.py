@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from weft.kernels import (
     zigzag_sizes,
 )
 from weft.kernels.attention_tiles import contiguous_rows
-from weft.kernels.chips import KNOWN
+from weft.kernels.chips import KNOWN, known
 from weft.kernels.sequence_attention import attention_reference
 
 ENGINES = ("host", "generic", "triton")
@@ -297,6 +299,18 @@ def test_keys_that_no_query_sees_are_not_fetched() -> None:
 def test_launches_of_an_empty_batch(kernel: Any) -> None:
     for chip in KNOWN:
         assert kernel.config_for(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads == 1
+
+
+@pytest.mark.parametrize("kernel", [ring_flash, ring_flash_backward])
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("gfx950", "gfx942")],
+)
+def test_chips_of_a_family_have_the_same_tiles(kernel: Any, name: str, like: str) -> None:
+    chip = known(like)
+    for D in (64, 128, 256):
+        config_for = partial(kernel.config_for, 64, 8, 1024, D, torch.bfloat16, 8)
+        assert config_for(replace(chip, name=name)) == config_for(chip)
 
 
 MISUSE = {

@@ -18,7 +18,7 @@ from needs import needs_interpreter
 import weft
 from weft import sim
 from weft.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from weft.kernels.chips import KNOWN
+from weft.kernels.chips import KNOWN, chip_of
 from weft.sim import timing_hooks
 from weft.sim.clock import play
 from weft.sim.hardware import H100, H200, MI300X, PRESETS, Hardware, named
@@ -178,6 +178,9 @@ def test_presets_hold_together() -> None:
     assert H200.hbm_bandwidth > H100.hbm_bandwidth
     with pytest.raises(ValueError, match="h100"):
         named("h1000")
+    older = dataclasses.replace(H100, chip="sm_75")
+    with pytest.raises(ValueError, match="the chip must be one of sm_80"):
+        sim.run(1, lambda _: chip_of(torch.device("cpu")), hardware=older)
     with pytest.raises(ValueError, match="no matmul rate"):
         H100.core_flops_per_us("int7")
 

@@ -20,10 +20,10 @@ from weft.kernels import (
     gemm_reduce_scatter,
     tuning,
 )
-from weft.kernels.chips import INTERPRETER, KNOWN, Tiling
+from weft.kernels.chips import INTERPRETER, KNOWN, Tiling, known
 from weft.kernels.tuning import Choice
 
-H100 = next(chip for chip in KNOWN if chip.name == "sm_90")
+H100 = known("sm_90")
 TILING = Tiling(64, 128, 64, num_warps=4)
 
 
