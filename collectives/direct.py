@@ -90,7 +90,7 @@ class Readable:
     """
 
     def __init__(self, group: Group, op: str, x: torch.Tensor) -> None:
-        self._group, self._op, self._x = group, op, x
+        self._group, self._op, self._x = group, op, x  # kept alive, as others read it
         if group.virtual is not None:
             group.virtual.share(x)
         self._addresses = agree(group, op, x.data_ptr())

@@ -218,12 +218,6 @@ def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
     return _ops.all_reduce(grad, ctx.group_name, ctx.op), None, None
 
 
-def _all_to_all(
-    x: torch.Tensor, receives: list[int] | None, sends: list[int] | None, group_name: str
-) -> torch.Tensor:
-    return collective_ops.all_to_all(x, receives, sends, group_name)
-
-
 def _all_to_all_fake(x: torch.Tensor, receives: Any, sends: Any, group_name: str) -> torch.Tensor:
     rows = x.shape[0] if receives is None else sum(receives)
     return x.new_empty((rows, *x.shape[1:]))
@@ -237,10 +231,6 @@ def _all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
     return _ops.all_to_all(grad, ctx.sends, ctx.receives, ctx.group_name), None, None, None
 
 
-def _broadcast(x: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
-    return collective_ops.broadcast(x, src, group_name)
-
-
 def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.src, ctx.group_name = inputs
 
@@ -249,10 +239,6 @@ def _broadcast_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | No
     total = _ops.all_reduce(grad, ctx.group_name, "sum")
     is_source = world_of(ctx.group_name)[0] == ctx.src
     return total if is_source else torch.zeros_like(total), None, None
-
-
-def _barrier(group_name: str) -> None:
-    collective_ops.barrier(group_name)
 
 
 define(
@@ -267,10 +253,10 @@ define(
 define("all_reduce(Tensor x, str group_name, str reduce_op='sum') -> Tensor", _all_reduce, _like)
 define(
     "all_to_all(Tensor x, SymInt[]? receives, SymInt[]? sends, str group_name) -> Tensor",
-    _all_to_all, _all_to_all_fake,
+    collective_ops.all_to_all, _all_to_all_fake,
 )  # fmt: skip
-define("broadcast(Tensor x, int src, str group_name) -> Tensor", _broadcast, _like)
-define("barrier(str group_name) -> ()", _barrier, lambda group_name: None)
+define("broadcast(Tensor x, int src, str group_name) -> Tensor", collective_ops.broadcast, _like)
+define("barrier(str group_name) -> ()", collective_ops.barrier, lambda group_name: None)
 
 differentiate("all_gather", _all_gather_setup, _all_gather_backward)
 differentiate("reduce_scatter", _reduce_scatter_setup, _reduce_scatter_backward)

@@ -191,9 +191,14 @@ def source(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def _tool(name: str, *args: str) -> str:
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([str(path), *args], check=True, capture_output=True, text=True).stdout
+def _disassembled(cubin: bytes) -> str:
+    """Resource usage and SASS of a binary, by the cuobjdump that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _found(pattern: str, text: str) -> int:
@@ -205,10 +210,7 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
     """Compile one caught launch for `chip`."""
     compiled = triton.compile(source(launch), target=_TARGETS[chip.name], options=launch.options)
     if "cubin" in compiled.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            text = _tool("cuobjdump", "-res-usage", "-sass", file.name)
+        text = _disassembled(compiled.asm["cubin"])
         registers = _found(r"REG:(\d+)", text)
         spills = _found(r"STACK:(\d+)", text) + _found(r"LOCAL:(\d+)", text)
         tensor_columns = compiled.metadata.tmem_size or 0

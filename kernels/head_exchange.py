@@ -35,6 +35,7 @@ from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast
 from weft.kernels.engines import refuse_second_order
 from weft.kernels.sequence_attention import (
+    Attention,
     Gradients,
     Plan,
     Saved,
@@ -42,7 +43,6 @@ from weft.kernels.sequence_attention import (
     check_tensors,
     plan,
     ring_attention,
-    saved_with,
 )
 from weft.kernels.sharded_sequence import SequenceLayout
 
@@ -110,7 +110,7 @@ def ulysses_attention(
             q, k, v, inner, causal, scale, "contiguous", window, cu_seqlens, sizes, key_sizes, OP
         )
         if in_one_launch(call):
-            out, lse = _HeadAttention.apply(q, k, v, call)
+            out, lse = Attention.apply(q, k, v, call, _head_forward, head_gradients)
             return (out, lse) if return_lse else out
         rows, key_rows, engine = call.geometry.q_sizes, call.geometry.k_sizes, call.engine
     else:
@@ -137,27 +137,14 @@ def ulysses_attention(
     return out, _SwapBack.apply(lse.unsqueeze(-1), inner, mine, rows, way).squeeze(-1)
 
 
-class _HeadAttention(torch.autograd.Function):
-    """q, k, v -> out, lse, on the triton engine."""
+def _head_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from weft.kernels import heads_flash as kernel
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from weft.kernels import heads_flash as kernel
-
-        ws = kernel.workspace_for(q, k, call.group, call.geometry)
-        with ws.call(OP):
-            out, lse = kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_order(OP)
-        return *head_gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None
+    ws = kernel.workspace_for(q, k, call.group, call.geometry)
+    with ws.call(OP):
+        return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
 
 
 def head_gradients(call: Plan, saved: Saved) -> Gradients:

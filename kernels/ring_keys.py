@@ -156,9 +156,8 @@ def tables(
 ) -> tuple[torch.Tensor, Sight, Sight]:
     """What the kernels of `rank` need to know of a geometry, in tensors on their device.
 
-    The values are the same on every rank, but virtual ranks of one process must not share tensors.
-
     Args:
+        rank: the values are the same on every rank, but virtual ranks must not share tensors.
         all_queries: whether every rank attends for the queries of all, not only for its own.
 
     Returns:
@@ -177,9 +176,9 @@ def tables(
 
     needed = [
         word
-        for rank in range(W)
+        for user in range(W)
         for source in range(W)
-        for interval in needed_rows(geometry, range(W) if all_queries else (rank,), source)
+        for interval in needed_rows(geometry, range(W) if all_queries else (user,), source)
         for word in interval
     ]
     bases = [n for sizes in (geometry.k_sizes, geometry.q_sizes) for n in offsets(sizes)]

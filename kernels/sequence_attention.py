@@ -23,7 +23,7 @@ The triton engine is in `ring_flash` and `ring_flash_backward`, the generic one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,7 +117,8 @@ def ring_attention(
     if call.engine == "generic":
         out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
     else:
-        out, lse = _RingAttention.apply(q, k, v, call)
+        run = _host_forward if call.engine == "host" else _triton_forward
+        out, lse = Attention.apply(q, k, v, call, run, ring_gradients)
     return (out, lse) if return_lse else out
 
 
@@ -133,8 +134,9 @@ def as_op_arguments(
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from the arguments of a call, the same on all ranks."""
+    """What follows from the arguments of a call of `op`, the same on all ranks."""
 
+    op: str
     group: Group
     geometry: Geometry
     scale: float
@@ -196,7 +198,7 @@ def plan(
         host_refusal=_host_refusal(q, scale),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
     )
-    return Plan(group, geometry, scale, choose(problem, group, q.device))
+    return Plan(op, group, geometry, scale, choose(problem, group, q.device))
 
 
 def _host_refusal(q: torch.Tensor, scale: float) -> str:
@@ -276,24 +278,29 @@ def _sizes(
     return lengths[0], lengths[1]
 
 
-class _RingAttention(torch.autograd.Function):
-    """q, k, v -> out, lse, on the host or the triton engine."""
+class Attention(torch.autograd.Function):
+    """q, k, v -> out, lse = run(q, k, v, call), with gradients(call, saved) of a fused engine."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: Plan,
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        gradients: Callable[[Plan, Saved], Gradients],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = _host_forward if call.engine == "host" else _triton_forward
         out, lse = run(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+        ctx.call, ctx.gradients = call, gradients
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_order("ring_attention")
-        return *ring_gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None
+        refuse_second_order(ctx.call.op)
+        return *ctx.gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None, None, None
 
 
 class Saved(NamedTuple):
