@@ -190,11 +190,11 @@ def is_same_size(input: Any, other: Any) -> bool:
 
 
 def no_memory(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse `Tensor.numpy`, `__array__`, DLPack and storages: no rank has all of the memory."""
+    """Refuse what reads or writes memory directly, which no rank has all of: numpy(), apply_()."""
     raise RuntimeError(
-        f"{x._layout!r} is spread over ranks and has no array: use full_tensor().numpy() for all "
-        f"of it (on every rank) or to_local().numpy() for this rank's part; safetensors can "
-        f"save full_tensor()"
+        f"{x._layout!r} is spread over ranks and has no memory of its own: use "
+        f"full_tensor().numpy() for all of it (on every rank), to_local().numpy() for this rank's "
+        f"part, to_local().apply_(f) to write that; safetensors can save full_tensor()"
     )
 
 
@@ -279,6 +279,9 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.__array__: no_memory,
     torch.Tensor.__dlpack__: no_memory,
     torch.Tensor.storage: no_memory,
+    torch.Tensor.apply_: no_memory,
+    torch.Tensor.map_: no_memory,
+    torch.Tensor.map2_: no_memory,
     torch.Tensor.share_memory_: share_memory_,
     torch.Tensor.__format__: formatted,
     torch.is_complex: is_complex,

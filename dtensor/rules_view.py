@@ -217,12 +217,14 @@ def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
-def view(call: Call) -> Chosen:
+def view(call: Call) -> Choices | Chosen:
     """Keep each shard that is one of the result too; gather the others."""
-    source, final = call.inputs[0], call.outputs[0].shape
+    source = call.inputs[0]
     if call.outputs[0].dtype != source.dtype:
-        raise NotImplementedError(f"{call}: a view of another dtype. Use .to(dtype)")
-    old, new = source.shape, final
+        same_size = call.outputs[0].dtype.itemsize == source.dtype.itemsize
+        kept = source.ndim if same_size else source.ndim - 1  # else the last dim is another
+        return Choices(call.kept({d: d for d in range(kept)}))
+    old, new = source.shape, call.outputs[0].shape
     inputs: list[Placement] = []
     outputs: list[Placement] = []
     for mesh_dim, placement in enumerate(source.placements):

@@ -60,6 +60,7 @@ def test_making() -> None:
     with pytest.raises(RuntimeError, match="Pass device_mesh="):
         distribute_tensor(whole)
     arrays = spread.numpy, lambda: np.asarray(spread), lambda: torch.from_dlpack(spread)
+    arrays += (lambda: spread.apply_(abs), lambda: spread.map_(spread, max))
     for shared in (*arrays, spread.storage):  # safetensors asks for storages
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)\.numpy\(\)"):
             shared()

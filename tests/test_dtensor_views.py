@@ -35,6 +35,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "x.detach()[2]": lambda x: x.detach()[2].fill_(2),
     "x.flatten()[5:9]": lambda x: x.flatten()[5:9].zero_(),
     "x.T.reshape": lambda x: x.view(2, 4, 4).transpose(1, 2)[1, 1:].fill_(4),
+    "x.view(int64)[5]": lambda x: x.view(torch.int64)[5].zero_(),
+    "x.view(int32)[:, 3]": lambda x: x.view(torch.int32)[:, 3].zero_(),
     "relu_ of a part": lambda x: torch.nn.functional.relu(x[1:5], inplace=True),
     "out=": lambda x: torch.mul(x[:3], 2, out=x[:3]),
     "copy_": lambda x: x[4:].copy_(x[:4]),
