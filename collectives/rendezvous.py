@@ -1,12 +1,12 @@
-"""torch's rendezvous, also for groups of whose ranks some have had more of them than others.
+"""torch's rendezvous, for groups whose ranks have taken part in different numbers of them.
 
-The ranks of a rendezvous tell each other about their memory through the store of their group. torch
-(2.11 to 2.13, its issue 196082) names what they tell by a number that counts the messages of the
-process, of whatever group: after a rendezvous of ranks 0 and 1 alone, one of ranks 0 to 2 looks for
+In a rendezvous the ranks tell each other about their memory through the store of their group. torch
+(2.11 to 2.13, its issue 196082) numbers these messages by process, whatever the group: after a
+rendezvous of ranks 0 and 1 alone, one of ranks 0 to 2 looks for
 
     rank 0   CUDASymmetricMemory/2/..        rank 2   CUDASymmetricMemory/0/..
 
-and waits until the store gives up. Ranks that have had different numbers of them count from 0 here.
+and waits until the store gives up. Ranks whose counts differ number from 0 here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from weft.collectives.group import Group
 
-_had = 0
+_count = 0
 
 
-def had() -> int:
-    """How many this process has had, with any group."""
-    return _had
+def count() -> int:
+    """How many this process has taken part in, with any group."""
+    return _count
 
 
 class _Renumbered(Store):
@@ -58,12 +58,12 @@ def meet(own: torch.Tensor, group: Group, counts: Sequence[int]) -> Any:
     """torch's handle on the allocations of all ranks, of which `own` is this one's. Collective.
 
     Args:
-        counts: what `had` said on each rank.
+        counts: `count()` of each rank.
     """
-    global _had
+    global _count
     import torch.distributed._symmetric_memory as symm_mem
 
-    _had += 1
+    _count += 1
     if len(set(counts)) == 1:
         return symm_mem.rendezvous(own, group.pg)
     c10d: Any = dist.distributed_c10d

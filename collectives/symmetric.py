@@ -87,7 +87,7 @@ class CudaMemory:
         from weft.collectives import rendezvous
 
         _allow_shared_gpus(group, device)
-        counts = group.gather_objects(rendezvous.had(), "symmetric memory of GPUs")
+        counts = group.gather_objects(rendezvous.count(), "symmetric memory of GPUs")
         own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
 

@@ -121,12 +121,7 @@ class _Gather(NamedTuple):
     gradient: bool = False
 
 
-def _all_gather_launches(
-    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
-) -> Iterator[tuple[str, Launch]]:
-    op = all_gather_gemm
-    scaled = dtype.itemsize == 1
-    out_dtype = torch.bfloat16 if scaled else dtype
+def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
     kinds: list[tuple[str, int, Activation | None, bool]] = [
         ("plain", 1, None, False), ("gelu kept", 1, "gelu", not scaled),
         ("swiglu", 2, "swiglu", False), ("swiglu kept", 2, "swiglu", not scaled),
@@ -162,7 +157,15 @@ def _all_gather_launches(
                 _Gather(f"d(down), {tokens} tokens", tokens, gradient=True)
                 for tokens in (64, 16384)
             ]
-    for case, tokens, widths, activation, keep_sums, gradient in cases:
+    return cases
+
+
+def _all_gather_launches(
+    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
+) -> Iterator[tuple[str, Launch]]:
+    op, scaled = all_gather_gemm, dtype.itemsize == 1
+    out_dtype = torch.bfloat16 if scaled else dtype
+    for case, tokens, widths, activation, keep_sums, gradient in _gather_cases(scaled, wide):
         share = tokens // _W
         if gradient:
             weights = [empty(_HIDDEN, n) for n in widths]
@@ -186,8 +189,11 @@ def _all_gather_launches(
             )
         # All use one publish kernel.
         yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
-    if scaled:
-        return
+
+
+def _weight_gradient_launches(
+    empty: Callable[[int, int], torch.Tensor], wide: bool
+) -> Iterator[tuple[str, Launch]]:
     x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
     # Of a gathered x, with dw laid out like w and rows kept for another dw; of a scattered y.
     outs = [("weight gradient", empty(_FFN, _HIDDEN).T), ("weight gradient of down", None)]
@@ -300,11 +306,14 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield "by the switch", caught[0]
 
 
+_HEADS = 8, 1  # of queries and of keys, on each rank
+_HEAD_WIDTHS = (16, 64, 80, 192, 256)
+
+
 def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    heads, kv_heads = 8, 1
     # Rows of a rank, width of a head, how far back a query sees, and whether documents are packed
     # (on shards of odd lengths, with a gradient of the log-sum-exp). Tiles of gradients do not
     # depend on the rows, so small ones are for the forward alone.
@@ -315,27 +324,13 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
         ("attention, 16 rows", 16, 128, UNBOUNDED, False),
         ("attention, packed", 1003, 128, UNBOUNDED, True),
     ]
-    # Batch, tokens, width of a head, whether there are pages; 8 query heads on a key head.
-    decodes = [
-        ("decode", 512, 1, 128, False),
-        ("decode, pages", 4, 1, 128, True),
-        ("decode, 4 tokens", 4, 4, 128, False),
-    ]
     if wide:
-        widths = (16, 64, 80, 192, 256)
         shards += [
             (f"attention, D {D}, {rows} rows", rows, D, UNBOUNDED, False)
-            for D in widths
+            for D in _HEAD_WIDTHS
             for rows in (16, 64, 1024)
         ]
         shards += [(f"attention, D {D}, packed", 1003, D, UNBOUNDED, True) for D in (64, 80, 256)]
-        decodes += [
-            (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
-            for D in (*widths, 128, 512, 1024)
-            if D * dtype.itemsize <= WIDEST_BYTES
-            for tokens in ((1, 4, 8) if D <= 256 else (8,))
-            for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
-        ]
 
     ways: list[tuple[str, int, Callable[..., Any], Callable[..., Any]]] = [
         (
@@ -354,7 +349,7 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
             sizes = tuple((zigzag_sizes if layout == "zigzag" else chunk_sizes)(total, _W))
             documents = (0, total // 3, total) if packed else None
             geometry = Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
-            q, k = (empty(1, times * h, sizes[0], D) for h in (heads, kv_heads))
+            q, k = (empty(1, times * heads, sizes[0], D) for heads in _HEADS)
             with catching(
                 ring_flash, ring_flash_backward, heads_flash, heads_flash_backward
             ) as got:
@@ -363,6 +358,27 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
                     saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                     backward(saved, _workspace(), geometry, 0.1)
             yield from ((case.replace("attention", way), launch) for launch in got)
+
+
+def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, kv_heads = _HEADS
+    # Batch, tokens, width of a head, whether there are pages.
+    decodes = [
+        ("decode", 512, 1, 128, False),
+        ("decode, pages", 4, 1, 128, True),
+        ("decode, 4 tokens", 4, 4, 128, False),
+    ]
+    if wide:
+        decodes += [
+            (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
+            for D in (*_HEAD_WIDTHS, 128, 512, 1024)
+            if D * dtype.itemsize <= WIDEST_BYTES
+            for tokens in ((1, 4, 8) if D <= 256 else (8,))
+            for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
+        ]
     for case, batch, tokens, D, paged in decodes:
         page = 64
         table = torch.empty(batch, 64, dtype=torch.int32, device="meta") if paged else None
@@ -411,9 +427,13 @@ def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tupl
         return torch.empty(rows, columns, dtype=dtype, device="meta")
 
     with patch.object(chips, "_chip_behind", lambda device: chip):
-        return [
+        found = [
             *_all_gather_launches(dtype, empty, wide),
             *_reduce_launches(dtype, empty, wide),
             *_collective_launches(chip, dtype),
-            *(_attention_launches(dtype, wide) if dtype.itemsize > 1 else ()),
         ]
+        if dtype.itemsize > 1:  # fp8 has no gradients and no attention
+            found += _weight_gradient_launches(empty, wide)
+            found += _attention_launches(dtype, wide)
+            found += _decode_launches(dtype, wide)
+        return found

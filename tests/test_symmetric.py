@@ -99,7 +99,7 @@ def test_rendezvous_after_some_ranks_have_had_one_without_the_others() -> None:
             for pg in (some, dist.group.WORLD)[0 if rank < 2 else 1 :]:
                 group = collectives.resolve(pg)
                 own = torch.tensor(10 * turn + rank)
-                counts = group.gather_objects(rendezvous.had(), "test")
+                counts = group.gather_objects(rendezvous.count(), "test")
                 told = rendezvous.meet(own, group, counts)
                 assert told == [10 * turn + r for r in range(group.world_size)]
 
