@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -531,6 +532,10 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
 
 
 def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
+    if x.is_complex() and op == "product":  # which torch refuses to reduce
+        factors = [torch.empty_like(x) for _ in range(group.world_size)]
+        dist.all_gather(factors, x, group=group.pg)
+        return reduce(torch.mul, factors)
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
     out = x.float() if half else x.int() if x.dtype == torch.int16 else x.clone()

@@ -156,6 +156,9 @@ def dtypes_body() -> None:
             for call in (collectives.all_reduce, collectives.reduce_scatter):
                 with pytest.raises(ValueError, match=f"{dtype} has no reduction by 'sum'"):
                     call(x)
+    factors = [torch.tensor([r + 1j, 1 - r * 1j]) for r in range(world_size)]
+    product = collectives.all_reduce(factors[rank], reduce_op="product")
+    torch.testing.assert_close(product, torch.stack(factors).prod(0))
     with pytest.raises(ValueError, match="complex64 has no reduction by 'max'"):
         collectives.all_reduce(torch.ones(2, dtype=torch.complex64), reduce_op="max")
 
