@@ -246,9 +246,7 @@ class _SwapBack(torch.autograd.Function):
 
 def _way(group: Group, engine: str) -> Way:
     """How swaps run; the same on every rank."""
-    if group.world_size == 1 or group.why:
-        return "generic"
-    return "generic" if engine == "generic" and group.virtual is None else "host"
+    return "generic" if group.world_size == 1 or group.why or engine == "generic" else "host"
 
 
 def to_heads(
