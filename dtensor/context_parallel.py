@@ -97,11 +97,7 @@ def context_parallel(
     buffers, dims = buffers or [], buffer_seq_dims or []
     kept = no_restore_buffers or set()
     group = resolve(mesh)
-    if len(buffers) != len(dims):
-        raise ValueError(
-            f"buffer_seq_dims names the sequence dim of each buffer: got {len(dims)} dims for "
-            f"{len(buffers)} buffers"
-        )
+    _check_one_each(buffers, dims)
     ours = {id(buffer) for buffer in buffers}
     if any(id(buffer) not in ours for buffer in kept):
         raise ValueError("no_restore_buffers must be among buffers")
@@ -124,6 +120,13 @@ def context_parallel(
                 _replace(buffer, whole)
 
 
+def _check_one_each(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> None:
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"give the sequence dim of each buffer: got {len(dims)} dims for {len(buffers)} buffers"
+        )
+
+
 def _own_part(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     sizes = zigzag_sizes(whole.shape[dim], group.world_size)
     part: torch.Tensor = to_zigzag(whole, group.world_size, dim).split(sizes, dim)[group.rank]
@@ -144,8 +147,12 @@ def context_parallel_unshard(
         mesh: that of the `context_parallel`.
         buffers: this rank's parts, such as the outputs of the model.
         seq_dims: the dim of each along which tokens lie.
+
+    Raises:
+        ValueError: not one dim for each buffer.
     """
     group = resolve(mesh)
+    _check_one_each(buffers, seq_dims)
     return [
         from_zigzag(all_gather(part, group, dim=dim), group.world_size, dim)
         for part, dim in zip(buffers, seq_dims, strict=True)

@@ -128,15 +128,13 @@ def _run_locally(
     placed = _one_each("out_placements", given, len(results))
     wrapped: list[Any] = []
     for i, (value, placements) in enumerate(zip(results, placed, strict=True)):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            wrapped.append(DTensor.from_local(value, mesh, placements, run_check=False))
-        elif placements is None and not isinstance(value, torch.Tensor):
-            wrapped.append(value)
-        else:
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(value, DTensor) or is_tensor == (placements is None):
             raise ValueError(
                 f"local_map: result {i} is a {type(value).__name__} with out_placements "
                 f"{placements}: plain tensors have placements, other values None"
             )
+        wrapped.append(DTensor.from_local(value, mesh, placements) if is_tensor else value)
     return pytree.tree_unflatten(wrapped, out_tree)
 
 

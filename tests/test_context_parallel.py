@@ -131,6 +131,8 @@ def test_errors() -> None:
         context_parallel(mesh, buffers=[q[:1]], buffer_seq_dims=[2]),
     ):
         pass
+    with pytest.raises(ValueError, match="0 dims for 1 buffers"):
+        context_parallel_unshard(mesh, [q], [])
     with context_parallel(mesh):
         with pytest.raises(NotImplementedError, match="no attn_mask and no dropout"):
             functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)

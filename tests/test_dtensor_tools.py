@@ -135,6 +135,8 @@ def test_mapping_local_parts() -> None:
     torch.testing.assert_close(y.full_tensor(), 2 * (xw @ ww))
     with pytest.raises(ValueError, match="one entry in in_placements"):
         moved(x, w)
+    with pytest.raises(ValueError, match="result 0 is a Tensor with out_placements None"):
+        local_map(torch.neg)(x)
 
 
 @torch.library.custom_op("weft_tests::double_rows", mutates_args=())
