@@ -116,21 +116,18 @@ def _source(layout: Layout, src_data_rank: int | None) -> Layout:
     return layout_of(kept[rank], (Replicate(),), layout.shape, layout.stride, layout.dtype)
 
 
-PartitionFn = Callable[[str, nn.Module, Any], None]
-
-
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    partition_fn: PartitionFn | None = None,
+    partition_fn: Callable[..., None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors, in place.
 
     Args:
-        partition_fn: called as (name, submodule, mesh) for every submodule; plain tensors that it
-            leaves are replicated.
+        partition_fn: called as (name, submodule, mesh), or (name, submodule) if it takes two, for
+            every submodule; plain tensors that it leaves are replicated.
         input_fn: called as (module, inputs, mesh) before forward, returns the new inputs.
         output_fn: called as (module, outputs, mesh) after forward, returns the new outputs.
 
@@ -143,9 +140,10 @@ def distribute_module(
             "distribute_module should only be called once on a module, but it has already been "
             "called on this module!"
         )
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh)
+    if partition_fn is not None:
+        takes_mesh = len(inspect.signature(partition_fn).parameters) != 2
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, *([mesh] if takes_mesh else []))
     for submodule in module.modules():
         _replicate_rest(submodule, mesh)
     if input_fn is not None:

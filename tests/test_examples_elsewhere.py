@@ -93,17 +93,16 @@ def test_distribute_modules() -> None:
     for copy in (reference, other):
         copy.load_state_dict(model.state_dict())
 
-    def shard_params(mod_name: str, mod: nn.Module, mesh: DeviceMesh = mesh) -> None:
+    def shard_params(mod_name: str, mod: nn.Module) -> None:
         def to_dist_tensor(t: Any) -> Any:
             return distribute_tensor(t, mesh, rowwise_placement)
 
-        if not any(isinstance(p, DTensor) for p in mod.parameters()):
-            mod._apply(to_dist_tensor)
+        mod._apply(to_dist_tensor)
 
     sharded_module = distribute_module(model, device_mesh, partition_fn=shard_params)
     assert all(p.placements == (Shard(0),) for p in sharded_module.parameters())
 
-    def shard_fc(mod_name: str, mod: Any, mesh: DeviceMesh) -> None:
+    def shard_fc(mod_name: str, mod: Any) -> None:
         if mod_name == "fc1":
             mod.weight = torch.nn.Parameter(
                 distribute_tensor(mod.weight, device_mesh, rowwise_placement)
