@@ -43,11 +43,13 @@ class _Embedding(torch.autograd.Function):
         return cast(DTensor, dispatch(op, (weight, indices, padding_idx)))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: DTensor) -> Any:
         if is_nothing(grad):
             return None, None, None
         (indices,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            op = torch.ops.aten.embedding_dense_backward
+            return op(grad, indices, ctx.weight.shape[0], ctx.padding_idx, False), None, None
         args = (grad, indices, ctx.weight, ctx.padding_idx)
         return dispatch(embedding_weight_grad, args), None, None
 

@@ -32,6 +32,13 @@ def of_norm(x: Any) -> Any:
     return torch.autograd.grad(norm, x, create_graph=True)[0]
 
 
+def of_rows(w: Any) -> Any:
+    """The second derivative of looking rows up, one of them for nothing."""
+    rows = functional.embedding(whole_numbers(w, 6), w, padding_idx=2)
+    (first,) = torch.autograd.grad(rows.pow(3).sum(), w, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), w, create_graph=True)[0]
+
+
 def written_later(x: Any, w: Any) -> Any:
     """What no gradient needs may be written before the gradients are taken."""
     table = w * 1
@@ -56,6 +63,7 @@ def found() -> dict[str, tuple[Step, list[torch.Tensor]]]:
         "weight_norm, last": (lambda v, g: torch._weight_norm(v, g, 1), [x[0], x[0, :1].abs()]),
         "second derivatives": (second, [x[0]]),
         "zeros in a backward": (of_norm, [x[0]]),
+        "second derivative of an embedding": (of_rows, [w]),
         "written later": (written_later, [x, w]),
         "of size 1": (lambda a: a.clone().squeeze_(1).add_(1), [x[:, :1].contiguous()]),
         "amin of nothing": (
