@@ -59,3 +59,12 @@ def test_launch_returns_results_in_rank_order() -> None:
     seen: list[Any] = []
     assert launch(2, works, 10, threads=1, on_progress=seen.append) == [(10, 1), (11, 1)]
     assert seen == [0]
+
+
+def returns_a_function(rank: int, progress: Callable[[Any], None]) -> Any:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_be_sent_is_told() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0 failed:.*returns_a_function.*lambda"):
+        launch(1, returns_a_function)

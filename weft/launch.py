@@ -217,10 +217,10 @@ def _rank_main(
             result = body(rank, progress, *args)
             if world_size > 1:
                 _end_group()
-        except Exception:
+            send("done", result)
+        except Exception:  # a result that cannot be sent included
             send("failed", traceback.format_exc())
             os._exit(1)  # no destructors: they would wait for peers that may be gone
-        send("done", result)
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
 
