@@ -39,8 +39,8 @@ from weft.dtensor.api import (
 )
 from weft.dtensor.interop import from_torch, to_torch
 from weft.dtensor.layout import layout_of
+from weft.dtensor.redistribute import redistribute_plan
 from weft.dtensor.tensor import DTensor, rebuild
-from weft.dtensor.transfers import redistribute_plan
 
 # So that torch.load(weights_only=True) takes a DTensor.
 torch.serialization.add_safe_globals([DTensor, layout_of, rebuild, DeviceMesh, _StridedShard])

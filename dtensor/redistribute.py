@@ -15,7 +15,7 @@ when the result is first read; until then no rank waits or is waited for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +26,23 @@ from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.group import Group, is_traced, kept_by_group, resolve
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
-from weft.dtensor.layout import REDUCE, Layout, Shape, contiguous_stride, divide_
+from weft.dtensor.collective_plans import collective_plan
+from weft.dtensor.layout import (
+    REDUCE,
+    Layout,
+    Shape,
+    contiguous_stride,
+    divide_,
+    layout_of,
+    normalize,
+)
 from weft.dtensor.library import name_of
-from weft.dtensor.transfers import Piece, Slices, Step, collective_plan, plan
+from weft.dtensor.transfers import Piece, Plan, Slices, Step, plan
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
     from weft.collectives.pull import Box
 
 Blocks = list[list[torch.Tensor]]
@@ -130,6 +142,36 @@ def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
     return collective_plan(source, target).steps
+
+
+def redistribute_plan(
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    src_placements: Sequence[Placement],
+    dst_placements: Sequence[Placement],
+    *,
+    dst_mesh: DeviceMesh | None = None,
+    by_groups: bool = False,
+) -> Plan:
+    """How a redistribution would run, without running it.
+
+    Args:
+        mesh: where the tensor is; `dst_mesh` (default: the same) is where it goes.
+        shape, dtype: of the global tensor.
+        by_groups: plan as if no symmetric memory spanned the ranks.
+
+    Example:
+        >>> plan = redistribute_plan(mesh, (8, 8), torch.float32, [Shard(0)], [Shard(1)])
+        >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
+        ([64, 64], 1)
+    """
+    size = tuple(shape)
+    stride = contiguous_stride(size)
+    onto = dst_mesh or mesh
+    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
+    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
+    return (collective_plan if by_groups else plan)(source, target)
 
 
 def _group_of(step: Step) -> Group:

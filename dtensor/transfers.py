@@ -11,23 +11,19 @@ pulling them afterwards is cheaper, there are two steps:
     [P, S(0)] -> [R, S(0)] on (2, 4)     1. [S(1), S(0)]: each rank reduces half of what it has
                                          2. [R, S(0)]: and takes the other half
 
-If no symmetric memory spans the ranks, steps along single mesh dims are compared with one step
-among all ranks: hosts may be far apart along one mesh dim and not along another. Planning is
-arithmetic without communication, and all ranks arrive at the same plan.
+Where no symmetric memory spans the ranks, `weft.dtensor.collective_plans` finds the steps. Planning
+is arithmetic without communication, and all ranks arrive at the same plan.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -40,24 +36,16 @@ from weft.dtensor.layout import (
     Runs,
     Shape,
     check_partials,
-    contiguous_stride,
     distinct,
     is_shard,
-    layout_of,
-    normalize,
     shard_dim,
     show,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Slices = tuple[slice, ...]
 
 # What another step costs, in bytes that could be received meanwhile: 5 us at 6 GB/s.
-_STEP_BYTES = 32 << 10
-# How much longer a byte takes between hosts than inside one.
-_BETWEEN_HOSTS = 5
+STEP_BYTES = 32 << 10
 _MAX_MIDDLES = 256
 
 
@@ -109,7 +97,7 @@ class Step:
     def bytes_received(self) -> list[int]:
         """Bytes that come from other ranks, for each rank of the flattened target mesh."""
         itemsize = self.source.dtype.itemsize
-        return [itemsize * numel for numel in _received(self.source, self.target)]
+        return [itemsize * numel for numel in elements_received(self.source, self.target)]
 
     @cached_property
     def is_local(self) -> bool:
@@ -309,7 +297,7 @@ def _overlap(source: Runs, target: Runs) -> int:
     return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
 
 
-def _received(source: Layout, target: Layout) -> list[int]:
+def elements_received(source: Layout, target: Layout) -> list[int]:
     """Elements that each rank of the target mesh receives from others in one step."""
     _, summed, born = _partial_dims(source, target)
     terms = math.prod(source.place.sizes[dim] for dim in summed)
@@ -328,7 +316,7 @@ def _received(source: Layout, target: Layout) -> list[int]:
 
 
 def _cost(itemsize: int, *steps: list[int]) -> float:
-    return len(steps) * _STEP_BYTES + itemsize * sum(map(sum, steps)) / len(steps[0])
+    return len(steps) * STEP_BYTES + itemsize * sum(map(sum, steps)) / len(steps[0])
 
 
 def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
@@ -365,83 +353,27 @@ def plan(source: Layout, target: Layout) -> Plan:
     kept, summed, _ = _partial_dims(source, target)
     if summed and source.ndim:
         itemsize = source.dtype.itemsize
-        least = _cost(itemsize, _received(source, target))
+        least = _cost(itemsize, elements_received(source, target))
         # A lower bound: every element is reduced once, on a rank that needs it.
         terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
         elements = copies * math.prod(source.shape)
         needed = sum(math.prod(map(_overlap, box, box)) for box in target.boxes)
         bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
         middles = itertools.islice(_middles(source, target), _MAX_MIDDLES)
-        for middle in middles if least > bound + _STEP_BYTES else ():
+        for middle in middles if least > bound + STEP_BYTES else ():
             if middle is target:
                 continue
-            cost = _cost(itemsize, _received(source, middle), _received(middle, target))
+            cost = _cost(
+                itemsize, elements_received(source, middle), elements_received(middle, target)
+            )
             if cost < least:
                 stops, least = [source, middle, target], cost
-                if cost <= bound + _STEP_BYTES:
+                if cost <= bound + STEP_BYTES:
                     break
     return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
 
 
-@lru_cache(maxsize=4096)
-def collective_plan(source: Layout, target: Layout) -> Plan:
-    """The cheapest steps through process groups, some of which may span hosts.
-
-    A step changes one mesh dim, within that dim's groups, or all at once, among all ranks.
-    """
-    if source is target:
-        return Plan(source, target, ())
-    check_partials(source.placements, source.dtype)
-    pairs = list(zip(source.placements, target.placements, strict=False))
-    if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
-        return plan(source, target)
-    shards = sorted(range(source.ndim), key=lambda dim: -source.shape[dim])[:2]
-    choices = [_choices(old, new, shards) for old, new in pairs]
-    far = [_between_hosts(source, dim) for dim in range(len(choices))]
-    # Layouts are looked at as indices into `choices`, as these hash quickly.
-    start, goal = (tuple(map(list.index, choices, end.placements)) for end in (source, target))
-    cuts = [list(map(shard_dim, options)) for options in choices]
-    sums = [[isinstance(p, Partial) for p in options] for options in choices]
-
-    def placed(chosen: Shape) -> Layout:
-        return source.with_placements(tuple(map(list.__getitem__, choices, chosen)))
-
-    order = itertools.count()  # breaks ties in the heap
-    heap: list[tuple[float, int, Shape, Shape | None]] = [(0.0, next(order), start, None)]
-    came_from: dict[Shape, Shape | None] = {}
-    least = math.inf  # of the ways to the goal in the heap: no dearer way is looked at
-    while goal not in came_from:
-        cost, _, here, previous = heapq.heappop(heap)
-        if here in came_from:
-            continue
-        came_from[here] = previous
-        for there, price in _along_one_dim(source, here, cuts, sums, far):
-            if there not in came_from and cost + price <= least:
-                heapq.heappush(heap, (cost + price, next(order), there, here))
-                least = cost + price if there == goal else least
-        total = cost + 2 * _STEP_BYTES
-        kept = zip(sums, here, goal, strict=True)
-        if total <= least and all(a == b or not is_sum[a] for is_sum, a, b in kept):
-            elements = max(_received(placed(here), target))
-            total += elements * source.dtype.itemsize * _slowness(any(far))
-            heapq.heappush(heap, (total, next(order), goal, here))
-            least = min(least, total)
-    stops = [goal]
-    while (before := came_from[stops[-1]]) is not None:
-        stops.append(before)
-    layouts = map(placed, reversed(stops))
-    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
-
-
-for _cached in (plan, collective_plan):
-    forget_meshes.append(_cached.cache_clear)
-
-
-def _choices(old: Placement, new: Placement, shards: list[int]) -> list[Placement]:
-    """Placements that a mesh dim may take on the way; sums that become replicated scatter first."""
-    if isinstance(old, Partial) and isinstance(new, Replicate):
-        return distinct([old, *map(Shard, shards), new])
-    return [old] if old == new and isinstance(old, Partial) else distinct([old, Replicate(), new])
+forget_meshes.append(plan.cache_clear)
 
 
 def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
@@ -452,82 +384,6 @@ def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
     return not any(shard_dim(later) in cut for later in here[dim + 1 :])
 
 
-def _along_one_dim(
-    source: Layout, here: Shape, cuts: list[list[int]], sums: list[list[bool]], far: list[bool]
-) -> Iterator[tuple[Shape, float]]:
-    """(choices, cost) of each step from the choices `here` that changes one mesh dim.
-
-    Args:
-        cuts: of each choice of each mesh dim, the tensor dim that it cuts; -1 if it cuts none.
-        sums: whether it is Partial.
-        far: of each mesh dim, whether it spans hosts.
-    """
-    sizes, total = source.place.sizes, source.global_bytes
-    cut = [of_dim[i] for of_dim, i in zip(cuts, here, strict=True)]
-    shards = math.prod(size for size, own in zip(sizes, cut, strict=True) if own >= 0)
-    for dim, (size, own) in enumerate(zip(sizes, cut, strict=True)):
-        later, is_sum = cut[dim + 1 :], sums[dim][here[dim]]
-        if own >= 0 and own in later:
-            continue
-        local = size == 1 or not (is_sum or own >= 0)
-        whole = total // (shards // size if own >= 0 else shards) * (size - 1) / size
-        for i, new in enumerate(cuts[dim]):
-            if i == here[dim] or sums[dim][i] or (new >= 0 and new in later):
-                continue
-            moved = _moved(whole, size, is_sum, new >= 0)
-            if is_sum and new < 0:
-                moved *= size / 2  # all terms in one step, instead of parts in two
-            cost = 0.0 if local else _STEP_BYTES + moved * _slowness(far[dim])
-            yield (*here[:dim], i, *here[dim + 1 :]), cost
-
-
-def _slowness(far: bool) -> int:
-    return _BETWEEN_HOSTS if far else 1
-
-
-def _between_hosts(layout: Layout, dim: int) -> bool:
-    """Whether a mesh dim spans several hosts, assuming that torchrun fills them in rank order."""
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(layout.place.ranks)
-    stride = math.prod(layout.place.sizes[dim + 1 :])
-    size = layout.place.sizes[dim]
-    ranks = layout.place.ranks
-    return any(
-        ranks[i] // per_host != ranks[i + stride * (size - 1)] // per_host
-        for i in range(len(ranks))
-        if (i // stride) % size == 0
-    )
-
-
-def redistribute_plan(
-    mesh: DeviceMesh,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    src_placements: Sequence[Placement],
-    dst_placements: Sequence[Placement],
-    *,
-    dst_mesh: DeviceMesh | None = None,
-    by_groups: bool = False,
-) -> Plan:
-    """How a redistribution would run, without running it.
-
-    Args:
-        mesh: where the tensor is; `dst_mesh` (default: the same) is where it goes.
-        shape, dtype: of the global tensor.
-        by_groups: plan as if no symmetric memory spanned the ranks.
-
-    Example:
-        >>> plan = redistribute_plan(mesh, (8, 8), torch.float32, [Shard(0)], [Shard(1)])
-        >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
-        ([64, 64], 1)
-    """
-    size = tuple(shape)
-    stride = contiguous_stride(size)
-    onto = dst_mesh or mesh
-    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
-    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
-    return (collective_plan if by_groups else plan)(source, target)
-
-
 def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     """Approximate bytes that a rank receives if one mesh dim of `layout` changes to `wanted`."""
     old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
@@ -536,10 +392,10 @@ def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     pairs = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
     rows = math.prod(n for dim, (p, n) in pairs if dim != mesh_dim and is_shard(p))
     whole = layout.global_bytes // rows * (size - 1) / size
-    return _moved(whole, size, isinstance(old, Partial), is_shard(wanted))
+    return bytes_moved(whole, size, isinstance(old, Partial), is_shard(wanted))
 
 
-def _moved(whole: float, size: int, from_sum: bool, to_shard: bool) -> float:
+def bytes_moved(whole: float, size: int, from_sum: bool, to_shard: bool) -> float:
     if to_shard:
         return whole if from_sum else whole / size
     return 2 * whole if from_sum else whole
