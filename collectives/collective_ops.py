@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from weft.collectives import movement
 from weft.collectives.exchange import agree, check_call, exchange
-from weft.collectives.group import Group, GroupLike, group_name, is_call_traced, is_traced, resolve
+from weft.collectives.group import Group, GroupLike, group_name, is_call_traced, resolve
 from weft.collectives.movement import ReduceOp
+from weft.errors import MismatchError
 
 
 def all_gather(
@@ -298,6 +299,8 @@ def all_to_all(
         splits.append(_plain_sizes(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
+    if world_size == 1 and splits[0] != splits[1]:  # several ranks compare them
+        raise MismatchError(f"all_to_all: {x.shape[0]} rows are sent, but {splits[1]} expected")
     check_call(
         group,
         lambda: (
@@ -386,7 +389,7 @@ def barrier(group: GroupLike = None) -> None:
     Raises:
         PeerTimeout: one did not come.
     """
-    if is_traced():
+    if torch.compiler.is_compiling():
         torch.ops.weft.barrier(group_name(group))
         return
     group = resolve(group)

@@ -342,8 +342,8 @@ def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
         ) from None
 
 
-def is_traced(x: torch.Tensor | None = None) -> bool:
-    """Whether a call is traced rather than run, and so must go through torch.ops.weft.
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a call of `x` is traced rather than run, and so must go through torch.ops.weft.
 
     That is under torch.compile or export, or if `x` stands for a tensor.
 
@@ -351,7 +351,7 @@ def is_traced(x: torch.Tensor | None = None) -> bool:
         ValueError: `x` is not a tensor.
     """
     compiling = torch.compiler.is_compiling()
-    if compiling or x is None or type(x) in _PLAIN:
+    if compiling or type(x) in _PLAIN:
         return compiling
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")

@@ -37,6 +37,7 @@ from weft.collectives.workspace import Workspace, check_room, link_of
 
 REDUCE_OPS = ("sum", "max", "min", "product")
 _HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
+_ROW_HEAD = signals.Constant(_HEAD)
 _BLOCK, _PROGRAMS = 1024, 128
 # Of those tried, what spills on no chip with Triton 3.6 or 3.7: 8 or 16 bytes the other way round.
 _COPY_WARPS, _SUM_WARPS = 8, 4
@@ -257,9 +258,6 @@ def _take(
             if half:
                 total = rounded(total, dtype)
         tl.store(out_ptr + target, total, mask=mask)
-
-
-_ROW_HEAD = signals.Constant(_HEAD)
 
 
 @triton.jit(do_not_specialize=["boxes", "local_boxes", "rank"])

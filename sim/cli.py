@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", metavar="FILE", type=Path, help="write a Chrome trace, for ui.perfetto.dev"
     )
     timing.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw what the cores do, as a PNG"
+        "--plot", metavar="FILE", type=Path, help=f"draw what the cores do ({', '.join(_PICTURES)})"
     )
     timing.add_argument(
         "--compile",

@@ -12,7 +12,7 @@ _COLOURS = {"arithmetic": "#2f6f9f", "moving": "#e0a030", "waiting": "#c04040"}
 
 
 def draw(timeline: Timeline, path: Path, ranks: list[int]) -> None:
-    """Write the PNG: a panel a rank, a line a core, idle left white."""
+    """Write the picture: a panel a rank, a line a core, idle left white."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -196,7 +196,7 @@ class Timeline:
         Path(path).write_text(json.dumps(self.chrome_trace()))
 
     def save_plot(self, path: str | Path, ranks: Iterable[int] = (0, 1)) -> None:
-        """Draw the cores of some ranks over time, as a PNG."""
+        """Draw the cores of some ranks over time, in the format that the suffix of `path` names."""
         from weft.sim.plot import draw
 
         draw(self, Path(path), [rank for rank in ranks if rank < len(self.trace.streams)])

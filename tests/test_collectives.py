@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 import weft
 import weft.settings
 from weft import collectives
+from weft.collectives.group import alone
 from weft.collectives.movement import chunk_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -346,8 +347,9 @@ def test_misuse_is_an_error_on_every_rank() -> None:
         collectives.all_reduce(x, reduce_op="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="average needs a floating dtype"):
         collectives.all_reduce(x.long(), reduce_op="avg")
-    with pytest.raises(ValueError, match="a tensor is wanted, got list"):
-        collectives.all_reduce([1.0, 2.0])  # type: ignore[arg-type]
+    for given, kind in (([1.0, 2.0], "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"a tensor is wanted, got {kind}"):
+            collectives.all_reduce(given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim must be a dim of x"):
         collectives.all_gather(x, dim=1)
     with pytest.raises(ValueError, match="sizes holds the length"):
@@ -389,6 +391,8 @@ def test_misuse_is_an_error_on_every_rank() -> None:
             call()
     with pytest.raises(weft.MismatchError, match="rows to rank"):
         collectives.all_to_all(torch.ones(world_size), [2] * world_size)
+    with pytest.raises(weft.MismatchError, match=r"4 rows are sent, but \[3\] expected"):
+        collectives.all_to_all(x, [3], group=alone())
     # The group is in step and usable after every one of these.
     assert collectives.all_reduce(x).tolist() == [world_size] * 4
 
