@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -152,6 +152,14 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     return best, f"{prices[best].us:.0f} us against {others}"
 
 
+class Part(NamedTuple):
+    """A part of a predicted time; `how` tells where `us` comes from."""
+
+    name: str
+    us: float
+    how: str
+
+
 @dataclass(frozen=True)
 class Price:
     """Predicted time of one engine and how it is made up, as `weft bench explain` prints it.
@@ -159,13 +167,12 @@ class Price:
     Attributes:
         beyond_us: what engines are compared by: the time beyond the matmul, from what every rank
             knows. Uneven parts of a weight, which ranks do not know of each other, do not count.
-        parts: name, us, and where that number comes from.
         rule: how the parts make up `us`.
     """
 
     us: float
     beyond_us: float
-    parts: tuple[tuple[str, float, str], ...]
+    parts: tuple[Part, ...]
     rule: str = "one after the other"
 
 
@@ -188,44 +195,56 @@ def _on_gpus(
     in K.
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
-    gathers, sums = problem.op == "all_gather_matmul", problem.op in _SUMS
-    moved = _moved(rates, problem.moved_bytes)
-    # moved_bytes counts fp32; for results in half precision the kernels send 24 bits.
-    narrow = sums and problem.dtype.itemsize < 4
-    packed = _moved(rates, problem.moved_bytes * 3 // 4) if narrow else moved
-    kernel = ("matmul", matmul[1] / _KERNEL_RATE, f"{matmul[2]}, at {_KERNEL_RATE:.0%} of that")
-    start = ("signals", 2 * sync, f"2 of {sync:.3g} us")
-    if problem.op == "matmul_all_reduce" and W > 2 and problem.M * problem.N * 4 > ONE_SHOT_BYTES:
-        sent = 3 + 2 if narrow else 4 + 4  # bytes of a partial sum, and of the whole one
-        packed = _moved(rates, problem.moved_bytes * sent // (4 * W))
-        start = ("signals of two shots", 4 * sync, f"4 of {sync:.3g} us")
-    if gathers:
-        tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
-        by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)
-        syncs, share = (16, 16) if by_engines else (2, 3)
-        how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
-        start = ("first and last tiles", syncs * sync + tile / share, how)
+    moved, (packed, start) = _moved(rates, problem.moved_bytes), _fused(problem, W, device, rates)
+    kernel = Part(
+        "matmul", matmul.us / _KERNEL_RATE, f"{matmul.how}, at {_KERNEL_RATE:.0%} of that"
+    )
     # Each signal of the host engine is a kernel there.
-    signals = ("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
-    first = ("first shard", moved[1] / W, f"1/{W} of the transfers, which nothing hides")
-    fused_us = max(kernel[1], packed[1]) + start[1]
-    host_us = max(matmul[1], moved[1]) + first[1] + signals[1]
+    signals = Part("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
+    first = Part("first shard", moved.us / W, f"1/{W} of the transfers, which nothing hides")
+    triton_us = max(kernel.us, packed.us) + start.us
+    host_us = max(matmul.us, moved.us) + first.us + signals.us
     generic = by_process_group(problem, group, device)
-    rule = "the longer of matmul and transfers, then the rest"
-    beyond = {"triton": fused_us, "host": host_us, "generic": generic.us}
-    if gathers:
-        beyond = {"triton": start[1], "host": first[1] + signals[1], "generic": generic.beyond_us}
-    elif sums:
-        beyond = {"triton": packed[1] + start[1], "host": moved[1] + signals[1]}
+    beyond = {"triton": triton_us, "host": host_us, "generic": generic.us}
+    if problem.op == "all_gather_matmul":
+        beyond = {"triton": start.us, "host": first.us + signals.us, "generic": generic.beyond_us}
+    elif problem.op in _SUMS:
+        beyond = {"triton": packed.us + start.us, "host": moved.us + signals.us}
         beyond["generic"] = generic.beyond_us
+    rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
-        "triton": Price(fused_us, beyond["triton"], (kernel, packed, start), rule),
+        "triton": Price(triton_us, beyond["triton"], (kernel, packed, start), rule),
         "host": Price(host_us, beyond["host"], (matmul, moved, first, signals), rule),
         "generic": replace(generic, beyond_us=beyond["generic"]),
     }
     if problem.host_refusal:
         del prices["host"]
     return prices
+
+
+def _fused(
+    problem: Problem, W: int, device: torch.device, rates: cost.Machine
+) -> tuple[Part, Part]:
+    """Transfers of the fused kernel, and what does not overlap with its matmul."""
+    sync, nbytes = rates.sync_us, problem.moved_bytes
+    start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
+    if problem.op == "all_gather_matmul":
+        tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
+        by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)
+        syncs, share = (16, 16) if by_engines else (2, 3)
+        how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
+        start = Part("first and last tiles", syncs * sync + tile / share, how)
+    elif problem.op in _SUMS:
+        # moved_bytes counts fp32; for results in half precision the kernels send 24 bits.
+        narrow = problem.dtype.itemsize < 4
+        large = problem.M * problem.N * 4 > ONE_SHOT_BYTES
+        if problem.op == "matmul_all_reduce" and W > 2 and large:
+            sent = 3 + 2 if narrow else 4 + 4  # bytes of a partial sum, and of the whole one
+            nbytes = nbytes * sent // (4 * W)
+            start = Part("signals of two shots", 4 * sync, f"4 of {sync:.3g} us")
+        elif narrow:
+            nbytes = nbytes * 3 // 4
+    return _moved(rates, nbytes), start
 
 
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -243,11 +262,11 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
     wire = rates.wire_time_us(nbytes)
     matmul = _matmul(problem, rates)
     how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
-    parts = [matmul, ("collective", wire, how)]
+    parts = [matmul, Part("collective", wire, how)]
     if problem.op in _SUMS and problem.dtype.itemsize < 4 and group.on_gpus(device):
-        parts.append(("rounding", rates.sync_us, f"a kernel more, {rates.sync_us:.3g} us"))
-    us = sum(part[1] for part in parts)
-    return Price(us, us - matmul[1], tuple(parts))
+        parts.append(Part("rounding", rates.sync_us, f"a kernel more, {rates.sync_us:.3g} us"))
+    us = sum(part.us for part in parts)
+    return Price(us, us - matmul.us, tuple(parts))
 
 
 def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price]:
@@ -257,27 +276,29 @@ def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price
     before the matmul can begin.
     """
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
-    signals = ("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
-    copied = ("copy", moved[1], "what was read, once more")
-    fused, unfused = (matmul, moved, signals), (matmul, moved, copied, signals)
-    parts: dict[RunnableEngine, tuple[tuple[str, float, str], ...]]
-    parts = {"host": fused, "generic": unfused}
-    prices = {engine: sum(part[1] for part in each) for engine, each in parts.items()}
-    return {e: Price(us, us - matmul[1], parts[e]) for e, us in prices.items()}
+    signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
+    copied = Part("copy", moved.us, "what was read, once more")
+    host = matmul.us + moved.us + signals.us
+    generic = host + copied.us
+    return {
+        "host": Price(host, host - matmul.us, (matmul, moved, signals)),
+        "generic": Price(generic, generic - matmul.us, (matmul, moved, copied, signals)),
+    }
 
 
-def _matmul(problem: Problem, rates: cost.Machine) -> tuple[str, float, str]:
+def _matmul(problem: Problem, rates: cost.Machine) -> Part:
     M, N, K, dtype = problem.M, problem.N, problem.K, problem.dtype
     us = rates.matmul_us(M, N, K, dtype)
     if us > rates.flops_us(M, N, K, dtype):
         touched = _mib((M * K + K * N + M * N) * dtype.itemsize)
-        return "matmul", us, f"{touched} of operands at {2 * rates.copy / 1e3:.3g} GB/s"
-    return "matmul", us, f"2 x {M} x {N} x {K} flop at {rates.flops_of(dtype) / 1e3:.3g} GFLOP/s"
+        return Part("matmul", us, f"{touched} of operands at {2 * rates.copy / 1e3:.3g} GB/s")
+    how = f"2 x {M} x {N} x {K} flop at {rates.flops_of(dtype) / 1e3:.3g} GFLOP/s"
+    return Part("matmul", us, how)
 
 
-def _moved(rates: cost.Machine, nbytes: int) -> tuple[str, float, str]:
+def _moved(rates: cost.Machine, nbytes: int) -> Part:
     us = rates.memory_us(nbytes, syncs=0)
-    return "transfers", us, f"{_mib(nbytes)} from peers at {rates.copy / 1e3:.3g} GB/s"
+    return Part("transfers", us, f"{_mib(nbytes)} from peers at {rates.copy / 1e3:.3g} GB/s")
 
 
 def _mib(nbytes: float) -> str:
