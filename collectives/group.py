@@ -26,6 +26,7 @@ from weft.errors import MismatchError, PeerTimeout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from weft.collectives.cost import Machine
     from weft.collectives.symmetric import Memory, SymmetricBuffer, Waiter
 
 GroupLike = Any  # ProcessGroup | its name | 1-D DeviceMesh | Group | None
@@ -63,27 +64,42 @@ def _stat(pid: str) -> tuple[str, str]:
 class Ranks(Protocol):
     """What ranks that are not processes, as `weft.sim` runs them, must provide.
 
-    If they stand for GPUs, `chip` is the name of one and `rates` a `weft.collectives.cost.Machine`;
-    else empty and None. Memory is on `device` if nothing else is asked for; `sharing` of them run
-    at the same time on one GPU.
+    Attributes:
+        device: where memory is if nothing else is asked for.
+        sharing: how many of them run at the same time on one GPU.
     """
 
     device: torch.device
     sharing: int
 
     @property
-    def chip(self) -> str: ...
+    def chip(self) -> str:
+        """Name of the chip that they stand for; empty if they are CPU ranks."""
+
     @property
-    def rates(self) -> Any: ...
-    def gather(self, rank: int, value: Any) -> list[Any]: ...
-    def memory(
-        self, rank: int, pad_bytes: int, data_bytes: int, device: torch.device
-    ) -> Memory: ...
-    def waiter(self, buffer: SymmetricBuffer) -> Waiter: ...
-    def share(self, x: torch.Tensor) -> None: ...
-    def read(self, address: int, out: torch.Tensor) -> None: ...
-    def beside(self, number: int) -> AbstractContextManager[None]: ...
-    def rejoin(self) -> None: ...
+    def rates(self) -> Machine | None:
+        """Rates of such chips, if they stand for some."""
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, once all have come."""
+
+    def memory(self, rank: int, pad_bytes: int, data_bytes: int, device: torch.device) -> Memory:
+        """Every rank's segment: a zeroed pad, then data. Collective."""
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Host-side signals on the pads of `buffer`."""
+
+    def share(self, x: torch.Tensor) -> None:
+        """Let others `read` the private memory of `x`."""
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out` from the memory at `address`, which another rank shares."""
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """What a rank enqueues inside runs in stream `number` beside its own."""
+
+    def rejoin(self) -> None:
+        """What a rank enqueues next waits for the streams beside its own."""
 
 
 @dataclass(frozen=True, eq=False)

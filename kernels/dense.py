@@ -35,6 +35,7 @@ def is_half(x: torch.Tensor) -> bool:
 
 
 def on_cpu(x: torch.Tensor) -> bool:
+    """Whether x is on a CPU, and of no virtual rank that stands for a GPU."""
     return x.device.type == "cpu" and chip_of(x.device) is INTERPRETER
 
 
