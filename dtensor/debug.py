@@ -28,11 +28,13 @@ _PACKETS = {
     "reduce_scatter": _counted.reduce_scatter_tensor,
     "scatter": torch.ops.c10d.scatter_,
 }
-# The collective that a fused op does the work of.
+# The collectives that a fused op does the work of.
 _REPLACED = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
+    "all_gather_matmul": ["all_gather"],
+    "matmul_reduce_scatter": ["reduce_scatter"],
+    "matmul_all_reduce": ["all_reduce"],
+    "ring_attention": ["all_gather"],  # of keys and values together
+    "ulysses_attention": ["all_to_all"] * 4,  # of q, k, v and of the result
 }
 
 
@@ -70,10 +72,13 @@ class CommDebugMode(_TorchCommDebugMode):
 
     def _count(self, decision: settings.Decision) -> None:
         # "generic" hands on to the process group, whose collectives are counted as they pass.
-        name = decision.collective or _REPLACED.get(decision.op, decision.op)
-        if name not in _PACKETS or decision.engine in ("generic", "local"):
-            return
-        packet = _PACKETS[name]
+        op = decision.collective or decision.op
+        if decision.engine not in ("generic", "local") and decision.ranks != 1:
+            for name in _REPLACED.get(op, [op]):
+                if name in _PACKETS:
+                    self._count_one(_PACKETS[name])
+
+    def _count_one(self, packet: Any) -> None:
         self.comm_counts[packet] += 1
         tracker = self.advanced_module_tracker
         direction = "backward" if tracker.is_bw else "forward"

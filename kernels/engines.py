@@ -97,15 +97,15 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
             )
     if settings.tracing():
         shapes = f"{problem.M}x{problem.K} @ {problem.K}x{problem.N}, {group.world_size} ranks"
-        settings.record(problem.op, engine, why, shapes)
+        settings.record(problem.op, engine, why, shapes, ranks=group.world_size)
     return engine
 
 
-def record_backward(op: str, engine: str, *collectives: str) -> None:
+def record_backward(op: str, engine: str, group: Group, *collectives: str) -> None:
     """Tell listeners that the gradient of `op` runs, with the collectives that it makes."""
     if settings.tracing():
-        for collective in collectives:
-            settings.record(f"{op} backward", engine, "as forward", collective, collective)
+        for name in collectives:
+            settings.record(f"{op} backward", engine, "as forward", name, name, group.world_size)
 
 
 def refuse_second_order(op: str) -> None:

@@ -326,7 +326,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         (x, *weights), kept = conjugated(x, *saved[:count]), saved[count:]
         moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
-        record_backward("all_gather_matmul", call.engine, *filter(None, moved))
+        record_backward("all_gather_matmul", call.engine, call.group, *filter(None, moved))
         dgathered = grads[-1] if call.keep else None
         dys = epilogues.gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]

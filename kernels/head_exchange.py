@@ -33,7 +33,7 @@ from weft.collectives.collective_ops import known_sizes
 from weft.collectives.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.movement import chunk_sizes, offsets
 from weft.kernels.autocast import autocast
-from weft.kernels.engines import refuse_second_order
+from weft.kernels.engines import record_backward, refuse_second_order
 from weft.kernels.sequence_attention import (
     Attention,
     Gradients,
@@ -123,7 +123,7 @@ def ulysses_attention(
     q, k, v = _Swap.apply(q, k, v, inner, (mine, shared, shared), (rows, key_rows, key_rows), way)
     if ring_group is not None and settings.tracing():
         shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"
-        settings.record(OP, way, "heads exchanged", shapes)
+        settings.record(OP, way, "heads exchanged", shapes, ranks=inner.world_size)
     if mine[inner.rank]:
         out, lse = ring_attention(
             q, k, v, outer, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens,
@@ -223,6 +223,8 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         refuse_second_order(OP)
+        group, way = ctx.args[0][0], ctx.args[0][-1]
+        record_backward(OP, way, group, *["all_to_all"] * sum(ctx.needs_input_grad[:3]))
         pairs = zip(grads, ctx.args, ctx.needs_input_grad, strict=False)
         found = [to_tokens(grad, *args) if need else None for grad, args, need in pairs]
         return *found, None, None, None, None
@@ -241,6 +243,7 @@ class _SwapBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_second_order(OP)
+        record_backward(OP, ctx.args[-1], ctx.args[0], "all_to_all")
         return to_heads(grad, *ctx.args), None, None, None, None
 
 

@@ -233,7 +233,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         call: _Call = ctx.call
         x, w = conjugated(*ctx.saved_tensors)
         *needs, needs_residual = ctx.needs_input_grad[1:]
-        record_backward("matmul_reduce_scatter", call.engine, "all_gather")
+        record_backward("matmul_reduce_scatter", call.engine, call.group, "all_gather")
         given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
         if torch.is_grad_enabled():
             grads = _differentiable_backward(given)

@@ -35,7 +35,14 @@ from weft.collectives.exchange import agree, check_call
 from weft.collectives.group import GroupLike, group_name, is_call_traced
 from weft.kernels.autocast import autocast
 from weft.kernels.chunk_attention import AttentionGrad, PartialAttention, Total
-from weft.kernels.engines import Problem, RunnableEngine, choose, refuse_second_order, too_wide
+from weft.kernels.engines import (
+    Problem,
+    RunnableEngine,
+    choose,
+    record_backward,
+    refuse_second_order,
+    too_wide,
+)
 from weft.kernels.gathered_attention import gathered_attention, gathered_gradients
 from weft.kernels.sharded_sequence import (
     UNBOUNDED,
@@ -299,8 +306,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_order(ctx.call.op)
-        return *ctx.gradients(ctx.call, saved_with(ctx.saved_tensors, grads)), None, None, None
+        call: Plan = ctx.call
+        refuse_second_order(call.op)
+        rings = call.op == "ring_attention"
+        moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
+        record_backward(call.op, call.engine, call.group, *moved)
+        return *ctx.gradients(call, saved_with(ctx.saved_tensors, grads)), None, None, None
 
 
 class Saved(NamedTuple):

@@ -303,6 +303,30 @@ def test_counting() -> None:
     assert comm.get_total_counts() == sum(counts.values())
 
 
+@pytest.mark.ranks(2, 3)
+def test_counting_of_attention_and_of_one_rank() -> None:
+    mesh, n = world(), dist.get_world_size()
+    alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    gathered, scattered = _counted.all_gather_into_tensor, _counted.reduce_scatter_tensor
+
+    def counts(call: Any, *args: Any) -> dict[Any, int]:
+        with weft.engine("host"), CommDebugMode() as comm:
+            call(*args).sum().backward()
+        return dict(comm.get_comm_counts())
+
+    qkv = torch.randn(3, 1, 2 * n, 4 * n, 8)
+    spread = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in qkv]
+    # Keys and values are gathered, in backward once more, and their gradients scattered.
+    rings = counts(functional.scaled_dot_product_attention, *spread)
+    assert rings == {gathered: 2, scattered: 1}
+    local = [t[:, :, :4].clone().requires_grad_() for t in qkv]
+    assert counts(weft.ulysses_attention, *local) == {_counted.all_to_all_single: 8}
+    linear = parallelize_module(
+        torch.nn.Linear(6, 8), alone, ColwiseParallel(input_layouts=Shard(0))
+    )
+    assert counts(linear, torch.randn(4, 6, requires_grad=True)) == {}
+
+
 def drawing() -> list[str]:
     import contextlib
     import io

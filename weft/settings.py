@@ -155,7 +155,8 @@ def engine(name: Engine) -> Iterator[None]:
 class Decision:
     """One call of an op: which engine ran it, and why.
 
-    `collective` is what a redistribution amounts to; empty for other ops.
+    `collective` is what a redistribution amounts to; empty for other ops. `ranks` is the size of
+    the group; 0 where it is not told.
     """
 
     op: str
@@ -163,6 +164,7 @@ class Decision:
     why: str
     shapes: str = ""
     collective: str = ""
+    ranks: int = 0
 
     def __str__(self) -> str:
         shapes = f"({self.shapes})" if self.shapes else ""
@@ -183,10 +185,12 @@ def tracing() -> bool:
     return bool(_listeners.get())
 
 
-def record(op: str, engine: str, why: str, shapes: str = "", collective: str = "") -> None:
+def record(
+    op: str, engine: str, why: str, shapes: str = "", collective: str = "", ranks: int = 0
+) -> None:
     """Tell listeners (`weft.explain`) that `engine` runs `op`."""
     for listener in _listeners.get():
-        listener(Decision(op, engine, why, shapes, collective))
+        listener(Decision(op, engine, why, shapes, collective, ranks))
 
 
 @contextmanager
