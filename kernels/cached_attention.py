@@ -324,27 +324,13 @@ def _checked(
             )
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name} and the caches must be of a floating-point dtype, got {x.dtype}")
-    B = x.shape[0]
-    if not isinstance(lengths, torch.Tensor):
-        raise ValueError(f"lengths must be a tensor, got {type(lengths).__name__}")
-    if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
+    _check_lengths(name, x, lengths, table)
+    if table is not None and block_size not in (None, k.shape[2]):
         raise ValueError(
-            f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
+            f"pages hold {k.shape[2]} tokens, dim 2 of the caches: leave out {block_size=}"
         )
-    for of, where in (("lengths", lengths), ("block_table", table)):
-        if where is not None and where.device != x.device:
-            raise ValueError(f"{of} must be on {x.device}, as {name} is, got {where.device}")
-    if table is not None:
-        if table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32:
-            raise ValueError(
-                f"block_table must be ({B}, blocks) int32, got {tuple(table.shape)} {table.dtype}"
-            )
-        if block_size not in (None, k.shape[2]):
-            raise ValueError(
-                f"pages hold {k.shape[2]} tokens, dim 2 of the caches: leave out {block_size=}"
-            )
-    elif k.shape[0] != B:
-        raise ValueError(f"the caches must hold the {B} sequences of {name}, {shapes}")
+    if table is None and k.shape[0] != x.shape[0]:
+        raise ValueError(f"the caches must hold the {x.shape[0]} sequences of {name}, {shapes}")
     if table is None and block_size is not None and (block_size < 1 or k.shape[2] % block_size):
         raise ValueError(f"{block_size=} must divide the {k.shape[2]} tokens of the cache")
     ranks = group.world_size if shard == "head" else 1
@@ -356,6 +342,28 @@ def _checked(
     block = k.shape[2] if table is not None or block_size is None else block_size
     split = (0, 1) if shard == "head" else (group.rank, group.world_size)
     return Cache(k, v, table, max(block, 1), *split)
+
+
+def _check_lengths(
+    name: str, x: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless `lengths` and `table` are of the sequences of x."""
+    B = x.shape[0]
+    if not isinstance(lengths, torch.Tensor):
+        raise ValueError(f"lengths must be a tensor, got {type(lengths).__name__}")
+    if lengths.shape != (B,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"lengths must be ({B},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
+        )
+    for of, where in (("lengths", lengths), ("block_table", table)):
+        if where is not None and where.device != x.device:
+            raise ValueError(f"{of} must be on {x.device}, as {name} is, got {where.device}")
+    if table is None:
+        return
+    if table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32:
+        raise ValueError(
+            f"block_table must be ({B}, blocks) int32, got {tuple(table.shape)} {table.dtype}"
+        )
 
 
 def _check_room(

@@ -30,6 +30,7 @@ import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft import settings
+from weft.errors import WeftError
 from weft.kernels.chips import Chip, Tiling
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -215,6 +216,7 @@ def search(
 
     Raises:
         RuntimeError: the first choice failed, or a choice failed on some ranks only.
+        PeerTimeout, MismatchError: a rank did not come, or makes another call.
     """
     expected: torch.Tensor | None = None
     trials: list[Trial] = []
@@ -228,6 +230,8 @@ def search(
                 scale = float(expected.abs().max()) if expected.numel() else 1.0
                 off = float((got - expected).abs().max()) if got.numel() else 0.0
                 wrong = not off <= tolerance * scale
+            except WeftError:  # the group is broken, whatever the choice
+                raise
             except (OutOfResources, PTXASError, RuntimeError) as error:  # too few resources
                 failure, wrong = f"{type(error).__name__}: {error}", False
             failures = gather(failure)

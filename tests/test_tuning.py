@@ -186,6 +186,21 @@ def test_the_slowest_rank_decides_and_ranks_agree() -> None:
     assert [trial.us for trial in trials] == [9.0, 8.0, 5.0, math.inf]
 
 
+def test_a_search_ends_where_a_rank_is_gone() -> None:
+    """No later candidate could be told from one that fails."""
+    results = iter([torch.ones(2)])
+
+    def call() -> torch.Tensor:
+        for result in results:
+            return result
+        raise weft.PeerTimeout(0, 1, "op", 2, 0.1)
+
+    with pytest.raises(weft.PeerTimeout):
+        tuning.search(
+            [Choice(), Choice(copy_programs=1)], call, lambda _: 1.0, lambda value: [value], 1e-3
+        )
+
+
 def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
     asked = ["--device", "cpu", "--ranks", "2", "--shapes", "20,24,16", "--rounds", "1"]
