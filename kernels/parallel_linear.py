@@ -373,7 +373,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
         ctx.where = split, group
-        return split.first_copies(split.own(x, -1, group.rank), -1, group.rank)
+        return split.first_copies(split.own(x, -1, group.rank), group.rank)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -65,14 +65,14 @@ class Split:
         # In a graph of torch 2.11 a copy that is none would lose the gradient.
         return whole if whole.is_contiguous() else whole.contiguous()
 
-    def first_copies(self, part: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """`part`, with 0 in place of copies that a lower rank has as well."""
-        pieces = part.split(self.by_rank[rank], dim)
+    def first_copies(self, part: torch.Tensor, rank: int) -> torch.Tensor:
+        """`part` (.., features), with 0 in place of copies that a lower rank has as well."""
+        pieces = part.split(self.by_rank[rank], -1)
         kept = [
             torch.zeros_like(piece) if rank % copies else piece
             for piece, copies in zip(pieces, self.copies, strict=True)
         ]
-        return torch.cat(kept, dim)
+        return torch.cat(kept, -1)
 
     def summed(self, part: torch.Tensor, group: Group) -> torch.Tensor:
         """`part`, with replicated features replaced by the sum over their copies, along dim 0."""

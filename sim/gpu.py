@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -384,9 +385,9 @@ def run_threads(
         ]
         for thread in threads:
             thread.start()
-        end = None if timeout is None else time.monotonic() + timeout
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         for thread in threads:
-            thread.join(None if end is None else max(end - time.monotonic(), 0))
+            thread.join(min(max(end - time.monotonic(), 0), threading.TIMEOUT_MAX))
         if any(thread.is_alive() for thread in threads):
             raise TimeoutError(f"took longer than {timeout:g} s (timeout=):\n{_stacks(threads)}")
     for forget_mesh in forget_meshes:

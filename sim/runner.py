@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -285,7 +286,7 @@ def _run_one(
             strand.random_state = torch.get_rng_state()
             scheduler.start(strand, body_of(rank, contextvars.copy_context()))
         scheduler.begin()
-        if not scheduler.finished.wait(timeout):
+        if not scheduler.finished.wait(min(timeout, threading.TIMEOUT_MAX)):
             stuck = positions(scheduler)
             scheduler.fail(
                 TimeoutError(f"a schedule took longer than {timeout:g} s (timeout=):\n{stuck}")

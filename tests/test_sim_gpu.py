@@ -3,6 +3,7 @@ kernels; on a GPU, by `pytest -m gpu`, the compiled kernels."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -156,6 +157,7 @@ def test_where_the_ranks_are_when_time_is_up() -> None:
     with pytest.raises(TimeoutError, match=r"(?s)longer than 0.2 s.*rank 1:.*time.sleep"):
         gpu.run_threads(2, body, CPU, timeout=0.2)
     done = True
+    assert gpu.run_threads(2, lambda rank: rank, CPU, timeout=math.inf) == [0, 1]
 
 
 def test_memory_between_threads_holds_nan_until_it_is_written() -> None:
