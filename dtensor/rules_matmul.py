@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import string
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, shard_dim
+from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, pieces_of, shard_dim
 
 
 def contraction(
@@ -111,6 +112,107 @@ def with_summand(call: Call) -> Choices:
     """(summand, first, second): where the product is Partial, one rank adds the summand."""
     letters = _PRODUCTS[_WITH_SUMMAND[call.name.removesuffix("_")]]
     return contraction(call, *letters, offset=1, bias=0)
+
+
+@rule("_scaled_mm")
+def scaled_product(call: Call) -> Choices:
+    """(first, second, their scales, ...), of fp8. A scale is a number, or one a row or column.
+
+    Scales of blocks, and sizes that kernels do not take a part of, are not cut.
+    """
+    bound, (M, N) = call.bound, call.outputs[0].shape
+    of_rows, of_columns = bound["scale_a"].shape, bound["scale_b"].shape
+    if of_rows not in ((), (1,), (1, 1), (M, 1)) or of_columns not in ((), (1,), (1, 1), (1, N)):
+        return Choices([call.whole])
+    multiple = 16 * len(call.inputs[0].place.ranks)
+    as_a_sum = call.outputs[0].dtype.itemsize > 1 and bound["scale_result"] is None
+    bias = None if bound["bias"] is None else 4
+    strategies: list[Strategy] = []
+    for strategy in contraction(call, *_PRODUCTS["mm"], bias=bias).strategies:
+        a, b, _, _, *rest = strategy.inputs
+        is_sum = isinstance(strategy.outputs[0], Partial)
+        size = call.inputs[1].shape[shard_dim(b)] if is_shard(b) else 0
+        if size % multiple == 0 and (as_a_sum or not is_sum):
+            scale_a = a if shard_dim(a) == 0 and of_rows == (M, 1) else Replicate()
+            scale_b = b if shard_dim(b) == 1 and of_columns == (1, N) else Replicate()
+            strategies.append(Strategy((a, b, scale_a, scale_b, *rest), strategy.outputs))
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        def run(a: torch.Tensor, b: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+            if not a.numel():
+                return a.new_empty(outputs[0].local_shape, dtype=outputs[0].dtype)
+            # By rows and by columns, as kernels for GPUs want them: what was moved is by rows.
+            result: torch.Tensor = call.op(a.contiguous(), b.t().contiguous().t(), *rest, **kwargs)
+            return result
+
+        return run
+
+    return Choices(strategies, localize)
+
+
+# By the dims of the two: their letters, those of the result, and what the offsets divide.
+_GROUPED = {
+    (2, 3): ("mk", "gkn", "mn", "m"),
+    (3, 2): ("gmk", "kn", "mn", "n"),
+    (2, 2): ("mk", "kn", "gmn", "k"),
+    (3, 3): ("gmk", "gkn", "gmn", ""),
+}
+
+
+@rule("_grouped_mm")
+def grouped_product(call: Call) -> Choices:
+    """(first, second, offsets): a matmul for each group, of which the offsets are the ends.
+
+    8 rows of two experts, ends [5, 8]    rows cut: rank 0 has ends [4, 4], rank 1 has [1, 4]
+                                          experts cut: ends [5] and, from row 5 on, [3]; terms of
+                                          a sum, zeros in the rows of other experts
+    """
+    first, second, out, divided = _GROUPED[call.inputs[0].ndim, call.inputs[1].ndim]
+    at = 0 if divided in first else 1  # the factor that is divided; the other one has the groups
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        dim = (first, second)[at].find(divided)
+        start, size = inputs[at].offset[dim], inputs[at].local_shape[dim]
+        groups, count = inputs[1 - at].offset[0], inputs[1 - at].local_shape[0]
+        by_group = divided in ("m", "n") and 0 in inputs[1 - at].cut_dims
+        shape, dtype, op = outputs[0].local_shape, outputs[0].dtype, call.op
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            factors, rest = list(args[:2]), args[3:]
+            if not all(t.numel() for t in factors):
+                return factors[0].new_zeros(shape, dtype=dtype)
+            ends = args[2] if divided else None
+            if ends is not None:
+                ends = (ends - start).clamp(0, size)
+            if not by_group:
+                whole: torch.Tensor = op(*map(_aligned, factors), ends, *rest, **kwargs)
+                return whole
+            # The rows of this rank's groups come first. The host never reads where they begin.
+            before = ends[groups - 1] if groups else 0
+            ends = ends[groups : groups + count] - before
+            index = torch.arange(size, device=ends.device)
+            rows = (index + before) % size
+            factors[at] = factors[at].index_select(dim, rows)
+            result = op(*map(_aligned, factors), ends, *rest, **kwargs)
+            result = result.masked_fill((index >= ends[-1]).unsqueeze(1 - dim), 0)
+            return result.new_zeros(shape).index_copy_(dim, rows, result)
+
+        return run
+
+    strategies = contraction(call, first, second, out).strategies
+    # A rank holds one run of what a plain shard cuts.
+    plain = [s for s in strategies if all(pieces_of(p) == 1 for p in s.inputs)]
+    return Choices(plain, localize)
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """`t` with rows, or columns, that begin at multiples of 16 bytes, which parts may not."""
+    step = 16 // t.element_size()
+    for own in (t, t.mT):
+        if own.stride(-1) == 1 and own.stride(-2) >= own.shape[-1] and not own.stride(-2) % step:
+            return t
+    size = t.shape[-1]
+    return torch.nn.functional.pad(t.contiguous(), (0, -size % step))[..., :size]
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

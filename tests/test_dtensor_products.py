@@ -1,0 +1,140 @@
+"""Matmuls of groups (experts) and of scaled fp8 on DTensors. Whole numbers make all sums exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from dtensors import world
+from torch.nn import functional
+
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor.debug import CommDebugMode
+
+GROUPS, K, N = 4, 8, 16
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """Whose products of at most 16 terms bf16 holds exactly."""
+    return torch.randint(-2, 3, shape).bfloat16()
+
+
+def factors(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Two factors and the ends of groups, by the dims of the factors."""
+    ends = torch.tensor([5, 5, 6, 16], dtype=torch.int32)
+    return {
+        "2x3": (whole_numbers(16, K), whole_numbers(GROUPS, K, N), ends),
+        "2x3 transposed": (whole_numbers(16, K), whole_numbers(GROUPS, N, K).mT, ends),
+        "3x2": (whole_numbers(GROUPS, 24, K), whole_numbers(K, 16), ends),
+        "2x2": (whole_numbers(16, K).t(), whole_numbers(16, N), ends),
+        "3x3": (whole_numbers(GROUPS, 5, K), whole_numbers(GROUPS, K, N), None),
+    }[kind]
+
+
+KINDS = ["2x3", "2x3 transposed", "3x2", "2x2", "3x3"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matmuls_of_groups(kind: str, mesh: Any) -> None:
+    """In twelve random layouts, forward and gradients."""
+    ranks = init_device_mesh("cpu", mesh)
+    torch.manual_seed(0)
+    a, b, ends = factors(kind)
+    plain = [t.detach().requires_grad_() for t in (a, b)]
+    expected = functional.grouped_mm(*plain, offs=ends)
+    seed = torch.randint_like(expected, -1, 2)
+    expected.backward(seed)
+    every = [[Replicate(), Partial(), *map(Shard, range(t.ndim))] for t in (a, b)]
+    pairs = itertools.product(*(itertools.product(p, repeat=len(mesh)) for p in every))
+    for placements in random.Random(0).sample(list(pairs), 12):
+        ours = [
+            distribute_tensor(t, ranks, p).requires_grad_()
+            for t, p in zip((a, b), placements, strict=True)
+        ]
+        offs = None if ends is None else distribute_tensor(ends, ranks)
+        result = functional.grouped_mm(*ours, offs=offs)
+        assert torch.equal(result.full_tensor(), expected), placements
+        result.backward(distribute_tensor(seed, ranks))
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad), placements
+
+
+R, P = Replicate(), Partial()
+FREE = [
+    ("2x3", R, Shard(2), Shard(1)),
+    ("2x3", Shard(1), Shard(1), P),
+    ("2x3", Shard(0), R, Shard(0)),  # tokens
+    ("2x3", R, Shard(0), P),  # experts
+    ("3x2", Shard(1), R, Shard(0)),
+    ("3x2", R, Shard(1), Shard(1)),
+    ("3x2", Shard(0), R, P),
+    ("2x2", Shard(0), R, Shard(1)),
+    ("2x2", Shard(1), Shard(0), P),  # the gradient of experts, whose tokens are sharded
+    ("3x3", Shard(0), Shard(0), Shard(0)),
+    ("3x3", Shard(2), Shard(1), P),
+]
+
+
+@pytest.mark.ranks(3)
+def test_matmuls_of_groups_that_move_nothing() -> None:
+    for kind, of_a, of_b, of_result in FREE:
+        a, b, ends = factors(kind)
+        ours = distribute_tensor(a, world(), [of_a]), distribute_tensor(b, world(), [of_b])
+        offs = None if ends is None else distribute_tensor(ends, world())
+        with CommDebugMode() as comm:
+            result = functional.grouped_mm(*ours, offs=offs)
+        assert comm.get_total_counts() == 0, kind
+        assert result.placements == (of_result,), kind
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return whole_numbers(*shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("by_row", [False, True], ids=["one scale", "scales of rows"])
+def test_matmuls_of_scaled_fp8(by_row: bool, mesh: tuple[int, ...]) -> None:
+    ranks = init_device_mesh("cpu", mesh)
+    torch.manual_seed(0)
+    a, b = fp8(7, 64), fp8(128, 64).t()
+    scale_a = torch.tensor([0.5, 2.0])[torch.randint(2, (7, 1))] if by_row else torch.tensor(2.0)
+    scale_b = torch.tensor([0.5, 2.0])[torch.randint(2, (1, 128))] if by_row else torch.tensor(0.5)
+    for bias in (None, whole_numbers(128)):
+        expected = torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=torch.float32)
+        shards = [Replicate(), Shard(0), Shard(1)]
+        for p in itertools.product(itertools.product(shards, repeat=len(mesh)), repeat=2):
+            x, w = (distribute_tensor(t, ranks, q) for t, q in zip((a, b), p, strict=True))
+            rest = [
+                t if t is None else distribute_tensor(t, ranks) for t in (scale_a, scale_b, bias)
+            ]
+            result = torch._scaled_mm(x, w, *rest, out_dtype=torch.float32)
+            assert torch.equal(result.full_tensor(), expected), p
+
+
+@pytest.mark.ranks(2)
+def test_matmuls_of_scaled_fp8_that_move_nothing() -> None:
+    def placed(t: torch.Tensor, placement: Any) -> DTensor:
+        return distribute_tensor(t, world(), [placement])
+
+    one, rows, columns = torch.tensor(1.0), torch.ones(7, 1), torch.ones(1, 64)
+    a, b = fp8(7, 64), fp8(64, 64).t()
+    cases = [
+        (Shard(0), R, Shard(0), Shard(0), R),
+        (R, Shard(1), Shard(1), R, Shard(1)),
+        (Shard(1), Shard(0), P, R, R),
+    ]
+    for of_a, of_b, of_result, of_rows, of_columns in cases:
+        for scales in ((one, one), (rows, columns)):
+            pair = (of_rows, of_columns) if scales[0] is rows else (R, R)
+            own = [placed(t, p) for t, p in zip(scales, pair, strict=True)]
+            x, w = placed(a, of_a), placed(b, of_b)
+            with CommDebugMode() as comm:
+                result = torch._scaled_mm(x, w, *own, out_dtype=torch.bfloat16)
+            assert result.placements == (of_result,)
+            assert comm.get_total_counts() == 0
