@@ -80,13 +80,17 @@ def distinct(placements: Iterable[Placement]) -> list[Placement]:
     return list(dict.fromkeys(placements))
 
 
-def linear_sums(placements: Iterable[Placement]) -> list[Placement]:
-    """The sums and averages among them, each once: linear functions apply to their terms."""
-    return [
-        p
-        for p in distinct(placements)
-        if isinstance(p, Partial) and p.reduce_op in LINEAR_REDUCTIONS
-    ]
+def linear_sums(*layouts: Layout) -> list[Placement]:
+    """The sums and averages among their placements, each once: linear functions apply to terms.
+
+    Of integers, averages are cut to one, which is not linear. A sum of booleans is their `or`.
+    """
+    sums: list[Placement] = []
+    for layout in layouts:
+        fractions = layout.dtype.is_floating_point or layout.dtype.is_complex
+        kinds = LINEAR_REDUCTIONS if fractions else ("sum",) * (layout.dtype != torch.bool)
+        sums += [p for p in layout.placements if isinstance(p, Partial) and p.reduce_op in kinds]
+    return distinct(sums)
 
 
 def pieces_of(placement: Placement) -> int:

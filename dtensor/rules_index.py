@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from torch.distributed.tensor import Partial, Replicate
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
@@ -19,6 +20,7 @@ from weft.dtensor.layout import (
     moved,
     shard_dim,
 )
+from weft.dtensor.rules_nn import check_range, own_run, rows_in
 from weft.dtensor.rules_view import mapped
 
 
@@ -30,7 +32,7 @@ def _together(call: Call, touched: Collection[int]) -> list[Strategy]:
 
 def _partials(call: Call) -> list[Strategy]:
     """Terms of sums, which the op joins or picks like any values."""
-    return list(map(call.with_all, linear_sums(call.placements)))
+    return list(map(call.with_all, linear_sums(*call.inputs)))
 
 
 @rule("cat")
@@ -87,13 +89,35 @@ def by_index(call: Call) -> Choices:
     touched = {from_front(call.bound["dim"], x.ndim)}
     touched |= {d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in call.inputs)}
     linear = call.name.removesuffix("_") in ("gather", "scatter_add")
-    sums = linear_sums(call.placements) if linear else []
+    sums = linear_sums(*call.inputs) if linear else []
     strategies = _together(call, touched) + [_but_index(call, p) for p in sums]
-    if call.name == "gather":  # each index says by itself where along `dim` to look
-        along = from_front(call.bound["dim"], x.ndim)
-        own = [p for p in call.inputs[1].placements if is_shard(p) and shard_dim(p) == along]
-        strategies += [Strategy((Replicate(), p), (p,)) for p in distinct(own)]
-    return Choices(strategies)
+    if call.name != "gather":
+        return Choices(strategies)
+    # Each index says by itself where along `dim` to look.
+    along = from_front(call.bound["dim"], x.ndim)
+    own = [p for p in call.inputs[1].placements if is_shard(p) and shard_dim(p) == along]
+    strategies += [Strategy((Replicate(), p), (p,)) for p in distinct(own)]
+    # If few numbers are looked up, each rank finds those that it holds: terms of a sum.
+    few = 2 * math.prod(call.outputs[0].shape) <= math.prod(x.shape) and x.dtype != torch.bool
+    cuts = [p for p in distinct(x.placements) if few and type(p) is Shard and p.dim == along]
+    strategies += [Strategy((p, Replicate()), (Partial("sum"),)) for p in cuts]
+    return Choices(strategies, _look_up)
+
+
+def _look_up(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    dim = from_front(call.bound["dim"], inputs[0].ndim)
+    if dim not in inputs[0].cut_dims:
+        return call.op
+    run, size = own_run(inputs[0], dim), inputs[0].shape[dim]
+
+    def look_up(x: torch.Tensor, _: int, index: torch.Tensor, **__: Any) -> torch.Tensor:
+        check_range(index, size, "index", RuntimeError)
+        inside, rows = rows_in(index, run)
+        if not run[1]:
+            return x.new_zeros(index.shape)
+        return x.gather(dim, rows).masked_fill_(~inside, 0)
+
+    return look_up
 
 
 def _but_index(call: Call, placement: Placement) -> Strategy:
@@ -111,7 +135,7 @@ def along_index(call: Call) -> Choices:
     dim = from_front(call.bound["dim"], call.inputs[0].ndim)
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) != dim]
     linear = call.name.removesuffix("_") in ("index_add", "index_copy")
-    sums = linear_sums(call.placements) if linear else []
+    sums = linear_sums(*call.inputs) if linear else []
     return Choices([call.whole, *(_but_index(call, p) for p in (*shards, *sums))])
 
 
@@ -185,7 +209,7 @@ def index(call: Call) -> Choices:
         for placement in filter(is_shard, indexed.tensors[0].placements):
             out = moved(placement, shard_dim(placement) + indexed.first)
             strategies.append(Strategy((Replicate(), *(placement,) * rest), (out,)))
-    return Choices([*strategies, *map(call.with_first, linear_sums(source.placements))])
+    return Choices([*strategies, *map(call.with_first, linear_sums(source))])
 
 
 @rule("index_put", "_index_put_impl")
@@ -217,7 +241,7 @@ def index_put(call: Call) -> Choices:
         for cut in distinct(cuts):
             of_values = moved(cut, own) if follows else Replicate()
             strategies.append(Strategy((cut, *replicated, of_values), (cut,)))
-    for sum_ in linear_sums((*x.placements, *values.placements)):
+    for sum_ in linear_sums(x, values):
         strategies.append(Strategy((sum_, *replicated, sum_), (sum_,)))
     if call.bound["accumulate"] and indexed.one_shape and shift == 0:
         for cut in filter(is_shard, distinct(tensors[0].placements)):

@@ -67,7 +67,7 @@ def contraction(
             strategies.append(candidate)
     if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex:
         for position in (offset, offset + 1):
-            for placement in linear_sums(call.inputs[position].placements):
+            for placement in linear_sums(call.inputs[position]):
                 pair: list[Placement] = [replicate, replicate]
                 pair[position - offset] = placement
                 strategies.append(strategy(pair[0], pair[1], placement))
@@ -177,16 +177,13 @@ def grouped_product(call: Call) -> Choices:
         by_group = divided in ("m", "n") and 0 in inputs[1 - at].cut_dims
         shape, dtype, op = outputs[0].local_shape, outputs[0].dtype, call.op
 
-        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def run(*args: Any, **kwargs: Any) -> Any:
             factors, rest = list(args[:2]), args[3:]
             if not all(t.numel() for t in factors):
                 return factors[0].new_zeros(shape, dtype=dtype)
-            ends = args[2] if divided else None
-            if ends is not None:
-                ends = (ends - start).clamp(0, size)
+            ends: Any = (args[2] - start).clamp(0, size) if divided else None
             if not by_group:
-                whole: torch.Tensor = op(*map(_aligned, factors), ends, *rest, **kwargs)
-                return whole
+                return op(*map(_aligned, factors), ends, *rest, **kwargs)
             # The rows of this rank's groups come first. The host never reads where they begin.
             before = ends[groups - 1] if groups else 0
             ends = ends[groups : groups + count] - before

@@ -78,7 +78,7 @@ def softmax_backward(call: Call) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-def _own_run(layout: Layout, dim: int) -> tuple[int, int]:
+def own_run(layout: Layout, dim: int) -> tuple[int, int]:
     """(start, length) of this rank's indices along `dim`, which is cut by plain shards."""
     assert layout.index is not None
     runs = layout.boxes[layout.index][dim]
@@ -94,7 +94,9 @@ def _out_of_range(what: str, size: int) -> str:
     return f"{what} out of range: must be in [0, {size})"
 
 
-def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
+def check_range(
+    indices: torch.Tensor, size: int, what: str, kind: type[Exception] = IndexError
+) -> None:
     """Raise if an index is out of range: no rank holds its row, so it would read as zero."""
     if not indices.numel():
         return
@@ -103,10 +105,10 @@ def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
         # With a message, as a graph drops the overload without one.
         torch._assert_async(inside.all(), _out_of_range(what, size))
     elif not bool(inside.all()):
-        raise IndexError(_out_of_range(what, size))
+        raise kind(_out_of_range(what, size))
 
 
-def _rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(which indices fall into the run, indices counted from its start, 0 where outside)."""
     start, length = run
     inside = (indices >= start) & (indices < start + length)
@@ -129,11 +131,11 @@ def embedding(call: Call) -> Choices:
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if 0 not in inputs[0].cut_dims:
             return call.op
-        run, size = _own_run(inputs[0], 0), inputs[0].shape[0]
+        run, size = own_run(inputs[0], 0), inputs[0].shape[0]
 
         def lookup(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
-            _check_range(indices, size, "embedding index")
-            inside, rows = _rows_in(indices, run)
+            check_range(indices, size, "embedding index")
+            inside, rows = rows_in(indices, run)
             if not run[1]:
                 return weight.new_zeros(*indices.shape, weight.shape[1])
             found = torch.nn.functional.embedding(rows, weight)
@@ -158,7 +160,7 @@ def embedding_backward(call: Call) -> Choices:
         strategies += [
             Strategy((p, p), (Partial("sum"),)) for p in shards if shard_dim(p) < len(indices.shape)
         ]
-        strategies += map(call.with_first, linear_sums(grad.placements))
+        strategies += map(call.with_first, linear_sums(grad))
     return Choices(strategies)
 
 
@@ -196,10 +198,10 @@ def _embedding_weight_grad(call: Call) -> Choices:
             size = outputs[0].shape[0]
             op = torch.ops.aten.embedding_dense_backward
             return lambda grad, indices, *_: op(grad, indices, size, padding_idx, False)
-        run, width = _own_run(outputs[0], 0), outputs[0].local_shape[1]
+        run, width = own_run(outputs[0], 0), outputs[0].local_shape[1]
 
         def scatter(grad: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
-            inside, rows = _rows_in(indices, run)
+            inside, rows = rows_in(indices, run)
             # Rows of other ranks, and of the padding, go to one more row, which is cut off.
             inside &= indices != padding_idx
             rows = torch.where(inside, rows, run[1])
@@ -244,7 +246,7 @@ class LossLayout:
         self.rows: Placements = tuple(rows)
         self.target = target.with_placements(self.rows)
         self.class_dim = class_dim
-        self.run = _own_run(self.input, class_dim)
+        self.run = own_run(self.input, class_dim)
 
     @property
     def counts_rows(self) -> bool:
@@ -294,7 +296,7 @@ def nll_loss(call: Call) -> Decomposed:
         wide = torch.promote_types(x.dtype, torch.float32)
         given = None if weight is None else _whole(weight)
         classes, weights, bad = lay.weights(rows, given, ignore_index, wide)
-        inside, own = _rows_in(classes, lay.run)
+        inside, own = rows_in(classes, lay.run)
         if lay.run[1]:
             dim = lay.class_dim
             picked = local.gather(dim, own.unsqueeze(dim)).squeeze(dim).to(wide)
@@ -355,7 +357,7 @@ def nll_loss_backward(call: Call) -> Decomposed:
             scale = _whole(grad)
         if reduction == _MEAN:
             scale = scale / _whole(total_weight)
-        inside, own = _rows_in(classes, lay.run)
+        inside, own = rows_in(classes, lay.run)
         values = torch.where(inside & (weights != 0), -weights * scale, 0).to(x.dtype)
         out = values.new_zeros(lay.input.local_shape)
         if lay.run[1]:

@@ -63,7 +63,7 @@ def layer_norm_backward(call: Call) -> Choices:
     summed = sum(bool(wanted) for wanted in mask[1:])
     n_batch = call.inputs[0].ndim - len(call.args[2])
     strategies = _by_samples(call, 2 + n_statistics, summed, n_batch)
-    sums = linear_sums(call.inputs[0].placements)
+    sums = linear_sums(call.inputs[0])
     return Choices([*strategies, *map(call.with_first, sums)])
 
 

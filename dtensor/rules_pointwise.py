@@ -23,7 +23,7 @@ from weft.dtensor.layout import (
 from weft.dtensor.planning import choose, written
 
 # f(sum of terms) = sum of f(term)
-_LINEAR_UNARY = {"neg", "positive", "conj_physical"}
+_LINEAR_UNARY = {"neg", "positive", "conj_physical", "_conj", "_neg_view"}
 # Linear in both arguments together, and in each argument alone.
 _LINEAR_IN_ALL = {"add", "sub", "rsub"}
 _LINEAR_IN_EITHER = {"mul"}
@@ -73,11 +73,14 @@ def _partials(call: Call) -> Iterator[Strategy]:
     name, count, replicate = _name(call), len(call.inputs), Replicate()
     numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
     in_all = name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers)
-    rounds = call.kwargs.get("rounding_mode") or (
-        call.outputs and not call.outputs[0].dtype.is_floating_point
-    )
+    rounds = call.kwargs.get("rounding_mode")
     in_one = name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward")
-    for partial in linear_sums(call.placements):
+    # A sum of short integers wraps around, which those that they become here would not.
+    wraps = any(
+        t.has_partial and not _is_fraction(t.dtype) and t.dtype != call.outputs[0].dtype
+        for t in call.inputs
+    )
+    for partial in [] if wraps else linear_sums(*call.inputs):
         if in_all:
             yield call.with_all(partial)
         elif name == "where" and count == 3:
@@ -87,6 +90,10 @@ def _partials(call: Call) -> Iterator[Strategy]:
                 yield call.with_first(partial)
             if name in _LINEAR_IN_EITHER and count == 2:
                 yield Strategy((replicate, partial), (partial,))
+
+
+def _is_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _extrema(call: Call) -> Iterator[Strategy]:
@@ -106,7 +113,7 @@ def _extrema(call: Call) -> Iterator[Strategy]:
             yield Strategy((replicate, p), (p,))
 
 
-@rule("pointwise", "floor_divide")
+@rule("pointwise", "floor_divide", "_conj", "_neg_view", "_prelu_kernel", "_prelu_kernel_backward")
 def pointwise(call: Call) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
@@ -127,7 +134,7 @@ def shift(call: Call) -> Choices:
     value = call.args[number]
     if call.name.removesuffix("_") != "masked_fill" and isinstance(value, Layout) and value.shape:
         return choices
-    choices.strategies.extend(map(call.with_first, linear_sums(call.inputs[0].placements)))
+    choices.strategies.extend(map(call.with_first, linear_sums(call.inputs[0])))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         op: Any = call.op

@@ -56,7 +56,7 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
 def fourier(call: Call) -> Choices:
     """Transforms along some dims, linear, and independent along the others."""
     dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
-    sums = [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0].placements)]
+    sums = [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = outputs[0].local_shape, call.op
@@ -100,9 +100,10 @@ def sum_(call: Call) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
-    same_kind = call.outputs[0].dtype.is_floating_point == call.inputs[0].dtype.is_floating_point
-    if call.name == "sum" and same_kind:
-        strategies += _partials(call, LINEAR_REDUCTIONS)
+    old, new = call.inputs[0].dtype, call.outputs[0].dtype
+    # A sum of short integers is a long one, which holds what their own sum would not.
+    if call.name == "sum" and (old == new or old.is_floating_point == new.is_floating_point):
+        strategies += [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
     return Choices(strategies)
 
 
@@ -338,6 +339,19 @@ def _local_norm(
         return torch.full(shape, neutral, dtype=dtype.to_real(), device=x.device)
     result: torch.Tensor = torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
     return result
+
+
+@rule("dist")
+def distance(call: Call) -> Decomposed:
+    """The norm of the difference."""
+
+    def run(a: torch.Tensor, b: torch.Tensor, order: float = 2) -> torch.Tensor:
+        if order == 1:  # terms of a sum
+            return (a - b).abs().sum()
+        norm: torch.Tensor = torch.linalg.vector_norm(a - b, order)
+        return norm
+
+    return Decomposed(run)
 
 
 @rule("equal")

@@ -27,6 +27,7 @@ from weft.dtensor.layout import (
     distinct,
     from_front,
     is_shard,
+    linear_sums,
     pieces_of,
     shard_dim,
 )
@@ -99,6 +100,8 @@ def expand(call: Call) -> Choices:
     "unbind",
     "split",
     "split_with_sizes",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
     "chunk",
     "unfold",
     "diagonal",
@@ -114,6 +117,13 @@ def along(call: Call) -> Choices:
         return mapped(call, {d: d for d in range(ndim)}, _all_of_it)
     drops = call.name in ("select", "unbind")
     return mapped(call, {d: d - (drops and d > dim) for d in range(ndim) if d != dim})
+
+
+@rule("view_as_complex", "view_as_real")
+def pairs_of_numbers(call: Call) -> Choices:
+    """A last dim of two numbers becomes one complex number each, or the other way round."""
+    dims = {d: d for d in range(min(call.inputs[0].ndim, len(call.outputs[0].shape)))}
+    return Choices([*call.kept(dims), *map(call.with_first, linear_sums(call.inputs[0]))])
 
 
 def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:

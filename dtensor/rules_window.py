@@ -117,7 +117,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     if not windows.transposed:
         lines += [(Shard(d), _R, _R, Shard(d)) for d in range(_SPATIAL, len(x.shape))]
     if forward:
-        lines += [(p, _R, p, p) for p in linear_sums(x.placements)]
+        lines += [(p, _R, p, p) for p in linear_sums(x)]
         n = len(call.inputs)
         return [Strategy((px, pw, pb)[:n], (py,)) for px, pw, pb, py in lines]
     strategies = []
@@ -131,7 +131,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
         of_bias: Placement = _SUM if summed else (_R if isinstance(pb, Partial) else pb)
         wanted = [p for p, asked in zip((of_x, of_w, of_bias), mask, strict=True) if asked]
         strategies.append(Strategy((of_y, px, pw), tuple(wanted)))
-    return strategies + list(map(call.with_first, linear_sums(call.inputs[0].placements)))
+    return strategies + list(map(call.with_first, linear_sums(call.inputs[0])))
 
 
 def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
@@ -283,6 +283,7 @@ def convolution_backward(call: Call) -> Choices:
 _IMAGES = {
     "max_pool2d_with_indices_backward": 2,
     "max_pool3d_with_indices_backward": 3,
+    "col2im": 2,
     "adaptive_max_pool2d_backward": 2,
     "adaptive_max_pool3d_backward": 3,
     "fractional_max_pool2d_backward": 2,
@@ -327,6 +328,34 @@ def images(call: Call) -> Choices:
     batch = call.inputs[0].ndim - _IMAGES[call.name]
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) < batch]
     return Choices([call.whole, *map(call.with_all, shards)], _of_images)
+
+
+@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+def grid_sampler_backward(call: Call) -> Choices:
+    """(of y (N, C, ...), x (N, C, ...), grid (N, ..., 2 or 3), ...) -> (of x, of the grid)."""
+    lines: list[tuple[Placement, Placement, Placement, Placement, Placement]] = [
+        (_R, _R, _R, _R, _R),
+        (Shard(0), Shard(0), Shard(0), Shard(0), Shard(0)),
+        (Shard(1), Shard(1), _R, Shard(1), _SUM),  # each channel gives a term for the grid
+        *((Shard(d), _R, Shard(d - 1), _SUM, Shard(d - 1)) for d in range(2, call.inputs[0].ndim)),
+        *((p, _R, _R, p, p) for p in linear_sums(call.inputs[0])),
+    ]
+    mask = call.bound["output_mask"]
+    strategies = [
+        Strategy(line[:3], tuple(p for p, asked in zip(line[3:], mask, strict=True) if asked))
+        for line in lines
+    ]
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        def run(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *rest: Any) -> Any:
+            if grad.numel():
+                return call.op(grad, x, grid, *rest)
+            pairs = zip((x, grid), mask, strict=True)
+            return tuple(torch.zeros_like(t) if asked else None for t, asked in pairs)
+
+        return run
+
+    return Choices(strategies, localize)
 
 
 def _of_images(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from weft.dtensor import (
     DeviceMesh,
-    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -26,7 +25,7 @@ from weft.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from weft.dtensor.debug import CommDebugMode, ExplicitRedistributionContext
+from weft.dtensor.debug import ExplicitRedistributionContext
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 Case = tuple[Callable[..., Any], list[torch.Tensor]]
@@ -508,112 +507,3 @@ def test_meshes_list_ranks_in_any_order() -> None:
         for mine, theirs in zip(ours, plain, strict=True):
             if theirs.grad is not None:
                 assert close(mine.grad, theirs.grad)
-
-
-ELEMENTWISE_LOSSES = [
-    functional.mse_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.soft_margin_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-]
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("loss", ELEMENTWISE_LOSSES, ids=lambda loss: loss.__name__)
-def test_losses_of_single_elements_move_nothing(
-    world_size: int, loss: Callable[..., torch.Tensor]
-) -> None:
-    x, y = r(5, 6).sigmoid(), r(5, 6).sigmoid()
-    for reduction, dim in itertools.product(("mean", "sum", "none"), (0, 1)):
-        plain = x.clone().requires_grad_()
-        expected = loss(plain, y, reduction=reduction)
-        expected.sum().backward()
-        ours, target = (distribute_tensor(t, world(), [Shard(dim)]) for t in (x, y))
-        ours.requires_grad_()
-        with CommDebugMode() as comm:
-            result = loss(ours, target, reduction=reduction)
-        # Of values that a rank may refuse on its own, the ranks tell each other.
-        assert comm.get_total_counts() <= (loss is functional.binary_cross_entropy)
-        assert close(result, expected)
-        result.sum().backward()
-        assert close(ours.grad, plain.grad)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("kind", ["max", "min"])
-def test_extrema_stay_partial_where_their_order_is_kept(kind: str) -> None:
-    torch.manual_seed(torch.distributed.get_rank())
-    x, y = (DTensor.from_local(torch.randn(4, 3), world(), [Partial(kind)]) for _ in range(2))
-    number = distribute_tensor(torch.ones(3), world(), [Replicate()])
-    pair = torch.maximum if kind == "max" else torch.minimum
-    turned = Partial("min" if kind == "max" else "max")
-    cases: list[tuple[Callable[..., Any], tuple[Any, ...], Partial]] = [
-        (torch.tanh, (x,), Partial(kind)),
-        (functional.relu, (x,), Partial(kind)),
-        (lambda x: x.clamp(-0.5, 0.5), (x,), Partial(kind)),
-        (torch.neg, (x,), turned),
-        (torch.erfc, (x,), turned),
-        (pair, (x, y), Partial(kind)),
-        (torch.maximum, (x, number), Partial(kind)),
-        (torch.minimum, (number, x), Partial(kind)),
-    ]
-    for function, operands, placement in cases:
-        with CommDebugMode() as comm:
-            result = function(*operands)
-        assert comm.get_total_counts() == 0
-        assert result.placements == (placement,)
-        assert close(result, function(*(t.full_tensor() for t in operands)))
-    other = torch.minimum if kind == "max" else torch.maximum
-    assert close(other(x, y), other(x.full_tensor(), y.full_tensor()))
-    assert close(torch.cos(x), torch.cos(x.full_tensor()))
-    for smallest in (torch.tensor([0], dtype=torch.uint8), torch.tensor([-128], dtype=torch.int8)):
-        own = smallest + torch.distributed.get_rank()
-        integers = DTensor.from_local(own, world(), [Partial(kind)])  # -smallest is itself
-        assert torch.equal((-integers).full_tensor(), -integers.full_tensor())
-
-
-@pytest.mark.ranks(3)
-def test_lookups_and_paddings_that_move_nothing() -> None:
-    """An index that is cut where it looks, numbers around a sum, memory for a sum."""
-    x, index = r(5, 4), ints(5, 7, 4)
-    whole = distribute_tensor(x, world(), [Replicate()])
-    cut = distribute_tensor(index, world(), [Shard(0)])
-    terms = distribute_tensor(x, world(), [Partial("sum")])
-    with CommDebugMode() as comm:
-        found = torch.gather(whole, 0, cut)
-        padded = functional.pad(terms, [1, 2], value=1.5)
-        memory = torch.empty_like(terms)
-    # The ranks tell each other whether an index was out of range.
-    assert dict(comm.get_comm_counts()) == {torch.ops.c10d_functional.all_reduce: 1}
-    assert found.placements == (Shard(0),)
-    assert close(found, torch.gather(x, 0, index))
-    assert padded.placements == memory.placements == (Partial("sum"),)
-    assert close(padded, functional.pad(x, [1, 2], value=1.5))
-    assert close(functional.pad(terms, [1, 2]), functional.pad(x, [1, 2]))
-    other = distribute_tensor(index[:5], world(), [Shard(1)])  # cut where it does not look
-    assert close(torch.gather(whole, 0, other), torch.gather(x, 0, index[:5]))
-
-
-@pytest.mark.ranks(3)
-def test_factors_follow_their_summand_and_moved_terms_stay_terms() -> None:
-    def placed(t: torch.Tensor, placement: Any) -> DTensor:
-        return distribute_tensor(t, world(), [placement])
-
-    a, b, v = r(5, 4), r(4, 6), r(4)
-    for summand, dim in ((r(6), 0), (r(5, 6), 0), (r(5, 6), 1)):
-        operands = [placed(summand, Shard(dim)), placed(a, Replicate()), placed(b, Replicate())]
-        with CommDebugMode() as comm:
-            result = torch.addmm(*operands)
-        assert comm.get_total_counts() == 0
-        assert close(result, torch.addmm(summand, a, b))
-        assert result.placements == (Shard(dim + 2 - summand.ndim),)
-    assert torch.addmv(
-        placed(r(5), Shard(0)), placed(a, Replicate()), placed(v, Replicate())
-    ).placements == (Shard(0),)
-    for kind in ("sum", "max"):
-        x = placed(a, Partial("sum")) if kind == "sum" else placed(a, Shard(0)).amax(0, True)
-        assert x.placements == (Partial(kind),)
-        assert torch.flip(x, [1]).placements == torch.roll(x, 1, 1).placements == x.placements
-        assert close(torch.roll(x, 1, 1), torch.roll(x.full_tensor(), 1, 1))
