@@ -51,6 +51,7 @@ class _ParallelLinear(ParallelModule):
         merged_sizes: Sequence[int] | None = None,
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
+        input_is_parallel: bool = True,
     ) -> None:
         """Draw the weights of an nn.Linear and keep this rank's part.
 
@@ -67,14 +68,17 @@ class _ParallelLinear(ParallelModule):
                 each of its parts is replicated: W // heads for K and V with fewer heads than there
                 are ranks, so that each rank has a whole head. None: 1.
             gather_output: see ColumnParallelLinear.
+            input_is_parallel: see RowParallelLinear.
 
         Raises:
             ValueError: merged_sizes that do not add up to the features, copies that do not divide
-                the ranks, or copies or gather_output for a RowParallelLinear.
+                the ranks, copies or gather_output for a RowParallelLinear, or
+                input_is_parallel=False for a ColumnParallelLinear.
         """
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._take(whole, group, sequence_dim, merged_sizes, copies, gather_output)
+        outside = gather_output, input_is_parallel
+        self._take(whole, group, sequence_dim, merged_sizes, copies, *outside)
 
     @classmethod
     def from_linear(
@@ -86,6 +90,7 @@ class _ParallelLinear(ParallelModule):
         merged_sizes: Sequence[int] | None = None,
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
+        input_is_parallel: bool = True,
     ) -> Any:
         """This rank's part of `linear`, which must hold the same values on every rank.
 
@@ -100,7 +105,8 @@ class _ParallelLinear(ParallelModule):
         _check_plain(linear)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._take(linear, group, sequence_dim, merged_sizes, copies, gather_output)
+        outside = gather_output, input_is_parallel
+        module._take(linear, group, sequence_dim, merged_sizes, copies, *outside)
         return module
 
     def _take(
@@ -111,10 +117,12 @@ class _ParallelLinear(ParallelModule):
         merged_sizes: Sequence[int] | None,
         copies: Sequence[int] | None,
         gather_output: bool,
+        input_is_parallel: bool,
     ) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.sequence_dim = resolve(group), sequence_dim
-        self.gather_output, W = gather_output, self.group.world_size
+        self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
+        W = self.group.world_size
         cut_features = linear.weight.shape[self.cut["weight"]]
         sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
         if sum(sizes) != cut_features or min(sizes, default=0) < 0:
@@ -132,6 +140,11 @@ class _ParallelLinear(ParallelModule):
             raise ValueError(
                 "gather_output and copies are for a ColumnParallelLinear: a RowParallelLinear "
                 "returns all features, with sequence_dim=None for all tokens"
+            )
+        if not isinstance(self, RowParallelLinear) and not input_is_parallel:
+            raise ValueError(
+                "input_is_parallel=False is for a RowParallelLinear: a ColumnParallelLinear takes "
+                "all features as it is"
             )
         self.split = Split(sizes, shared, W)
         self.take(linear, ("weight", "bias"))
@@ -267,7 +280,9 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear with its input features cut over the ranks (by torch.chunk).
 
-    Input: (*, this rank's part of in_features), whole along the sequence.
+    Input: (*, this rank's part of in_features), whole along the sequence; with
+    `input_is_parallel=False` (*, in_features), the same on every rank, of which each takes its
+    part: the gradient is the whole one on every rank.
     Output: (*, out_features), a shard along `sequence_dim`, or whole with `sequence_dim=None`. The
     bias is replicated and added once.
     """
@@ -278,14 +293,18 @@ class RowParallelLinear(_ParallelLinear):
         """The sum over the ranks' features: this rank's part of the sequence, or all of it.
 
         Raises:
-            ValueError: the input does not have this rank's features.
+            ValueError: the input does not have this rank's features, or all where it should.
         """
-        if x.shape[-1] != self.weight.shape[1]:
+        wanted = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        if x.shape[-1] != wanted:
+            given = "all" if not self.input_is_parallel else f"this rank's {wanted} of the"
             raise ValueError(
-                f"RowParallelLinear takes this rank's {self.weight.shape[1]} of the "
-                f"{self.in_features} features, as a ColumnParallelLinear without gather_output "
-                f"returns them, got {tuple(x.shape)}"
+                f"RowParallelLinear with input_is_parallel={self.input_is_parallel} takes {given} "
+                f"{self.in_features} features, as a ColumnParallelLinear with gather_output="
+                f"{not self.input_is_parallel} returns them, got {tuple(x.shape)}"
             )
+        if not self.input_is_parallel:
+            x = _Scattered.apply(x, self.split, self.group)
         options: dict[str, Any] = {"bias": self.bias}
         if self.weight_scale is not None:
             x, scales = _quantized_input(x, self.weight_scale)

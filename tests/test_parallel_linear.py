@@ -131,6 +131,28 @@ def test_merged_layers_are_cut_one_by_one() -> None:
             weft.ColumnParallelLinear(6, 15, merged_sizes=layers)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_rows_of_an_input_that_every_rank_has_whole(sequence_dim: int | None) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    whole = nn.Linear(10, 6).double()
+    cut: dict[str, Any] = {"merged_sizes": (7, 3), "sequence_dim": sequence_dim}
+    layer = weft.RowParallelLinear.from_linear(whole, input_is_parallel=False, **cut)
+    x = torch.randn(5, 10, dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = layer(ours), whole(theirs)
+    mine = (lambda t: t) if sequence_dim is None else (lambda t: t.chunk(world_size)[rank])
+    torch.testing.assert_close(y, mine(expected))
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    with pytest.raises(ValueError, match="takes all 10 features"):
+        layer(layer.split.own(x, -1, rank))
+    with pytest.raises(ValueError, match="input_is_parallel=False is for a RowParallelLinear"):
+        weft.ColumnParallelLinear(6, 15, input_is_parallel=False)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
