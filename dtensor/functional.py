@@ -126,7 +126,8 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     """`F.instance_norm`, where samples are sharded: group norm with groups of one channel."""
-    if not is_dtensor(x) or running_mean is not None or 0 not in x._layout.cut_dims:
+    given = running_mean is not None or not use_input_stats
+    if not is_dtensor(x) or given or 0 not in x._layout.cut_dims:
         return NotImplemented
     if x.shape[2:].numel() < 2:
         return NotImplemented  # torch raises the right error

@@ -396,6 +396,7 @@ def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
 
 
 def bytes_moved(whole: float, size: int, from_sum: bool, to_shard: bool) -> float:
+    """Bytes that a rank receives along a mesh dim of `size`, where a gather brings it `whole`."""
     if to_shard:
         return whole if from_sum else whole / size
     return 2 * whole if from_sum else whole

@@ -311,6 +311,7 @@ def refusals() -> list[Line]:
         ("amax of nothing", lambda t: t.amax(0), [r(0, 3)]),
         ("var of integers", lambda j: j.var(), [ints(5, 4)]),
         ("std of booleans", lambda j: j.std(0), [ints(2, 4, 3) > 0]),
+        ("norm", lambda t: functional.instance_norm(t, use_input_stats=False), [r(4, 2, 3)]),
         ("padding", lambda t, j: functional.embedding(j, t, padding_idx=4), [x, ints(4, 5)]),
     ]
 
