@@ -46,6 +46,9 @@ def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -
         state_dict: nested DTensors, tensors (the first rank's are stored) and values that pickle
             takes.
         checkpoint_id: the folder (torch's name for it).
+
+    Raises:
+        CheckpointException: torch's, no `Exception`: a DTensor is Partial, or cannot be written.
     """
     state_dict_saver.save(dict(state_dict), storage_writer=AtomicWriter(checkpoint_id))
 
@@ -60,6 +63,8 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> N
 
     Raises:
         CheckpointError: a file is missing or too short; it names the file and the tensors.
+        CheckpointException: torch's, no `Exception`: the checkpoint lacks an entry, or has a tensor
+            of another shape; it names it for each rank.
     """
     stored = Stored(checkpoint_id)
     stored.check(read=False)
