@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from weft.bench.problem import Call
-from weft.collectives import Group, exchange
+from weft.collectives import Group, agree, exchange
 
 _WINDOW_BYTES = 1 << 20
 _CHANNEL = "bench bounds"  # of its own, to leave the workspaces of the ops as they are
@@ -30,16 +30,17 @@ def touching(nbytes: int, device: torch.device) -> Call:
 
 
 def read_from_peers(nbytes: int, group: Group, device: torch.device) -> Call:
-    """Read `nbytes` from the peers, an equal part of each, while they do the same.
+    """Read `nbytes` from the peers, an equal part of each, while they read what they need.
 
     On a CPU in windows that stay in the cache, as a reader that is in step with the writer does.
     """
     part = -(-nbytes // (group.world_size - 1))
     window = min(part, _WINDOW_BYTES) if device.type == "cpu" else part
     target = torch.empty(max(window, 1), dtype=torch.uint8, device=device)
+    room = max(agree(group, "bench", window))  # ranks with smaller shards read more
 
     def read(_: int) -> None:
-        with exchange(group, window, "bench", device, channel=_CHANNEL) as ex:
+        with exchange(group, room, "bench", device, channel=_CHANNEL) as ex:
             ex.signal_all()
             for peer in ex.peers():
                 ex.wait(peer)

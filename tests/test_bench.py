@@ -19,10 +19,13 @@ from typing import Any
 
 import bench_cases
 import pytest
+import torch
+import torch.distributed as dist
 
-from weft.bench import measure, ops_suite, readme, rows, runner, shapes, tables
+from weft.bench import bounds, measure, ops_suite, readme, rows, runner, shapes, tables
 from weft.bench.problem import Options
 from weft.bench.suites import SUITES, suite
+from weft.collectives import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -220,6 +223,13 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the ranks hear it, too
     out, _ = run.communicate(timeout=60)
     assert out.strip() == "['right', 'last'] True"
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_bound_of_a_link_where_ranks_read_different_amounts() -> None:
+    read = bounds.read_from_peers(100 * dist.get_rank(), resolve(None), torch.device("cpu"))
+    for i in range(3):
+        read(i)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
