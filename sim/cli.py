@@ -33,7 +33,6 @@ examples:
   weft sim mine.py:fn --ranks 4 --gpu                     the compiled kernels, on one GPU
 docs/sim.md teaches it by one bug, from start to end.
 """
-_MOST_TIMED = 20  # schedules, with and without races
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
@@ -82,13 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.ranks} ranks, {tried}, {results.switches} hand-overs: {found} in "
         f"{time.perf_counter() - start:.1f} s"
     )
-    if args.cost:
-        few = min(results.schedules, _MOST_TIMED)
-        checked, plain = cost(args.ranks, function, programs, few)
-        print(
-            f"a schedule takes {checked:.0f} ms of processor time, {checked / plain:.1f} times as "
-            f"long as without looking for races"
-        )
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
     if args.compile:
@@ -197,9 +189,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-races", action="store_true", help="look for deadlocks only")
     parser.add_argument(
-        "--cost", action="store_true", help="tell what it takes to look for races, too"
-    )
-    parser.add_argument(
         "--timeout",
         metavar="S",
         type=float,
@@ -233,19 +222,6 @@ def _parser() -> argparse.ArgumentParser:
         help="compile what was launched: registers, spills (then the exit status is 1), ..",
     )
     return parser
-
-
-def cost(
-    ranks: int, function: Callable[[int], Any], programs: Programs, schedules: int
-) -> tuple[float, float]:
-    """Milliseconds of processor time that a schedule takes with and without looking for races."""
-
-    def ms(races: bool) -> float:
-        start = time.process_time()
-        run(ranks, function, schedules=schedules, races=races, programs=programs)
-        return (time.process_time() - start) / schedules * 1e3
-
-    return ms(True), ms(False)
 
 
 def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:

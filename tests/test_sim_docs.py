@@ -49,13 +49,6 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert said.err.endswith(f"here by weft sim {again}\n")
 
 
-def test_what_looking_costs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["sim", "examples/sim_planted_bug.py:mended", "--ranks", "2", "--schedules", "2"]
-    assert main([*command, "--cost"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^a schedule takes \d+ ms of processor time, \d+\.\d times as", said, re.M)
-
-
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 8
 
