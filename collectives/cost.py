@@ -297,6 +297,9 @@ def _measure(group: Group, device: torch.device) -> Machine:
         flops[str(dtype)] = 2 * size**3 / us
     if device.type == "cuda":
         flops[str(torch.float16)] = flops[str(torch.bfloat16)]
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+            # By the data sheets of all chips that have it.
+            flops[str(torch.float8_e4m3fn)] = 2 * flops[str(torch.bfloat16)]
 
     nbytes = _COPY_BYTES[device.type]
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)

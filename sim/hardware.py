@@ -83,11 +83,16 @@ class Hardware:
 
     def rates(self) -> Machine:
         """What `weft.explain` and the choice of an engine would measure on such chips."""
+        from weft.kernels.chips import known
+
         port = self.link_bandwidth * (self.ranks - 1 if self.topology == "mesh" else 1) / 1e6
+        names = {dtype: dtype for dtype in ("bfloat16", "float16", "float32", "float64")}
+        if known(self.chip).fp8:
+            names["float8"] = "float8_e4m3fn"
         flops = {
-            f"torch.{dtype}": rate * self.sustained / 1e6
+            f"torch.{names[dtype]}": rate * self.sustained / 1e6
             for dtype, rate in self.flops.items()
-            if dtype in ("bfloat16", "float16", "float32", "float64")
+            if dtype in names
         }
         return Machine(
             flops,
