@@ -98,7 +98,7 @@ def by_index(call: Call) -> Choices:
     own = [p for p in call.inputs[1].placements if is_shard(p) and shard_dim(p) == along]
     strategies += [Strategy((Replicate(), p), (p,)) for p in distinct(own)]
     # If few numbers are looked up, each rank finds those that it holds: terms of a sum.
-    few = 2 * math.prod(call.outputs[0].shape) <= math.prod(x.shape) and x.dtype != torch.bool
+    few = 2 * math.prod(call.outputs[0].shape) <= math.prod(x.shape)
     cuts = [p for p in distinct(x.placements) if few and type(p) is Shard and p.dim == along]
     strategies += [Strategy((p, Replicate()), (Partial("sum"),)) for p in cuts]
     return Choices(strategies, _look_up)

@@ -103,6 +103,18 @@ def test_lookups_and_paddings_that_move_nothing() -> None:
 
 
 @pytest.mark.ranks(3)
+def test_few_numbers_of_any_dtype_are_looked_up() -> None:
+    index = distribute_tensor(torch.tensor([[4, 0, 2]]), world())
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.complex64):
+        x = ints(2, 5, 4).to(dtype)
+        found = torch.gather(distribute_tensor(x, world(), [Shard(0)]), 0, index)
+        assert torch.equal(found.full_tensor(), torch.gather(x, 0, torch.tensor([[4, 0, 2]])))
+        assert found.placements == (Partial(),)
+    with pytest.raises(RuntimeError, match="out of range"):
+        torch.gather(distribute_tensor(r(5, 4), world(), [Shard(0)]), 0, index + 1)
+
+
+@pytest.mark.ranks(3)
 def test_factors_follow_their_summand_and_moved_terms_stay_terms() -> None:
     def placed(t: torch.Tensor, placement: Any) -> DTensor:
         return distribute_tensor(t, world(), [placement])
