@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import weft
 from weft.collectives.movement import chunk_sizes
+from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
 
 
 def pair(hidden: int, ffn: int, bias: bool) -> nn.Sequential:
@@ -151,6 +153,27 @@ def test_rows_of_an_input_that_every_rank_has_whole(sequence_dim: int | None) ->
         layer(layer.split.own(x, -1, rank))
     with pytest.raises(ValueError, match="input_is_parallel=False is for a RowParallelLinear"):
         weft.ColumnParallelLinear(6, 15, input_is_parallel=False)
+
+
+@pytest.mark.ranks(3)
+def test_layers_are_saved_in_shards(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def shards(layer: Any) -> dict[str, Any]:
+        placements = {name: [Shard(dim)] for name, dim in layer.cut.items()}
+        return {
+            name: DTensor.from_local(value.detach(), mesh, placements.get(name))
+            for name, value in layer.named_parameters()
+        }
+
+    for kind in (weft.ColumnParallelLinear, weft.RowParallelLinear):
+        layer, other, whole = kind(10, 7), kind(10, 7), nn.Linear(10, 7)
+        checkpoint.save(shards(layer), tmp_path)
+        checkpoint.load(shards(other), tmp_path)
+        torch.testing.assert_close(other.state_dict(), layer.state_dict())
+        state = whole.state_dict()
+        checkpoint.load(state, tmp_path)
+        torch.testing.assert_close(state, layer.state_dict())
 
 
 @pytest.mark.ranks(4)
