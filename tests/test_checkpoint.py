@@ -6,6 +6,8 @@ import io
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,41 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
     ):
         assert main([*command[:3], str(tmp_path / place), "--mesh", *given]) == 1
         assert text in capsys.readouterr().err
+
+
+_LIMITED = """
+import resource, sys
+from weft.dtensor.checkpoint_cli import main
+
+[taken] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData")]
+limit = (int(taken) << 10) + (80 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+for command in sys.argv[1:]:
+    assert main(command.split()) == 0
+"""
+
+
+def test_files_are_written_in_memory_for_a_piece(tmp_path: Path) -> None:
+    """128 MiB, by a process that may take 80 MiB more than it has."""
+    state = {f"w{i}": torch.full((2 << 20,), float(i)) for i in range(16)}
+    save(state, tmp_path / "checkpoint")
+    commands = [
+        "merge checkpoint x.safetensors",
+        "merge checkpoint x.pt",
+        "reshard checkpoint parts --mesh 2 --layout *=[S0]",
+    ]
+    path = f"{Path(__file__).resolve().parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    subprocess.run(
+        [sys.executable, "-c", _LIMITED, *commands],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},  # threads have stacks
+        cwd=tmp_path,
+        check=True,
+    )
+    halves = [load_file(file) for file in sorted((tmp_path / "parts").iterdir())]
+    for name, whole in state.items():
+        assert torch.equal(load_file(tmp_path / "x.safetensors")[name], whole)
+        assert torch.equal(torch.load(tmp_path / "x.pt")[name], whole)
+        assert torch.equal(torch.cat([half[name] for half in halves]), whole)
 
 
 def test_help_teaches(capsys: Any) -> None:
