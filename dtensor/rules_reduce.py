@@ -15,7 +15,6 @@ from weft.dtensor.agreement import all_agree
 from weft.dtensor.call import Call, Choices, Decomposed, Op, Strategy, rule
 from weft.dtensor.dispatch import dispatch
 from weft.dtensor.layout import (
-    LINEAR_REDUCTIONS,
     Layout,
     contiguous_stride,
     distinct,
@@ -95,16 +94,22 @@ def _partials(call: Call, ops: tuple[str, ...]) -> list[Strategy]:
     ]
 
 
+def _sums(call: Call) -> list[Strategy]:
+    """Sums and averages stay Partial, but those of integers that the op makes wider or fractions:
+    in their own dtype they would wrap around, or be cut.
+    """
+    old, new = call.inputs[0].dtype, call.outputs[0].dtype
+    if old != new and not old.is_floating_point:
+        return []
+    return [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
+
+
 @rule("sum", "nansum", "count_nonzero")
 def sum_(call: Call) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
-    old, new = call.inputs[0].dtype, call.outputs[0].dtype
-    # A sum of short integers is a long one, which holds what their own sum would not.
-    if call.name == "sum" and (old == new or old.is_floating_point == new.is_floating_point):
-        strategies += [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
-    return Choices(strategies)
+    return Choices(strategies + (_sums(call) if call.name == "sum" else []))
 
 
 @rule("mean")
@@ -123,7 +128,7 @@ def mean(call: Call) -> Choices:
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
-        return Choices(strategies + _partials(call, LINEAR_REDUCTIONS))
+        return Choices(strategies + _sums(call))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         local, whole = inputs[0].local_shape, inputs[0].shape
