@@ -330,6 +330,9 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weft.settings.direct_reads() and not weft.settings.check_calls()
     with pytest.raises(ValueError, match="engine must be one of"):
         weft.engine("fast").__enter__()  # type: ignore[arg-type]
+    monkeypatch.setenv("WEFT_ENGINE", "fast")
+    with pytest.raises(ValueError, match="WEFT_ENGINE must be one of auto"):
+        weft.settings.current_engine()
 
 
 def test_no_process_group_is_a_clear_error() -> None:

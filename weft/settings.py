@@ -123,15 +123,15 @@ def tuned() -> str:
     return _variable("WEFT_TUNED", "")
 
 
-def _valid(name: str) -> Engine:
+def _valid(name: str, told_by: str = "engine") -> Engine:
     if name not in _ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(_ENGINES)}, got {name!r}")
+        raise ValueError(f"{told_by} must be one of {', '.join(_ENGINES)}, got {name!r}")
     return cast(Engine, name)
 
 
 def current_engine() -> Engine:
     """The engine asked for: by `weft.engine`, else by WEFT_ENGINE, else "auto"."""
-    return _engine.get() or _valid(_variable("WEFT_ENGINE", "auto"))
+    return _engine.get() or _valid(_variable("WEFT_ENGINE", "auto"), "WEFT_ENGINE")
 
 
 @contextmanager
@@ -142,6 +142,9 @@ def engine(name: Engine) -> Iterator[None]:
     `NotImplementedError` with the reason; only "auto" falls back. The gradient of a call runs on
     the engine of the call. What torch.utils.checkpoint recomputes runs on the engine that is set
     during the backward.
+
+    Raises:
+        ValueError: no engine has this name.
 
     Example:
         >>> with weft.engine("host"):
