@@ -28,6 +28,8 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
 
     Raises:
         NotImplementedError: its mesh dims cut in an order of their own, and not evenly.
+        ValueError: a Partial that torch reduces in another way than by one operation: of a norm, or
+            of a lookup in an embedding that is sharded by rows.
     """
     return DTensor.from_local(
         tensor.to_local(),

@@ -193,7 +193,7 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
 
     Raises:
         ValueError: not one placement for each mesh dim, a shard of a dim that does not exist or
-            into no pieces, or an unknown reduction.
+            into no pieces, or an unknown reduction, as of torch for embeddings and norms.
     """
     if isinstance(placements, Placement):
         raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
@@ -211,6 +211,11 @@ def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Pla
             raise ValueError(
                 f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r} in "
                 f"{placements}: weft.dtensor.notation reads other notations"
+            )
+        if isinstance(placement, Partial) and type(placement) is not Partial:
+            raise ValueError(
+                f"{placement!r} is reduced in a way of its own, which only its maker knows: "
+                f"redistribute the tensor to Replicate() or Shard(dim) there first"
             )
         if isinstance(placement, Partial) and placement.reduce_op not in REDUCE:
             raise ValueError(

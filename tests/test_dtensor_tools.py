@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from dtensors import as_if_on_two_hosts, world
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import distribute_tensor as distribute_torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
@@ -52,6 +53,18 @@ def test_exchange_with_torch() -> None:
         assert ours.to_local().data_ptr() == x.to_local().data_ptr()
         (ours * 2).full_tensor().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), torch.full(shape, 2.0))
+
+
+@pytest.mark.ranks(2)
+def test_terms_of_torch_that_are_no_plain_terms_are_refused() -> None:
+    """Its own redistribution masks the rows of one and takes powers of the other."""
+    weight = distribute_torch(torch.rand(4, 2), world(), [Shard(0)])
+    rows = distribute_torch(torch.tensor([0, 3, 2]), world())
+    for theirs in (torch.nn.functional.embedding(rows, weight), weight.norm()):
+        with pytest.raises(ValueError, match="reduced in a way of its own"):
+            from_torch(theirs)
+        whole = theirs.redistribute(placements=[Replicate()])
+        assert torch.equal(from_torch(whole).full_tensor(), whole.to_local())
 
 
 @pytest.mark.ranks(4)
