@@ -312,7 +312,7 @@ class SymmetricBuffer:
 
     def close(self) -> None:
         """Give the memory back. Local: the other ranks keep theirs until they close it too."""
-        self._memory, self._segments = None, []
+        self._memory, self._segments, self.status = None, [], None
         self.local = torch.empty(0, device="cpu")
         _open.discard(self)
 

@@ -140,6 +140,15 @@ def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
             buffer.barrier()
 
 
+def test_a_closed_buffer_keeps_no_memory(gpu: Gpu) -> None:
+    buffer = collectives.empty((4,), group=alone(), device=GPU)
+    memory = weakref.ref(buffer._segments[0].untyped_storage())
+    assert memory() is not None
+    buffer.close()
+    gc.collect()
+    assert memory() is None
+
+
 def test_what_lasts_is_allocated_by_another_thread() -> None:
     from threading import get_ident
 
