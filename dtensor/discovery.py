@@ -216,10 +216,13 @@ def _probe(
         return None, False
     believed: list[set[int | str]] | None = None
     told, refused = False, False
-    for seed, draw in enumerate([*_DRAWS, *_beyond_numbers(call)]):
+    numbers, masks = [*_DRAWS, *_beyond_numbers(call)], _masks(call)
+    for seed, draw in enumerate([*numbers, *masks]):
         rng = torch.Generator().manual_seed(seed)
         tensors = [draw(rng, shape, t.dtype) for shape, t in zip(shapes, call.inputs, strict=True)]
         whole = _run(call, tensors, writes)
+        if whole is None and seed >= len(numbers):
+            return None, False  # a small `source` has too few values for the mask, say
         if whole is None:  # not every op takes NaN
             refused = True
             continue
@@ -388,6 +391,27 @@ def _beyond_numbers(call: Call) -> list[_Draw]:
     numbers = [a for a in leaves([call.args, call.kwargs]) if type(a) in (int, float)]
     largest = max((abs(a) for a in numbers if abs(a) < 1e30), default=0)
     return [_draw(8 * largest, -4 * largest, False)] if largest > _LARGE else []
+
+
+def _masks(call: Call) -> list[_Draw]:
+    """Masks all alike, begun or ended with False, and more random ones: few small ones tell much.
+
+    Whether a part of `masked_scatter` takes the right values shows only if one before it is False.
+    """
+    if all(t.dtype != torch.bool for t in call.inputs):
+        return []
+
+    def draw_like(pattern: Callable[[torch.Tensor], torch.Tensor]) -> _Draw:
+        def draw(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+            if dtype != torch.bool:
+                return _DRAWS[0](rng, shape, dtype)
+            count = math.prod(shape)
+            return pattern(torch.arange(count) / max(1, count)).reshape(shape)
+
+        return draw
+
+    patterns = [lambda at: at < 0, lambda at: at >= 0, lambda at: at >= 0.5, lambda at: at < 0.5]
+    return [*map(draw_like, patterns), *[_DRAWS[0]] * 8]
 
 
 # Signed, positive, large, matrices, with NaN and infinities, zeros.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -48,6 +49,28 @@ def test_rules_are_found(name: str) -> None:
     torch.testing.assert_close(told.result.full_tensor(), expected)
     assert told.result.placements == (wanted or Replicate(),)
     assert wanted is None or "discovered" in {decision.engine for decision in told}
+
+
+@pytest.mark.ranks(2)
+def test_masks_of_every_pattern() -> None:
+    """What a mask takes from a part of `source` depends on the parts before."""
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    for rows, columns in ((2, 3), (3, 2), (4, 4), (2, 60)):
+        x, source = torch.zeros(rows, columns), torch.arange(1.0, 1 + rows * columns)
+        for picked in itertools.product([False, True], repeat=rows):
+            for mask in (torch.tensor(picked).view(rows, 1), torch.tensor(picked[0])):
+                expected = x.masked_scatter(mask, source)
+                of_mask = [Replicate(), Shard(0)] if mask.ndim else [Replicate()]
+                for shape in ((rows, columns), (rows * columns,)):
+                    for p, q in itertools.product(of_mask, [Replicate(), Shard(0)]):
+                        got = distribute_tensor(x, mesh, [Shard(0)]).masked_scatter(
+                            distribute_tensor(mask, mesh, [p]),
+                            distribute_tensor(source.view(shape), mesh, [q]),
+                        )
+                        if not torch.equal(got.full_tensor(), expected):
+                            wrong.append((mask, shape, p, q))
+    assert not wrong
 
 
 def raised(function: Callable[..., Any], *args: Any) -> str:
