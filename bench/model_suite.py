@@ -58,7 +58,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 
     def model(dtype: torch.dtype) -> Llama:
         torch.manual_seed(0)
-        # float64 and half types have no complex counterpart here: only weights are converted.
+        # The angles of RoPE stay complex fp32: module.to(dtype) would make them real.
         made = Llama(shape).to(options.device)
         for parameter in made.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -153,6 +153,18 @@ def test_model_is_causal_and_groups_its_heads() -> None:
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_other_dtypes(dtype: torch.dtype) -> None:
+    model = Llama(Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16))
+    tokens = torch.randint(256, (1, 16))
+    expected = model(tokens)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    logits = model(tokens)
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=0.1)
+
+
 def test_learning_rate_warms_up_and_decays() -> None:
     run = Run(Shape(), steps=100, batch=1, lr=1.0, seed=0)
     rates = [run.learning_rate(step) for step in range(100)]

@@ -151,9 +151,10 @@ def turns(seq_len: int, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:  # (B, S, KV, heads, E)
-    """Turn each pair of features by an angle that grows with the position."""
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns).flatten(-2)
+    """Turn each pair of features by an angle that grows with the position, in fp32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, styles: Any = parallel) -> None:
