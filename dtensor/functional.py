@@ -187,6 +187,13 @@ def to(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x if had == wanted else NotImplemented
 
 
+def new(x: Any, *size: Any, **named: Any) -> Any:
+    """`Tensor.new` of sizes: LBFGS makes zeros by it, for parameters without a gradient."""
+    if named or not size or not all(isinstance(n, (int, torch.Size)) for n in size):
+        return NotImplemented
+    return x.new_empty(*size)
+
+
 def is_same_size(input: Any, other: Any) -> bool:
     """`torch.is_same_size`, of whatever kind of tensor the other is."""
     return bool(input.shape == other.shape)
@@ -278,6 +285,7 @@ _handlers: dict[Any, _Handler] = {
     torch.rms_norm: rms_norm,
     functional.instance_norm: instance_norm,
     torch.Tensor.to: to,
+    torch.Tensor.new: new,
     torch.Tensor.numpy: no_memory,
     torch.Tensor.__array__: no_memory,
     torch.Tensor.__dlpack__: no_memory,

@@ -236,3 +236,22 @@ def test_a_compiled_step_of_plain_tensors() -> None:
             p.grad = torch.full((3,), 2.0)
         step()
     torch.testing.assert_close(plain, other)
+
+
+@pytest.mark.ranks(2)
+def test_lbfgs_where_a_parameter_has_no_gradient() -> None:
+    """LBFGS takes zeros in its place, by `Tensor.new`."""
+    found = []
+    for parameters_of in parameters():
+        used, unused, *_ = parameters_of
+        optimizer = optim.LBFGS([used, unused], max_iter=3)
+
+        def closure(p: Any = used, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = (p - 1).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        found.append([p.full_tensor() if isinstance(p, DTensor) else p for p in (used, unused)])
+    torch.testing.assert_close(*found)
