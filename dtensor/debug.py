@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor.debug import CommDebugMode as _TorchCommDebugMode
+from torch.distributed.tensor.debug._comm_mode import _CommModeModuleTracker
 
 from weft import settings
+from weft.collectives.group import here
 from weft.dtensor.explicit import ExplicitRedistributionContext
 from weft.dtensor.layout import Run
 from weft.dtensor.tensor import DTensor
@@ -38,6 +40,34 @@ _REPLACED = {
 }
 
 
+class _ModuleTracker(_CommModeModuleTracker):
+    """Torch's, whose hooks see the modules of all virtual ranks of a process: heeds its own's."""
+
+    def __enter__(self) -> None:
+        self._world = here.world
+        super().__enter__()
+
+    def _fw_pre_hook(self, module: Any, *args: Any) -> None:
+        if here.world is self._world:
+            # Torch's leaves the hook of the module's last pass in place, and then runs both.
+            last = self.register_forward_hook_handles.pop(self._get_mod_name(module), None)
+            if last is not None:
+                last.remove()
+            super()._fw_pre_hook(module, *args)
+
+    def _fw_post_hook(self, *args: Any) -> None:
+        if here.world is self._world:
+            super()._fw_post_hook(*args)
+
+    def _fw_set_module_hook(self, *args: Any) -> None:
+        if here.world is self._world:
+            super()._fw_set_module_hook(*args)
+
+    def _bw_hook(self, *args: Any) -> None:
+        if here.world is self._world:
+            super()._bw_hook(*args)
+
+
 class CommDebugMode(_TorchCommDebugMode):
     """Counts the communication inside the block, by collective, by module, forward and backward.
 
@@ -50,6 +80,10 @@ class CommDebugMode(_TorchCommDebugMode):
         >>> comm.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor]
         1
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.advanced_module_tracker = _ModuleTracker()
 
     def __enter__(self) -> CommDebugMode:
         super().__enter__()

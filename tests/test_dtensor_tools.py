@@ -340,6 +340,26 @@ def test_counting_of_attention_and_of_one_rank() -> None:
     assert counts(linear, torch.randn(4, 6, requires_grad=True)) == {}
 
 
+def counted_passes() -> tuple[Any, ...]:
+    """What two passes of nested modules count, in all and in one of the modules."""
+    mesh = init_device_mesh("cpu", (3,))
+    inner = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU())
+    mlp = torch.nn.Sequential(inner, torch.nn.Linear(8, 6))
+    plan = {"0.0": ColwiseParallel(input_layouts=Shard(0)), "1": RowwiseParallel()}
+    parallelize_module(mlp, mesh, plan)
+    with weft.engine("host"), CommDebugMode() as comm:
+        for _ in range(2):
+            mlp(torch.randn(2, 6, requires_grad=True)).sum().backward()
+    forward = comm.comm_module_counts["Sequential.1"]["forward"]
+    return dict(comm.get_comm_counts()), dict(forward)
+
+
+def test_counting_by_modules_on_virtual_ranks() -> None:
+    for counts, forward in weft.sim.run(3, lambda rank: counted_passes(), races=False):
+        assert forward == {_counted.all_reduce: 2}
+        assert counts[_counted.all_reduce] == 2 and counts[_counted.all_gather_into_tensor] == 4
+
+
 def drawing() -> list[str]:
     import contextlib
     import io
