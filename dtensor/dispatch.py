@@ -207,7 +207,9 @@ def dispatch(
             return dispatch(func, args, kwargs)
     if plan.simple and not (deferred and plan.is_view):
         try:
-            result = plan.local(*local_args, **local_kwargs)
+            # No keywords rather than none of them: 0.13 us.
+            run = plan.local
+            result = run(*local_args, **local_kwargs) if local_kwargs else run(*local_args)
         except NoViewError:
             return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
         if isinstance(layout, Layout):

@@ -311,6 +311,8 @@ _UNHANDLED: Any = NotImplemented
 # Runs a function without `__torch_function__`, quicker than a `with` block does.
 _below_functions = torch._C._disabled_torch_function_impl
 _is_grad_enabled, _grad = torch.is_grad_enabled, torch.autograd.grad
+_is_compiling = torch.compiler.is_compiling
+_count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 # Whether a call of the form (function, number of arguments, *keywords) is known to be one op.
 _is_an_op: dict[tuple[Any, ...], bool] = {}
 
@@ -333,7 +335,7 @@ def _torch_function(
     if len(types) > 1 and any(map(_has_functions_of_its_own, types)):
         return NotImplemented  # a quantized weight, say, which does the call by its own rules
     ops: list[Any] | None = None
-    if not (_is_grad_enabled() or torch.compiler.is_compiling()):
+    if not (_is_grad_enabled() or _is_compiling()):
         form = (func, len(args), *kwargs) if kwargs else (func, len(args))
         known = _is_an_op.get(form)
         if known is not False and not _is_watched():
@@ -356,11 +358,7 @@ def _torch_function(
 
 def _is_watched() -> bool:
     """Whether torch's dispatcher does more than autograd: modes, autocast, forward-mode AD."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_any_autocast_enabled()
-        or forward_ad._current_level >= 0
-    )
+    return _count_modes() > 0 or _is_autocast() or forward_ad._current_level >= 0
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment, method-assign]
