@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.dtensor.call import Call, Meta, Strategy, leaves, map_tree
-from weft.dtensor.layout import Layout, Shape, is_shard, moved, pieces_of, shard_dim
+from weft.dtensor.layout import Layout, Shape, is_inexact, is_shard, moved, pieces_of, shard_dim
 
 _LARGE = 16  # dims up to this size are probed as they are
 _MAX_CANDIDATES = 48
@@ -115,10 +115,7 @@ def _may_probe(call: Call) -> bool:
     if any(leaf is not None and not isinstance(leaf, Meta) for leaf in leaves(call.output_tree)):
         return False
     # Integers may be indices, which not every kernel checks: random ones could crash it.
-    return not any(
-        not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
-        for t in call.inputs
-    )
+    return not any(not (is_inexact(t.dtype) or t.dtype == torch.bool) for t in call.inputs)
 
 
 def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
@@ -299,7 +296,7 @@ def _kinds(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[int]) -> s
     if all(p.shape == whole.shape for p in parts):
         if all(_close(p, whole) for p in parts):
             kinds.add("same")
-        if whole.dtype.is_floating_point or whole.dtype.is_complex:
+        if is_inexact(whole.dtype):
             total = torch.stack(parts).sum(0)
             if _close(total, whole):
                 kinds.add("sum")
@@ -314,7 +311,7 @@ def _kinds(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[int]) -> s
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not (b.dtype.is_floating_point or b.dtype.is_complex):
+    if not is_inexact(b.dtype):
         return torch.equal(a, b)
     finite = b[b.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 1.0
@@ -379,7 +376,7 @@ def _draw(scale: float, shift: float, spoilt: bool) -> _Draw:
 def _definite(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Symmetric, positive definite matrices: what some ops of linear algebra ask for."""
     values = _draw(2, -1, False)(rng, shape, dtype)
-    floats = values.dtype.is_floating_point or values.dtype.is_complex
+    floats = is_inexact(values.dtype)
     if floats and values.dim() >= 2 and shape[-1] == shape[-2]:
         eye = torch.eye(shape[-1], dtype=values.dtype)
         return values @ values.mH + shape[-1] * eye

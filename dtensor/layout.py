@@ -54,9 +54,14 @@ REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers of `dtype` are floating-point or complex, not integers or booleans."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def divide_(total: torch.Tensor, count: int) -> torch.Tensor:
     """The average of a sum; of integers it is cut to one."""
-    if total.is_floating_point() or total.is_complex():
+    if is_inexact(total.dtype):
         return total.div_(count)
     return total.div_(count, rounding_mode="trunc")
 
@@ -87,8 +92,11 @@ def linear_sums(*layouts: Layout) -> list[Placement]:
     """
     sums: list[Placement] = []
     for layout in layouts:
-        fractions = layout.dtype.is_floating_point or layout.dtype.is_complex
-        kinds = LINEAR_REDUCTIONS if fractions else ("sum",) * (layout.dtype != torch.bool)
+        kinds = (
+            LINEAR_REDUCTIONS
+            if is_inexact(layout.dtype)
+            else ("sum",) * (layout.dtype != torch.bool)
+        )
         sums += [p for p in layout.placements if isinstance(p, Partial) and p.reduce_op in kinds]
     return distinct(sums)
 

@@ -10,7 +10,15 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Strategy, rule
-from weft.dtensor.layout import Layout, is_shard, linear_sums, moved, pieces_of, shard_dim
+from weft.dtensor.layout import (
+    Layout,
+    is_inexact,
+    is_shard,
+    linear_sums,
+    moved,
+    pieces_of,
+    shard_dim,
+)
 
 
 def contraction(
@@ -65,7 +73,7 @@ def contraction(
         candidate = strategy(a, b, c)
         if candidate not in strategies:
             strategies.append(candidate)
-    if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex:
+    if is_inexact(call.outputs[0].dtype):
         for position in (offset, offset + 1):
             for placement in linear_sums(call.inputs[position]):
                 pair: list[Placement] = [replicate, replicate]

@@ -15,6 +15,7 @@ from weft.dtensor.layout import (
     LINEAR_REDUCTIONS,
     Layout,
     Shape,
+    is_inexact,
     is_shard,
     linear_sums,
     moved,
@@ -77,7 +78,7 @@ def _partials(call: Call) -> Iterator[Strategy]:
     in_one = name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward")
     # A sum of short integers wraps around, which those that they become here would not.
     wraps = any(
-        t.has_partial and not _is_fraction(t.dtype) and t.dtype != call.outputs[0].dtype
+        t.has_partial and not is_inexact(t.dtype) and t.dtype != call.outputs[0].dtype
         for t in call.inputs
     )
     for partial in [] if wraps else linear_sums(*call.inputs):
@@ -90,10 +91,6 @@ def _partials(call: Call) -> Iterator[Strategy]:
                 yield call.with_first(partial)
             if name in _LINEAR_IN_EITHER and count == 2:
                 yield Strategy((replicate, partial), (partial,))
-
-
-def _is_fraction(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _extrema(call: Call) -> Iterator[Strategy]:

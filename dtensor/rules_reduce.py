@@ -86,11 +86,11 @@ def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> lis
     ]
 
 
-def _partials(call: Call, ops: tuple[str, ...]) -> list[Strategy]:
+def _partials(call: Call, kind: str) -> list[Strategy]:
     return [
         Strategy((p,), (p,))
         for p in distinct(call.inputs[0].placements)
-        if isinstance(p, Partial) and p.reduce_op in ops
+        if isinstance(p, Partial) and p.reduce_op == kind
     ]
 
 
@@ -204,7 +204,7 @@ def extremum(call: Call) -> Choices:
         kind = _EXTREMA[call.name]
         strategies += _reduced_shards(call, dims, Partial(kind))
         if call.outputs[0].dtype == call.inputs[0].dtype:
-            strategies += _partials(call, (kind,))
+            strategies += _partials(call, kind)
     return Choices(strategies)
 
 

@@ -77,8 +77,9 @@ class _ParallelLinear(ParallelModule):
         """
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        outside = gather_output, input_is_parallel
-        self._take(whole, group, sequence_dim, merged_sizes, copies, *outside)
+        self._take(
+            whole, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel
+        )
 
     @classmethod
     def from_linear(
@@ -105,8 +106,9 @@ class _ParallelLinear(ParallelModule):
         _check_plain(linear)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        outside = gather_output, input_is_parallel
-        module._take(linear, group, sequence_dim, merged_sizes, copies, *outside)
+        module._take(
+            linear, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel
+        )
         return module
 
     def _take(
