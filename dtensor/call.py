@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.layout import Layout, Placements, Shape, distinct, is_shard, moved, shard_dim
+from weft.dtensor.layout import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    Placements,
+    Shape,
+    distinct,
+    is_inexact,
+    is_shard,
+    moved,
+    shard_dim,
+)
 
 Op = Callable[..., Any]
 
@@ -115,6 +125,27 @@ class Call:
         """All tensors and all results placed as `placement`."""
         inputs, outputs = len(self.inputs), len(self.outputs)
         return Strategy((placement,) * inputs, (placement,) * outputs)
+
+    def sums(self, *layouts: Layout) -> list[Placement]:
+        """The sums and averages among the placements of `layouts`, each once.
+
+        If the op is linear in them, it may compute each term by itself. Not so where terms become
+        integers, or integers that wrap around become something else: there are none then. Of
+        integers, averages are cut to one, which is not linear. A sum of booleans is their `or`.
+        """
+        results = {meta.dtype for meta in self.outputs}
+        found: list[Placement] = []
+        for layout in layouts:
+            old, inexact = layout.dtype, is_inexact(layout.dtype)
+            if layout.has_partial and not all(
+                is_inexact(new) if inexact else new == old for new in results
+            ):
+                return []
+            kinds = LINEAR_REDUCTIONS if inexact else ("sum",) if old != torch.bool else ()
+            found += [
+                p for p in layout.placements if isinstance(p, Partial) and p.reduce_op in kinds
+            ]
+        return distinct(found)
 
     @property
     def bound(self) -> dict[str, Any]:

@@ -85,22 +85,6 @@ def distinct(placements: Iterable[Placement]) -> list[Placement]:
     return list(dict.fromkeys(placements))
 
 
-def linear_sums(*layouts: Layout) -> list[Placement]:
-    """The sums and averages among their placements, each once: linear functions apply to terms.
-
-    Of integers, averages are cut to one, which is not linear. A sum of booleans is their `or`.
-    """
-    sums: list[Placement] = []
-    for layout in layouts:
-        kinds = (
-            LINEAR_REDUCTIONS
-            if is_inexact(layout.dtype)
-            else ("sum",) * (layout.dtype != torch.bool)
-        )
-        sums += [p for p in layout.placements if isinstance(p, Partial) and p.reduce_op in kinds]
-    return distinct(sums)
-
-
 def pieces_of(placement: Placement) -> int:
     """Into how many pieces a shard first divides its dim, taking a part of each."""
     if type(placement) is Shard or not isinstance(placement, _StridedShard):

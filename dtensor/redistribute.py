@@ -33,6 +33,7 @@ from weft.dtensor.layout import (
     Shape,
     contiguous_stride,
     divide_,
+    is_inexact,
     layout_of,
     normalize,
 )
@@ -309,11 +310,18 @@ def _combine(
         into = out[piece.target]
         if len(terms) == 1 and step.scale == 1:
             into.copy_(terms[0])
-        elif out.dtype in _SUMMED_IN_FP32:
-            into.copy_(_reduced(step, terms, torch.empty_like(into, dtype=torch.float32)))
+        elif wide := _wider(step, out.dtype):
+            into.copy_(_reduced(step, terms, torch.empty_like(into, dtype=wide)))
         else:
             _reduced(step, terms, into)
     return out
+
+
+def _wider(step: Step, dtype: torch.dtype) -> torch.dtype | None:
+    """In what terms of `dtype` are reduced, if not in that: the sum of an average may not fit."""
+    if dtype in _SUMMED_IN_FP32:
+        return torch.float32
+    return torch.int64 if step.scale != 1 and not is_inexact(dtype) else None
 
 
 def _fill_neutral(step: Step, out: torch.Tensor) -> torch.Tensor:

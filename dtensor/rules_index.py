@@ -16,7 +16,6 @@ from weft.dtensor.layout import (
     distinct,
     from_front,
     is_shard,
-    linear_sums,
     moved,
     shard_dim,
 )
@@ -32,7 +31,7 @@ def _together(call: Call, touched: Collection[int]) -> list[Strategy]:
 
 def _partials(call: Call) -> list[Strategy]:
     """Terms of sums, which the op joins or picks like any values."""
-    return list(map(call.with_all, linear_sums(*call.inputs)))
+    return list(map(call.with_all, call.sums(*call.inputs)))
 
 
 @rule("cat")
@@ -89,7 +88,7 @@ def by_index(call: Call) -> Choices:
     touched = {from_front(call.bound["dim"], x.ndim)}
     touched |= {d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in call.inputs)}
     linear = call.name.removesuffix("_") in ("gather", "scatter_add")
-    sums = linear_sums(*call.inputs) if linear else []
+    sums = call.sums(*call.inputs) if linear else []
     strategies = _together(call, touched) + [_but_index(call, p) for p in sums]
     if call.name != "gather":
         return Choices(strategies)
@@ -135,7 +134,7 @@ def along_index(call: Call) -> Choices:
     dim = from_front(call.bound["dim"], call.inputs[0].ndim)
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) != dim]
     linear = call.name.removesuffix("_") in ("index_add", "index_copy")
-    sums = linear_sums(*call.inputs) if linear else []
+    sums = call.sums(*call.inputs) if linear else []
     return Choices([call.whole, *(_but_index(call, p) for p in (*shards, *sums))])
 
 
@@ -209,7 +208,7 @@ def index(call: Call) -> Choices:
         for placement in filter(is_shard, indexed.tensors[0].placements):
             out = moved(placement, shard_dim(placement) + indexed.first)
             strategies.append(Strategy((Replicate(), *(placement,) * rest), (out,)))
-    return Choices([*strategies, *map(call.with_first, linear_sums(source))])
+    return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
 
 @rule("index_put", "_index_put_impl")
@@ -241,7 +240,7 @@ def index_put(call: Call) -> Choices:
         for cut in distinct(cuts):
             of_values = moved(cut, own) if follows else Replicate()
             strategies.append(Strategy((cut, *replicated, of_values), (cut,)))
-    for sum_ in linear_sums(x, values):
+    for sum_ in call.sums(x, values):
         strategies.append(Strategy((sum_, *replicated, sum_), (sum_,)))
     if call.bound["accumulate"] and indexed.one_shape and shift == 0:
         for cut in filter(is_shard, distinct(tensors[0].placements)):

@@ -14,7 +14,6 @@ from weft.dtensor.layout import (
     Layout,
     is_inexact,
     is_shard,
-    linear_sums,
     moved,
     pieces_of,
     shard_dim,
@@ -75,7 +74,7 @@ def contraction(
             strategies.append(candidate)
     if is_inexact(call.outputs[0].dtype):
         for position in (offset, offset + 1):
-            for placement in linear_sums(call.inputs[position]):
+            for placement in call.sums(call.inputs[position]):
                 pair: list[Placement] = [replicate, replicate]
                 pair[position - offset] = placement
                 strategies.append(strategy(pair[0], pair[1], placement))

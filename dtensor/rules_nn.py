@@ -19,7 +19,6 @@ from weft.dtensor.layout import (
     from_front,
     is_shard,
     layout_of,
-    linear_sums,
     moved,
     shard_dim,
 )
@@ -160,7 +159,7 @@ def embedding_backward(call: Call) -> Choices:
         strategies += [
             Strategy((p, p), (Partial("sum"),)) for p in shards if shard_dim(p) < len(indices.shape)
         ]
-        strategies += map(call.with_first, linear_sums(grad))
+        strategies += map(call.with_first, call.sums(grad))
     return Choices(strategies)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Decomposed, Meta, Op, Strategy, map_tree, rule
-from weft.dtensor.layout import Layout, distinct, is_shard, layout_of, linear_sums, moved, shard_dim
+from weft.dtensor.layout import Layout, distinct, is_shard, layout_of, moved, shard_dim
 from weft.dtensor.redistribute import move
 from weft.dtensor.rules_reduce import moments, reduced_layout
 from weft.dtensor.tensor import DTensor, local_as, wrap
@@ -63,7 +63,7 @@ def layer_norm_backward(call: Call) -> Choices:
     summed = sum(bool(wanted) for wanted in mask[1:])
     n_batch = call.inputs[0].ndim - len(call.args[2])
     strategies = _by_samples(call, 2 + n_statistics, summed, n_batch)
-    sums = linear_sums(call.inputs[0])
+    sums = call.sums(call.inputs[0])
     return Choices([*strategies, *map(call.with_first, sums)])
 
 

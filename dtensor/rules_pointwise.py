@@ -12,12 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Chosen, Meta, Strategy, leaves, rule
 from weft.dtensor.layout import (
-    LINEAR_REDUCTIONS,
     Layout,
     Shape,
     is_inexact,
     is_shard,
-    linear_sums,
     moved,
     shard_dim,
 )
@@ -29,10 +27,10 @@ _LINEAR_UNARY = {"neg", "positive", "conj_physical", "_conj", "_neg_view"}
 _LINEAR_IN_ALL = {"add", "sub", "rsub"}
 _LINEAR_IN_EITHER = {"mul"}
 _LINEAR_IN_FIRST = {"div", "true_divide"}
-# max(f(terms)) = f(max(terms)), and likewise of the smallest.
+# max(f(terms)) = f(max(terms)), and likewise of the smallest. Not sign, which is 0 of NaN.
 _RISING = {
     "asinh", "atan", "ceil", "clamp", "clamp_max", "clamp_min", "erf", "exp", "exp2", "expm1",
-    "floor", "relu", "round", "sigmoid", "sign", "sinh", "tanh", "trunc",
+    "floor", "relu", "round", "sigmoid", "sinh", "tanh", "trunc",
 }  # fmt: skip
 _FALLING = {"neg", "erfc"}  # of floating-point numbers: -x of the smallest integer overflows
 # Rising in both arguments; with extrema of the same kind in both, it is one more of that kind.
@@ -76,12 +74,7 @@ def _partials(call: Call) -> Iterator[Strategy]:
     in_all = name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers)
     rounds = call.kwargs.get("rounding_mode")
     in_one = name in _LINEAR_IN_EITHER | _LINEAR_IN_FIRST or name.endswith("_backward")
-    # A sum of short integers wraps around, which those that they become here would not.
-    wraps = any(
-        t.has_partial and not is_inexact(t.dtype) and t.dtype != call.outputs[0].dtype
-        for t in call.inputs
-    )
-    for partial in [] if wraps else linear_sums(*call.inputs):
+    for partial in call.sums(*call.inputs):
         if in_all:
             yield call.with_all(partial)
         elif name == "where" and count == 3:
@@ -96,6 +89,10 @@ def _partials(call: Call) -> Iterator[Strategy]:
 def _extrema(call: Call) -> Iterator[Strategy]:
     """Strategies that leave maxima and minima Partial, where the op keeps or turns their order."""
     name, count, replicate = _name(call), len(call.inputs), Replicate()
+    new = call.outputs[0].dtype
+    # A number becomes a shorter integer beside a tensor of these.
+    if not is_inexact(new) and any(t.dtype != new for t in call.inputs):
+        return
     for p in call.placements:
         if not (isinstance(p, Partial) and p.reduce_op in _OPPOSITE):
             continue
@@ -114,7 +111,7 @@ def _extrema(call: Call) -> Iterator[Strategy]:
 def pointwise(call: Call) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
-    if call.name == "div" and not call.outputs[0].dtype.is_floating_point:
+    if call.name == "div" and not is_inexact(call.outputs[0].dtype):
         return Choices([call.whole, *shard_strategies(call, out)])
     strategies = [*shard_strategies(call, out), *_partials(call), *_extrema(call)]
     return Choices([call.whole, *strategies])
@@ -131,7 +128,7 @@ def shift(call: Call) -> Choices:
     value = call.args[number]
     if call.name.removesuffix("_") != "masked_fill" and isinstance(value, Layout) and value.shape:
         return choices
-    choices.strategies.extend(map(call.with_first, linear_sums(call.inputs[0])))
+    choices.strategies.extend(map(call.with_first, call.sums(call.inputs[0])))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         op: Any = call.op
@@ -160,34 +157,30 @@ def _keep(call: Call, linear: bool) -> Choices:
     strategies = [call.whole]
     for placement in call.inputs[0].placements:
         if is_shard(placement) or (
-            linear and isinstance(placement, Partial) and _may_stay_partial(call, placement)
+            linear and isinstance(placement, Partial) and _may_stay(call, placement)
         ):
             strategies.append(call.with_all(placement))
     return Choices(strategies)
 
 
-def _may_stay_partial(call: Call, placement: Partial) -> bool:
-    """A conversion to integers or booleans does not commute with a sum."""
-    old, new = call.inputs[0].dtype, call.outputs[0].dtype
-    return old == new or (
-        placement.reduce_op in LINEAR_REDUCTIONS
-        and old.is_floating_point == new.is_floating_point
-        and new.is_floating_point
-    )
+def _may_stay(call: Call, placement: Partial) -> bool:
+    """Whether terms that are copied, perhaps to another dtype, remain terms."""
+    same = all(t.dtype == call.outputs[0].dtype for t in call.inputs)
+    return same or placement in call.sums(*call.inputs)
 
 
-@rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero", "zeros_like")
+@rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero")
 def keep(call: Call) -> Choices:
     """The same values, or zeros: every placement stays."""
     return _keep(call, linear=True)
 
 
-@rule("empty_like", "ones_like", "full_like", "fill")
+@rule("empty_like", "zeros_like", "ones_like", "full_like", "fill")
 def fill(call: Call) -> Choices:
     """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
         return pointwise(call)
-    choices = _keep(call, linear=call.name == "empty_like")
+    choices = _keep(call, linear=call.name in ("empty_like", "zeros_like"))
     # `*_like` reads no values: a Partial need not be reduced (for the first gradient of a loss).
     if not call.name.startswith("fill"):
         for placement in call.inputs[0].placements:
@@ -222,7 +215,7 @@ def new(call: Call) -> Choices | Chosen:
 def copy(call: Call) -> Choices:
     """The target keeps its placement, the source comes to it."""
     target = call.inputs[0]
-    partials = [p for p in target.placements if isinstance(p, Partial)]
+    partials = [p for p in target.placements if isinstance(p, Partial) and _may_stay(call, p)]
     same = map(call.with_all, partials)
     return Choices([call.whole, *same, *shard_strategies(call, target.shape)])
 

@@ -21,7 +21,6 @@ from weft.dtensor.layout import (
     from_front,
     is_shard,
     layout_of,
-    linear_sums,
     moved,
     pieces_of,
     shard_dim,
@@ -55,7 +54,7 @@ def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strate
 def fourier(call: Call) -> Choices:
     """Transforms along some dims, linear, and independent along the others."""
     dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
-    sums = [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
+    sums = map(call.with_first, call.sums(call.inputs[0]))
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = outputs[0].local_shape, call.op
@@ -94,22 +93,14 @@ def _partials(call: Call, kind: str) -> list[Strategy]:
     ]
 
 
-def _sums(call: Call) -> list[Strategy]:
-    """Sums and averages stay Partial, but those of integers that the op makes wider or fractions:
-    in their own dtype they would wrap around, or be cut.
-    """
-    old, new = call.inputs[0].dtype, call.outputs[0].dtype
-    if old != new and not old.is_floating_point:
-        return []
-    return [Strategy((p,), (p,)) for p in linear_sums(call.inputs[0])]
-
-
 @rule("sum", "nansum", "count_nonzero")
 def sum_(call: Call) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
-    return Choices(strategies + (_sums(call) if call.name == "sum" else []))
+    if call.name == "sum":
+        strategies += map(call.with_first, call.sums(*call.inputs))
+    return Choices(strategies)
 
 
 @rule("mean")
@@ -128,7 +119,7 @@ def mean(call: Call) -> Choices:
     partial = Partial("avg" if even else "sum")
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
     if even:
-        return Choices(strategies + _sums(call))
+        return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
     def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
         local, whole = inputs[0].local_shape, inputs[0].shape

@@ -27,7 +27,6 @@ from weft.dtensor.layout import (
     distinct,
     from_front,
     is_shard,
-    linear_sums,
     pieces_of,
     shard_dim,
 )
@@ -123,7 +122,7 @@ def along(call: Call) -> Choices:
 def pairs_of_numbers(call: Call) -> Choices:
     """A last dim of two numbers becomes one complex number each, or the other way round."""
     dims = {d: d for d in range(min(call.inputs[0].ndim, len(call.outputs[0].shape)))}
-    return Choices([*call.kept(dims), *map(call.with_first, linear_sums(call.inputs[0]))])
+    return Choices([*call.kept(dims), *map(call.with_first, call.sums(call.inputs[0]))])
 
 
 def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:

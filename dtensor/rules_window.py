@@ -25,7 +25,6 @@ from weft.dtensor.layout import (
     Layout,
     Shape,
     is_shard,
-    linear_sums,
     shard_dim,
     with_boxes,
 )
@@ -117,7 +116,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     if not windows.transposed:
         lines += [(Shard(d), _R, _R, Shard(d)) for d in range(_SPATIAL, len(x.shape))]
     if forward:
-        lines += [(p, _R, p, p) for p in linear_sums(x)]
+        lines += [(p, _R, p, p) for p in call.sums(x)]
         n = len(call.inputs)
         return [Strategy((px, pw, pb)[:n], (py,)) for px, pw, pb, py in lines]
     strategies = []
@@ -131,7 +130,7 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
         of_bias: Placement = _SUM if summed else (_R if isinstance(pb, Partial) else pb)
         wanted = [p for p, asked in zip((of_x, of_w, of_bias), mask, strict=True) if asked]
         strategies.append(Strategy((of_y, px, pw), tuple(wanted)))
-    return strategies + list(map(call.with_first, linear_sums(call.inputs[0])))
+    return strategies + list(map(call.with_first, call.sums(call.inputs[0])))
 
 
 def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
@@ -338,7 +337,7 @@ def grid_sampler_backward(call: Call) -> Choices:
         (Shard(0), Shard(0), Shard(0), Shard(0), Shard(0)),
         (Shard(1), Shard(1), _R, Shard(1), _SUM),  # each channel gives a term for the grid
         *((Shard(d), _R, Shard(d - 1), _SUM, Shard(d - 1)) for d in range(2, call.inputs[0].ndim)),
-        *((p, _R, _R, p, p) for p in linear_sums(call.inputs[0])),
+        *((p, _R, _R, p, p) for p in call.sums(call.inputs[0])),
     ]
     mask = call.bound["output_mask"]
     strategies = [

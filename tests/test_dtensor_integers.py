@@ -66,3 +66,49 @@ def test_partials_of_integers_are_what_their_whole_is(dtype: torch.dtype) -> Non
         return wrong
 
     assert sim.run(2, compare)[0] == []
+
+
+def test_terms_do_not_outlive_a_change_of_dtype() -> None:
+    """0.5 and 0.5 are no terms of 1 as integers, 100 and 100 in 8 bits none of -56 as floats."""
+    fractions = [0.5, 2.0, 0.5, 300.0], [0.5, 1.5, 1.5, 100.0]
+    pairs = [
+        (torch.float32, torch.int64),
+        (torch.float32, torch.float64),
+        (torch.int8, torch.int32),
+        (torch.int8, torch.float32),
+        (torch.int64, torch.int8),
+    ]
+    functions: dict[str, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
+        "to": lambda x, new: x.to(new),
+        "sum": lambda x, new: x.sum(dtype=new),
+        "cat": lambda x, new: torch.cat([x, torch.ones_like(x, dtype=new)]),
+        "maximum": lambda x, new: x.amax(0).maximum(torch.ones_like(x, dtype=new)),
+    }
+
+    def compare(rank: int) -> list[str]:
+        mesh, wrong = init_device_mesh("cpu", (2,)), []
+        for old, new in pairs:
+            values = fractions if old.is_floating_point else TERMS
+            local = torch.tensor(values[rank], dtype=old)
+            for kind in ("sum", "avg", "product", "max", "min"):
+                x = DTensor.from_local(local, mesh, [Partial(kind)])
+                whole = x.full_tensor()
+                target = DTensor.from_local(torch.zeros_like(local, dtype=new), mesh, x.placements)
+                results = {"copy_": (target.copy_(x), whole.to(new))}
+                results |= {n: (f(x, new), f(whole, new)) for n, f in functions.items()}
+                for name, (found, wanted) in results.items():
+                    full = found.full_tensor()
+                    if full.dtype != wanted.dtype or not torch.equal(full, wanted):
+                        wrong.append(f"{name}, {kind} of {old} to {new}: {full} for {wanted}")
+        return wrong
+
+    assert sim.run(2, compare)[0] == []
+
+
+def test_an_average_of_short_integers_does_not_wrap_around() -> None:
+    def average(rank: int) -> list[list[int]]:
+        mesh, local = init_device_mesh("cpu", (2,)), torch.tensor([[100, -100], [100, -99]][rank])
+        x = DTensor.from_local(local.to(torch.int8), mesh, [Partial("avg")])
+        return [t.full_tensor().tolist() for t in (x, x.clone().neg_(), x.clone().fill_(77))]
+
+    assert sim.run(2, average)[0] == [[100, -99], [-100, 99], [77, 77]]

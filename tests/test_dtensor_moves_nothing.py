@@ -71,6 +71,10 @@ def test_extrema_stay_partial_where_their_order_is_kept(kind: str) -> None:
         assert comm.get_total_counts() == 0
         assert result.placements == (placement,)
         assert close(result, function(*(t.full_tensor() for t in operands)))
+    own = torch.tensor([float("nan") if torch.distributed.get_rank() else 1.0, -2.0])
+    nothing = DTensor.from_local(own, world(), [Partial(kind)])
+    for function in (torch.tanh, torch.sign, functional.relu):
+        assert close(function(nothing), function(nothing.full_tensor()))
     other = torch.minimum if kind == "max" else torch.maximum
     assert close(other(x, y), other(x.full_tensor(), y.full_tensor()))
     assert close(torch.cos(x), torch.cos(x.full_tensor()))
@@ -91,12 +95,14 @@ def test_lookups_and_paddings_that_move_nothing() -> None:
         found = torch.gather(whole, 0, cut)
         padded = functional.pad(terms, [1, 2], value=1.5)
         memory = torch.empty_like(terms)
+        zeros = torch.zeros_like(terms, dtype=torch.int64)
     # The ranks tell each other whether an index was out of range.
     assert dict(comm.get_comm_counts()) == {torch.ops.c10d_functional.all_reduce: 1}
     assert found.placements == (Shard(0),)
     assert close(found, torch.gather(x, 0, index))
     assert padded.placements == memory.placements == (Partial("sum"),)
     assert close(padded, functional.pad(x, [1, 2], value=1.5))
+    assert close(zeros, torch.zeros_like(x, dtype=torch.int64))
     assert close(functional.pad(terms, [1, 2]), functional.pad(x, [1, 2]))
     other = distribute_tensor(index[:5], world(), [Shard(1)])  # cut where it does not look
     assert close(torch.gather(whole, 0, other), torch.gather(x, 0, index[:5]))
