@@ -291,10 +291,10 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     return result
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     """`F.linear` of DTensors: fused with its communication where there is any."""
     x, w = input, weight
-    if not (
+    if out or not (
         isinstance(x, DTensor)
         and isinstance(w, DTensor)
         and (bias is None or isinstance(bias, DTensor))

@@ -61,13 +61,14 @@ def _variant(packet: Any, arguments: list[tuple[str, str]]) -> Op | None:
 
 
 def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
-    names = [a.name for a in cast(Any, func)._schema.arguments if a.is_out]
+    schema = cast(Any, func)._schema
+    names, returns = [a.name for a in schema.arguments if a.is_out], schema.returns
 
     def run(*args: Any, **kwargs: Any) -> Any:
         outs = [kwargs.pop(name) for name in names]
         result = functional(*args, **kwargs)
-        for out, value in zip(outs, [result] if len(outs) == 1 else result, strict=True):
-            if out.numel() == 0 and isinstance(out, DTensor):
+        for out, value in zip(leaves(outs), leaves([result]), strict=True):
+            if out.numel() == 0:
                 _resize(out, value)
             if out.shape != value.shape or not torch.can_cast(value.dtype, out.dtype):
                 raise ValueError(
@@ -75,13 +76,18 @@ def _into_out(func: Op, functional: Op) -> Callable[..., Any]:
                     f"out= of {out.dtype}{list(out.shape)}: pass one of that shape and dtype"
                 )
             out.copy_(value)
+        if not returns:
+            return None
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     return run
 
 
-def _resize(out: DTensor, like: torch.Tensor) -> None:
+def _resize(out: torch.Tensor, like: torch.Tensor) -> None:
     """Give a tensor without elements the shape of `like`; a dim that it lacks is not sharded."""
+    if not isinstance(out, DTensor):  # made by torch, for results that nobody asked for
+        out.resize_(like.shape)
+        return
     kept = [p if shard_dim(p) < like.ndim else Replicate() for p in out.placements]
     shape = tuple(like.shape)
     layout = layout_of(out.device_mesh, tuple(kept), shape, contiguous_stride(shape), out.dtype)

@@ -236,6 +236,23 @@ def resized() -> list[Line]:
         ("cat", into(lambda a, b, out: torch.cat([a, b], 1, out=out), nothing), [x, y]),
         ("half", into(torch.exp, lambda t: t.new_empty(0, dtype=torch.float16)), [x]),
         ("nothing", into(lambda t, out: torch.exp(t[:0], out=out), nothing), [x]),
+        # Torch makes a tensor of its own for the indices, and the status.
+        ("msort", into(torch.msort, nothing), [x]),
+        ("inv", into(lambda t, out: torch.linalg.inv(t[:3], out=out), nothing), [x]),
+        (
+            "split",
+            into(
+                lambda t, out: torch.split_with_sizes_copy(t, [2, 3], out=list(out)),
+                lambda t: torch.empty_like(t[:2]),
+                lambda t: torch.empty_like(t[:3]),
+            ),
+            [x],
+        ),
+        (
+            "linear",
+            into(lambda a, b, out: functional.linear(a, b, out=out), lambda t: t.new_empty(5, 5)),
+            [x, y],
+        ),
     ]
 
 
