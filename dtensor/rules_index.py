@@ -76,6 +76,8 @@ def along_dim(call: Call) -> Choices:
     strategies = _together(call, {from_front(d, ndim) for d in dims})
     if call.name in ("flip", "roll", "rot90"):  # they only put values elsewhere
         strategies += [call.with_all(p) for p in call.placements if isinstance(p, Partial)]
+    elif call.name == "cumsum":
+        strategies += _partials(call)
     return Choices(strategies)
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.dtensor.call import Call, Choices, Strategy, rule
 from weft.dtensor.layout import (
     Layout,
-    is_inexact,
     is_shard,
     moved,
     pieces_of,
@@ -72,12 +71,11 @@ def contraction(
         candidate = strategy(a, b, c)
         if candidate not in strategies:
             strategies.append(candidate)
-    if is_inexact(call.outputs[0].dtype):
-        for position in (offset, offset + 1):
-            for placement in call.sums(call.inputs[position]):
-                pair: list[Placement] = [replicate, replicate]
-                pair[position - offset] = placement
-                strategies.append(strategy(pair[0], pair[1], placement))
+    for position in (offset, offset + 1):
+        for placement in call.sums(call.inputs[position]):
+            pair: list[Placement] = [replicate, replicate]
+            pair[position - offset] = placement
+            strategies.append(strategy(pair[0], pair[1], placement))
     return Choices(strategies)
 
 

@@ -86,23 +86,28 @@ def test_extrema_stay_partial_where_their_order_is_kept(kind: str) -> None:
 
 @pytest.mark.ranks(3)
 def test_lookups_and_paddings_that_move_nothing() -> None:
-    """An index that is cut where it looks, numbers around a sum, memory for a sum."""
+    """An index that is cut where it looks, numbers around a sum, memory for one, linear ops."""
     x, index = r(5, 4), ints(5, 7, 4)
     whole = distribute_tensor(x, world(), [Replicate()])
     cut = distribute_tensor(index, world(), [Shard(0)])
-    terms = distribute_tensor(x, world(), [Partial("sum")])
+    terms, counts = (distribute_tensor(t, world(), [Partial("sum")]) for t in (x, index))
     with CommDebugMode() as comm:
         found = torch.gather(whole, 0, cut)
         padded = functional.pad(terms, [1, 2], value=1.5)
         memory = torch.empty_like(terms)
         zeros = torch.zeros_like(terms, dtype=torch.int64)
+        summed = terms.cumsum(0)
+        product = counts @ whole.long().T
     # The ranks tell each other whether an index was out of range.
     assert dict(comm.get_comm_counts()) == {torch.ops.c10d_functional.all_reduce: 1}
     assert found.placements == (Shard(0),)
     assert close(found, torch.gather(x, 0, index))
-    assert padded.placements == memory.placements == (Partial("sum"),)
+    for result in (padded, memory, summed, product):
+        assert result.placements == (Partial("sum"),)
     assert close(padded, functional.pad(x, [1, 2], value=1.5))
     assert close(zeros, torch.zeros_like(x, dtype=torch.int64))
+    assert close(summed, x.cumsum(0))
+    assert close(product, index @ x.long().T)
     assert close(functional.pad(terms, [1, 2]), functional.pad(x, [1, 2]))
     other = distribute_tensor(index[:5], world(), [Shard(1)])  # cut where it does not look
     assert close(torch.gather(whole, 0, other), torch.gather(x, 0, index[:5]))
