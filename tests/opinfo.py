@@ -2,10 +2,11 @@
 
     python tests/opinfo.py                      every op: a table by family, and a total
     python tests/opinfo.py --only linalg -v     the ops whose name has "linalg" in it, each reason
+    python tests/opinfo.py --dtype int64        of integers, not of float32
 
-Every op variant of `op_db` that takes float32 is run on sample inputs of the database, forward and
-gradients, on virtual ranks (`weft.sim`), with its tensors placed as R, S(0), S(-1), Partial, and
-each at random. It is
+Every op variant of `op_db` that takes the dtype is run on sample inputs of the database, forward
+and gradients, on virtual ranks (`weft.sim`), with its tensors placed as R, S(0), S(-1), Partial,
+and each at random. It is
 
     right   every sample in every layout gives what plain torch gives, on all ranks
     error   some sample raises, alike on all ranks
@@ -32,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -58,7 +59,13 @@ _UNSPECIFIED = (
     "new_empty",
     "new_empty_strided",
 )
-_TOLERANCE = 2e-4
+_TOLERANCE = 2e-4  # four times the rounding of dtypes that are coarser than that
+_WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 _SECONDS_PER_OP = 100
 
 
@@ -74,16 +81,34 @@ class Result:
 
 
 @cache
-def op_variants() -> dict[str, Any]:
-    """The op variants of the database that take float32 on CPU, by name."""
+def op_variants(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The op variants of the database that take `dtype` on CPU, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     return {
         op.formatted_name: op
         for op in op_db
-        if torch.float32 in op.supported_dtypes("cpu") and op.formatted_name not in EXCLUDED
+        if dtype in op.supported_dtypes("cpu") and op.formatted_name not in EXCLUDED
     }
+
+
+class Task(NamedTuple):
+    """An op variant to be checked, by its name."""
+
+    name: str
+    n_samples: int
+    mesh_shape: tuple[int, ...] = (4,)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def op(self) -> Any:
+        """The op variant."""
+        return op_variants(self.dtype)[self.name]
+
+    def result(self, verdict: str, reason: str = "") -> Result:
+        """What is known where no case was run to its end."""
+        return Result(self.name, family_of(self.op), verdict, {}, {verdict: reason})
 
 
 def family_of(op: Any) -> str:
@@ -98,11 +123,14 @@ def family_of(op: Any) -> str:
 
 
 def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> Any:
-    """`tensor` as a leaf DTensor. Terms of a sum differ, and add up exactly in rank order."""
+    """`tensor` as a leaf DTensor. Terms of a sum differ, and add up exactly in rank order.
+
+    Those of integers wrap around.
+    """
     from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     plain = tensor.detach()
-    sums = plain.is_floating_point() or plain.is_complex()
+    fractions = plain.is_floating_point() or plain.is_complex()
     placements: list[Any] = []
     for dim in range(mesh.ndim):
         kind = layout
@@ -110,7 +138,7 @@ def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> 
             kind = rng.choice(["R", *(f"S({d})" for d in range(plain.ndim)), "P"])
         if kind.startswith("S") and plain.ndim:
             placements.append(Shard(int(kind[2:-1]) % plain.ndim))
-        elif kind == "P" and sums and dim == 0:
+        elif kind == "P" and plain.dtype != torch.bool and dim == 0:
             placements.append(Partial())
         else:
             placements.append(Replicate())
@@ -118,7 +146,8 @@ def spread(tensor: torch.Tensor, layout: str, mesh: Any, rng: random.Random) -> 
         made = distribute_tensor(plain, mesh, placements, src_data_rank=None)
         return made.requires_grad_(tensor.requires_grad)
     whole = distribute_tensor(plain, mesh, [Replicate(), *placements[1:]], src_data_rank=None)
-    term = whole.to_local() * (0.5, 0.5, -0.5, 0.5)[mesh.get_local_rank(0)]
+    weights = (0.5, 0.5, -0.5, 0.5) if fractions else (2, -1, -1, 1)
+    term = whole.to_local() * weights[mesh.get_local_rank(0)]
     shape, stride = tuple(plain.shape), plain.stride()
     made = DTensor.from_local(term, mesh, placements, shape=shape, stride=stride)
     return made.requires_grad_(tensor.requires_grad)
@@ -145,8 +174,9 @@ def differs(ours: Any, theirs: Any, what: str, noise: float = 0.0) -> str | None
         return None if torch.equal(full, theirs) else f"{what}: {_worst(full, theirs)}"
     finite = theirs[theirs.isfinite()]
     scale = max(float(finite.abs().max()) if finite.numel() else 1.0, 0.01)
-    atol = _TOLERANCE * scale + 4 * noise
-    close = torch.allclose(full, theirs, rtol=_TOLERANCE, atol=atol, equal_nan=True)
+    rtol = max(_TOLERANCE, 4 * torch.finfo(theirs.dtype).eps)
+    atol = rtol * scale + 4 * noise
+    close = torch.allclose(full, theirs, rtol=rtol, atol=atol, equal_nan=True)
     return None if close else f"{what}: {_worst(full, theirs)}"
 
 
@@ -236,9 +266,9 @@ def _noise(op: Any, sample: Any, found: list[Any]) -> list[float]:
     """The largest error of each gradient; 0 where the op does not take float64."""
 
     def wider(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
+        if tensor.dtype not in _WIDER:
             return tensor
-        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(_WIDER[tensor.dtype]).requires_grad_(tensor.requires_grad)
 
     exact_sample, tensors = remade(copied(sample)[0], wider)
     try:
@@ -299,18 +329,20 @@ def compare(
     return next((reason for reason in found if reason), None)
 
 
-def samples_of(op: Any, count: int) -> list[Any]:
+def samples_of(task: Task) -> list[Any]:
     """Some of the database's sample inputs, from the first to the last; equal on all ranks."""
     torch.manual_seed(0)
     random.seed(0)
-    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
-    return samples[:: max(1, -(-len(samples) // count))]
+    op, dtype = task.op, task.dtype
+    differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))
+    return samples[:: max(1, -(-len(samples) // task.n_samples))]
 
 
-def check_op(name: str, n_samples: int, mesh_shape: tuple[int, ...] = (4,)) -> Result:
+def check_op(task: Task) -> Result:
     """Every sample in every layout; where the ranks part, each case by itself."""
-    op = op_variants()[name]
-    samples = samples_of(op, n_samples)
+    op, mesh_shape = task.op, task.mesh_shape
+    samples = samples_of(task)
     expected = [expect(op, sample) for sample in samples]
     cases = [
         (sample, wanted, layout)
@@ -327,7 +359,7 @@ def check_op(name: str, n_samples: int, mesh_shape: tuple[int, ...] = (4,)) -> R
         if verdict != "right":
             reasons.setdefault(verdict, f"{layout} {sample.summary()}"[:250] + f": {reason}")
     verdict = max(runs, key=VERDICTS.index, default="skipped")
-    return Result(name, family_of(op), verdict, dict(runs), reasons)
+    return Result(task.name, family_of(op), verdict, dict(runs), reasons)
 
 
 _APART = ("hang", "the ranks part: some raise, and others wait for them")
@@ -358,14 +390,13 @@ def run_on_ranks(
     return found
 
 
-def check_on_processes(name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> Result:
+def check_on_processes(task: Task) -> Result:
     """`check_op` on a real process a rank: on threads, a lock of Python may keep ranks apart."""
-    pool = RankPool(math.prod(mesh_shape))
+    pool = RankPool(math.prod(task.mesh_shape))
     try:
-        found = pool.run(check_on_rank, name, n_samples, mesh_shape, timeout_s=_SECONDS_PER_OP)
+        found = pool.run(check_on_rank, task, timeout_s=_SECONDS_PER_OP)
     except RankError as error:
-        reason = " ".join(str(error).split())[:400]
-        return Result(name, family_of(op_variants()[name]), "hang", {}, {"hang": reason})
+        return task.result("hang", " ".join(str(error).split())[:400])
     finally:
         if pool.alive:
             pool.close()
@@ -373,19 +404,18 @@ def check_on_processes(name: str, n_samples: int, mesh_shape: tuple[int, ...]) -
     runs = Counter(verdict for verdict, _ in worst)
     reasons = {verdict: reason for verdict, reason in worst if verdict != "right"}
     verdict = max(runs, key=VERDICTS.index, default="skipped")
-    return Result(name, family_of(op_variants()[name]), verdict, dict(runs), reasons)
+    return Result(task.name, family_of(task.op), verdict, dict(runs), reasons)
 
 
-def check_on_rank(name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> list[tuple[str, str]]:
+def check_on_rank(task: Task) -> list[tuple[str, str]]:
     """Every case of an op, on one rank of a pool."""
     from weft.dtensor import init_device_mesh
 
-    mesh = init_device_mesh("cpu", mesh_shape)
-    op = op_variants()[name]
+    mesh = init_device_mesh("cpu", task.mesh_shape)
     return [
-        check(op, sample, wanted, layout, mesh)
-        for sample in samples_of(op, n_samples)
-        if (wanted := expect(op, sample)) is not None
+        check(task.op, sample, wanted, layout, mesh)
+        for sample in samples_of(task)
+        if (wanted := expect(task.op, sample)) is not None
         for layout in LAYOUTS
     ]
 
@@ -394,23 +424,23 @@ def _work(pipe: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     while True:
-        name, n_samples, mesh_shape = pipe.recv()
+        task = pipe.recv()
         try:
-            pipe.send(check_op(name, n_samples, mesh_shape))
+            pipe.send(check_op(task))
         except TimeoutError as error:
-            family = family_of(op_variants()[name])
-            pipe.send(Result(name, family, "hang", {"hang": 1}, {"hang": str(error)[:400]}))
+            result = task.result("hang", str(error)[:400])
+            result.runs["hang"] = 1  # to be run again, on processes
+            pipe.send(result)
         except Exception as error:  # a sample that cannot be made, say
             reason = " ".join(traceback.format_exc().split())[-400:]
-            family = family_of(op_variants()[name])
-            pipe.send(Result(name, family, "error", {}, {"error": f"{error}: {reason}"}))
+            pipe.send(task.result("error", f"{error}: {reason}"))
 
 
 class Worker:
     """A process that checks ops, and is started again when one of them kills it."""
 
     def __init__(self) -> None:
-        self.busy: str | None = None
+        self.busy: Task | None = None
         self._start()
 
     def _start(self) -> None:
@@ -420,53 +450,49 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def send(self, name: str, n_samples: int, mesh_shape: tuple[int, ...]) -> None:
-        self.busy = name
-        self.pipe.send((name, n_samples, mesh_shape))
+    def send(self, task: Task) -> None:
+        self.busy = task
+        self.pipe.send(task)
 
     def result(self) -> Result:
         assert self.busy is not None
-        name, self.busy = self.busy, None
+        task, self.busy = self.busy, None
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionError):
             self.process.join()
             reason = f"the process died, exit code {self.process.exitcode}"
             self._start()
-            return Result(name, family_of(op_variants()[name]), "hang", {}, {"hang": reason})
+            return task.result("hang", reason)
 
     def close(self) -> None:
         self.process.kill()
         self.process.join()
 
 
-def count(
-    names: Sequence[str],
-    n_samples: int,
-    jobs: int,
-    mesh_shape: tuple[int, ...] = (4,),
-    show: Any = None,
-) -> list[Result]:
+def count(tasks: Sequence[Task], jobs: int, show: Any = None) -> list[Result]:
     """Check the op variants in `jobs` processes."""
-    workers = [Worker() for _ in range(min(jobs, len(names)))]
-    waiting = list(reversed(names))
-    results: list[Result] = []
-    while len(results) < len(names):
+    workers = [Worker() for _ in range(min(jobs, len(tasks)))]
+    waiting = list(reversed(tasks))
+    results: dict[str, Result] = {}
+    while len(results) < len(tasks):
         for worker in workers:
             if worker.busy is None and waiting:
-                worker.send(waiting.pop(), n_samples, mesh_shape)
+                worker.send(waiting.pop())
         ready = wait([w.pipe for w in workers if w.busy])
         for worker in workers:
             if worker.pipe in ready:
-                results.append(worker.result())
+                result = worker.result()
+                results[result.name] = result
                 if show is not None:
-                    show(results[-1])
+                    show(result)
     for worker in workers:
         worker.close()
-    for i, result in enumerate(results):
+    for task in tasks:
+        result = results[task.name]
         if result.verdict == "hang" and result.runs:
-            results[i] = check_on_processes(result.name, n_samples, mesh_shape)
-    return sorted(results, key=lambda r: names.index(r.name))
+            results[task.name] = check_on_processes(task)
+    return [results[task.name] for task in tasks]
 
 
 def table(results: list[Result]) -> Any:
@@ -492,6 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of ops")
+    parser.add_argument("--dtype", default="float32", help="of the samples (default: float32)")
     parser.add_argument("--samples", type=int, default=5, help="sample inputs an op (default: 5)")
     parser.add_argument("--mesh", choices=MESHES, default="4", help="shape (default: 4)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -499,16 +526,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", type=Path, help="only what was not right in this JSON file")
     parser.add_argument("-v", "--verbose", action="store_true", help="each reason, as it is found")
     options = parser.parse_args(argv)
+    dtype = getattr(torch, options.dtype)
     names = [
-        name for name in op_variants() if not options.only or any(o in name for o in options.only)
+        name
+        for name in op_variants(dtype)
+        if not options.only or any(o in name for o in options.only)
     ]
     if options.again:
         bad = [r["name"] for r in json.loads(options.again.read_text()) if r["verdict"] != "right"]
         names = [name for name in names if name in bad]
+    tasks = [Task(name, options.samples, MESHES[options.mesh], dtype) for name in names]
     console = Console()
     started = time.monotonic()
     with Progress(console=console, redirect_stdout=False) as progress:
-        task = progress.add_task("", total=len(names))
+        task = progress.add_task("", total=len(tasks))
 
         seen: list[Result] = []
 
@@ -523,7 +554,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for verdict, reason in result.reasons.items():
                     console.print(f"   {verdict}: {reason}", highlight=False, markup=False)
 
-        results = count(names, options.samples, options.jobs, MESHES[options.mesh], show)
+        results = count(tasks, options.jobs, show)
     console.print(table(results))
     console.print(f"{time.monotonic() - started:.0f} s, torch {torch.__version__}")
     return 0 if all(r.verdict in ("right", "skipped") for r in results) else 1
