@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.call import Call, Choices, Strategy, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
 from weft.dtensor.layout import (
     Layout,
     is_shard,
@@ -110,6 +110,12 @@ _WITH_SUMMAND = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 def product(call: Call) -> Choices:
     """(first, second)."""
     return contraction(call, *_PRODUCTS[call.name])
+
+
+@rule("_foreach_mm")
+def products(call: Call) -> Decomposed:
+    """The product of each two matrices of two lists."""
+    return Decomposed(lambda firsts, seconds: list(map(torch.mm, firsts, seconds)))
 
 
 @rule(*_WITH_SUMMAND)

@@ -177,7 +177,14 @@ def views() -> dict[str, Case]:
 def matmuls() -> dict[str, Case]:
     x, w, b = r(2, 5, 6), r(7, 6), r(7)
     m = r(5, 6)
+    newer: dict[str, Case] = {}
+    if hasattr(torch, "_foreach_mm"):
+        newer["foreach mm"] = (
+            lambda x, y: torch._foreach_mm([x, x.T], [y, x]),
+            [m, r(6, 6)],
+        )
     return {
+        **newer,
         "mm": (torch.mm, [m, r(6, 4)]),
         "matmul @": (lambda p, q: p @ q, [x, r(6, 4)]),
         "matmul vector": (lambda p, q: p @ q, [m, r(6)]),
