@@ -129,15 +129,15 @@ def _take(runs: Runs, start: int, length: int) -> list[Run]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
+def runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
     """What is left of a dim after cuts (pieces, parts, index), from left to right."""
     if cuts:
-        return _cut(_runs_of(size, cuts[:-1]), *cuts[-1])
+        return _cut(runs_of(size, cuts[:-1]), *cuts[-1])
     return ((0, size),) if size else ()
 
 
 def _even_runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
-    """`_runs_of` for a size that a graph leaves open, which the cuts divide evenly."""
+    """`runs_of` for a size that a graph leaves open, which the cuts divide evenly."""
     start, length = 0, size
     for _, parts, index in cuts:
         offset, length = chunk(length, parts, index)
@@ -345,7 +345,7 @@ class Layout:
             if is_shard(placement):
                 cuts[shard_dim(placement)] += ((pieces_of(placement), parts, index),)
         return tuple(
-            (_even_runs if is_open(size) else _runs_of)(size, cut)
+            (_even_runs if is_open(size) else runs_of)(size, cut)
             for size, cut in zip(self.shape, cuts, strict=True)
         )
 

@@ -292,7 +292,7 @@ def _contributes(placement: Placement, index: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def _overlap(source: Runs, target: Runs) -> int:
+def overlap(source: Runs, target: Runs) -> int:
     """How many indices both list."""
     return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
 
@@ -307,8 +307,8 @@ def elements_received(source: Layout, target: Layout) -> list[int]:
         target.place.ranks, target.boxes, target.place.coordinates, strict=True
     ):
         if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
-            needed = terms * math.prod(map(_overlap, box, box))
-            own = math.prod(map(_overlap, held[rank], box)) if rank in held else 0
+            needed = terms * math.prod(map(overlap, box, box))
+            own = math.prod(map(overlap, held[rank], box)) if rank in held else 0
             received.append(needed - own)
         else:
             received.append(0)
@@ -357,7 +357,7 @@ def plan(source: Layout, target: Layout) -> Plan:
         # A lower bound: every element is reduced once, on a rank that needs it.
         terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
         elements = copies * math.prod(source.shape)
-        needed = sum(math.prod(map(_overlap, box, box)) for box in target.boxes)
+        needed = sum(math.prod(map(overlap, box, box)) for box in target.boxes)
         bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
         middles = itertools.islice(_middles(source, target), _MAX_MIDDLES)
         for middle in middles if least > bound + STEP_BYTES else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor import Partial, Replicate, Shard
+from weft.dtensor import Partial, Replicate, Shard, collective_plans
 from weft.dtensor.collective_plans import collective_plan
 from weft.dtensor.layout import Layout, chunk, contiguous_stride, layout_of, normalize
 from weft.dtensor.transfers import Plan, plan
@@ -226,6 +227,49 @@ def test_hosts_far_apart_talk_less(monkeypatch: pytest.MonkeyPatch) -> None:
     size = (512, 512, 65)  # not cached
     far = collective_plan(layout(size, (2, 4), start), layout(size, (2, 4), goal))
     assert [step.mesh_dim for step in far.steps] == [0, 1], far
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (2, 2, 2), (3, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("length", [8, 96])
+def test_what_is_left_of_a_way_is_never_priced_too_high(
+    mesh: tuple[int, ...], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search finds ways as cheap as one that looks at all of them."""
+    onwards = collective_plans._Ways.onwards
+
+    def with_nothing_left(*args: Any) -> Any:
+        return [(there, cost, 0.0) for there, cost, _ in onwards(*args)]
+
+    def price(found: Plan) -> float:
+        ways = collective_plans._Ways(found.source, found.target)
+        stops = [found.source.placements, *(step.target.placements for step in found.steps)]
+        indices = [tuple(map(list.index, ways.choices, stop)) for stop in stops]
+        total = 0.0
+        for here, there in itertools.pairwise(indices):
+            costs = {to: cost for to, cost, _ in onwards(ways, here, ())}
+            if there == ways.goal and None in costs:
+                at_once = costs[None] + ways.cost_at_once(here)
+                costs[there] = min(costs.get(there, at_once), at_once)
+            total += costs[there]
+        return total
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    ends = placements_of(3, len(mesh))
+    sums = list(itertools.product([Partial(), *(p for (p,) in placements_of(3, 1))], repeat=2))
+    choose = random.Random(0).choice
+    for _ in range(100):
+        size, end = (length, 64, 2 * length + 1), choose(ends)
+        start = (*choose(sums), *choose(ends)[2:])
+        pair = layout(size, mesh, start), layout(size, mesh, end)
+        collective_plan.cache_clear()
+        found = price(collective_plan(*pair))
+        collective_plan.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(collective_plans._Ways, "onwards", with_nothing_left)
+            best = price(collective_plan(*pair))
+        # Sizes that a mesh does not divide are priced to a few bytes.
+        assert found == pytest.approx(best, abs=64), (pair, found, best)
+    collective_plan.cache_clear()
 
 
 def test_plans_print_their_steps() -> None:
