@@ -41,9 +41,10 @@ def softmax(call: Call) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
     dim = from_front(call.args[1], layout.ndim)
-    # No elements have no maximum, and _safe_softmax gives zeros for rows of -inf.
+    # No elements have no maximum, and _safe_softmax gives zeros for rows of -inf. Of integers torch
+    # has none, and says so.
     whole_rows = call.name == "_safe_softmax" or 0 in layout.shape
-    if whole_rows or dim not in layout.cut_dims:
+    if whole_rows or dim not in layout.cut_dims or not layout.dtype.is_floating_point:
         return Choices(kept_shards(call, (dim,), True))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype

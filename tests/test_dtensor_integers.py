@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft import sim
-from weft.dtensor import DTensor, Partial, init_device_mesh
+from weft.dtensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # 100 + 100 wraps around in 8 bits, the average of 3 and -4 is cut to an integer.
@@ -112,3 +112,14 @@ def test_an_average_of_short_integers_does_not_wrap_around() -> None:
         return [t.full_tensor().tolist() for t in (x, x.clone().neg_(), x.clone().fill_(77))]
 
     assert sim.run(2, average)[0] == [[100, -99], [-100, 99], [77, 77]]
+
+
+def test_a_softmax_over_shards_refuses_integers() -> None:
+    def refused(rank: int) -> None:
+        x = distribute_tensor(torch.arange(6), init_device_mesh("cpu", (2,)), [Shard(0)])
+        for function in (torch.softmax, torch.log_softmax):
+            with pytest.raises(NotImplementedError, match="'Long'"):
+                function(x, 0)
+            assert function(x, 0, dtype=torch.float32).dtype == torch.float32
+
+    sim.run(2, refused)
