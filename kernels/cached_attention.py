@@ -7,7 +7,7 @@ sequence, a cache holds every sequence in blocks of P tokens, dealt to the ranks
     on rank         0    |     1     |     0      | ...
 
 so that old and new tokens, and the work, are spread over all ranks. Rank r attends to the keys that
-it holds and sends (out_r, lse_r) in fp32 to all; every rank merges them in rank order:
+it holds and sends (out_r, lse_r), in fp32 or wider, to all; every rank merges them in rank order:
 
     out = sum over r of exp(lse_r - lse) * out_r,      lse = log(sum over r of exp(lse_r))
 
@@ -111,7 +111,8 @@ def flash_decode(
             `block_table` (pages, H_kv, P, D). Any strides with contiguous D. H_kv divides H. Dtype
             of q, or float8_e4m3fn: if you store k / k_scale and v / v_scale, pass
             `scale * k_scale`, and multiply out by v_scale.
-        lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank.
+        lengths: (B,) int32 or int64, tokens of each whole sequence, the same on every rank. On a
+            GPU, fewer than 2^31 of them lie on each rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scale: of the scores; None: 1 / sqrt(D).
         shard: "sequence": block g of P tokens of every sequence lies on rank g % W, as local block
@@ -126,7 +127,8 @@ def flash_decode(
 
     Returns:
         out (B, H, T, D), dtype of q, bitwise the same on every rank; with `return_lse` the pair
-        (out, lse), lse (B, H, T) in fp32. A query without keys (lengths[b] < T) gets 0 and -inf.
+        (out, lse), lse (B, H, T) in fp32, or in fp64 if q is. A query without keys
+        (lengths[b] < T) gets 0 and -inf.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or sequences longer than the cache (checked
@@ -165,7 +167,7 @@ def flash_decode(
     )
     oldest = None if window is None else T + window
     _check_room(cache, lengths, group, "flash_decode", oldest)
-    engine = choose(_problem(q, cache, group, oldest), group, q.device)
+    engine = choose(_problem(q, cache, lengths, group, oldest), group, q.device)
     if by_head:
         q = q.chunk(group.world_size, 1)[group.rank]
     if engine == "triton":
@@ -186,9 +188,16 @@ def flash_decode(
     return (out, lse.contiguous()) if return_lse else out
 
 
-def _problem(q: torch.Tensor, cache: Cache, group: Group, oldest: int | None) -> Problem:
+def _problem(
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, group: Group, oldest: int | None
+) -> Problem:
     """What the choice of engine depends on; `oldest` as in `_check_room`."""
     (B, H, T, D), refusal = q.shape, ""
+    if not lengths.is_cuda:
+        # Of rank 0, which holds the most: all ranks must choose alike, and their room may differ.
+        most = replace(cache, rank=0).seen(max(lengths.tolist(), default=0))
+        if most >= 1 << 31:
+            refusal = f"the kernel counts the keys of a rank in 32 bits, not {most}"
     if group.on_gpus(q.device):
         refusal = too_wide(D, WIDEST_BYTES // q.element_size())
         if cache.k.dtype != q.dtype and not (chip := chip_of(q.device)).fp8:
@@ -200,7 +209,7 @@ def _problem(q: torch.Tensor, cache: Cache, group: Group, oldest: int | None) ->
         N=held if oldest is None else min(held, B * oldest),
         K=2 * D,
         dtype=q.dtype,
-        moved_bytes=4 * B * H * T * (D + 1) * (group.world_size - 1),
+        moved_bytes=_wide(q).itemsize * B * H * T * (D + 1) * (group.world_size - 1),
         kernel_refusal=refusal,
     )
 
@@ -445,9 +454,14 @@ def _attend(
     return torch.cat(outs), torch.cat(lses)
 
 
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which partial results are merged."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of queries that see no key."""
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
     return torch.zeros_like(q), lse
 
 
@@ -470,7 +484,7 @@ def _attend_run(
     # Query heads that share a key head become rows of one matmul, so that keys are read once.
     rows = q.reshape(n, k.shape[1], -1, D)
     out, lse = _softmax(rows, k, v, mask, scale)
-    out, lse = out.reshape(q.shape), lse.reshape(n, H, T).float()
+    out, lse = out.reshape(q.shape), lse.reshape(n, H, T).to(_wide(q))
     blind = [t for t, (first, end) in enumerate(visible) if first >= end]
     if blind:
         out[:, :, blind], lse[:, :, blind] = 0, -torch.inf
@@ -488,7 +502,7 @@ def _softmax(
             q, k, v, attn_mask=mask, scale=scale
         )
         return out, lse
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q)
     scores = (q.to(wide) * scale) @ k.to(wide).mT
     if mask is not None:
         scores = scores + mask
@@ -539,8 +553,8 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """out and lse in one fp32 tensor (B, H, T, D + 1)."""
-    return torch.cat([out.float(), lse.unsqueeze(-1)], -1)
+    """out and lse in one tensor (B, H, T, D + 1), of the dtype of lse."""
+    return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
 @profiled("flash_decode, merge")

@@ -261,7 +261,7 @@ def _flash_decode(
 def _flash_decode_fake(
     q: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
 
 
 def _append_to_cache(

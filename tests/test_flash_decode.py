@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -274,7 +274,37 @@ def test_float64_with_several_queries(lengths: list[int]) -> None:
     out, lse = weft.flash_decode(q, k, v, told, shard=None, return_lse=True)
     right, right_lse = flash_decode_reference(q, k, v, told)
     torch.testing.assert_close(out, right)
-    torch.testing.assert_close(lse, right_lse.float())
+    torch.testing.assert_close(lse, right_lse)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shard", ["sequence", "head"])
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_float64_is_merged_in_float64(engine: Literal["host", "generic"], shard: Any) -> None:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 3, 8, dtype=torch.float64, generator=generator)
+    k, v = (torch.randn(2, 2, 48, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    lengths, dim = torch.tensor([21, 43]), 1 if shard == "head" else 2
+    shards = [x.chunk(2, dim)[rank] for x in (k, v)]
+    with weft.engine(engine):
+        found = weft.flash_decode(q, *shards, lengths, shard=shard, return_lse=True)
+    right = flash_decode_reference(q, k, v, lengths)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
+    with weft.engine("triton"), pytest.raises(NotImplementedError, match="float64"):
+        weft.flash_decode(q, *shards, lengths, shard=shard)
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+def test_more_keys_than_the_kernel_counts_are_refused_by_all_ranks() -> None:
+    """Even if only one of them has room for so many."""
+    room = (1 << 31) - 16 * dist.get_rank()
+    k, q = (torch.zeros(1, 1, 1, 8).expand(1, 1, n, 8) for n in (room, 1))
+    with weft.engine("triton"):
+        assert not weft.flash_decode(q, k, k, torch.tensor([40]), block_size=16).any()
+        with pytest.raises(NotImplementedError, match="32 bits, not 2147483648"):
+            weft.flash_decode(q, k, k, torch.tensor([(1 << 32) - 16]), block_size=16)
 
 
 def test_as_many_queries_as_there_are() -> None:
