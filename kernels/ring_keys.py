@@ -27,7 +27,6 @@ and their gradients are never more than a shard.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,10 +149,17 @@ def copy_programs(
     return max(2, min(chip.cores // 8, wanted))
 
 
-@lru_cache(maxsize=64)
+_Tables = tuple[torch.Tensor, Sight, Sight]
+
+# Tables are kept for later calls, the oldest dropped beyond 128 MiB: those of documents take 8
+# bytes a token, and every packed batch is another geometry.
+_kept: dict[tuple[Geometry, int, torch.device, bool], _Tables] = {}
+_MOST_BYTES = 128 << 20
+
+
 def tables(
     geometry: Geometry, rank: int, device: torch.device, all_queries: bool = False
-) -> tuple[torch.Tensor, Sight, Sight]:
+) -> _Tables:
     """What the kernels of `rank` need to know of a geometry, in tensors on their device.
 
     Args:
@@ -167,6 +173,26 @@ def tables(
         one after the last. Then what queries see of keys, and which queries see a key; if documents
         are packed, with the start and stop of every token's document.
     """
+    key = geometry, rank, device, all_queries
+    found = _kept.get(key)
+    if found is None:
+        found = _tables(*key)
+        room = _MOST_BYTES - _nbytes(found)
+        for other, old in reversed(list(_kept.items())):
+            room -= _nbytes(old)
+            if room < 0:
+                _kept.pop(other, None)
+        _kept[key] = found
+    return found
+
+
+def _nbytes(found: _Tables) -> int:
+    table, sees, _ = found
+    on_the_host = 1 << 16  # less, but it also bounds how many there are
+    return on_the_host + table.nbytes + (0 if sees.documents is None else sees.documents.nbytes)
+
+
+def _tables(geometry: Geometry, rank: int, device: torch.device, all_queries: bool) -> _Tables:
     W = len(geometry.q_sizes)
 
     def words(spans: tuple[tuple[Span, ...], ...]) -> list[int]:
