@@ -46,26 +46,31 @@ class PosixMemory:
         self.multicast_ptr = 0
         total = nbytes * group.world_size
         fd, error = -1, ""
-        if group.rank == 0:
-            try:
-                fd = os.memfd_create("weft")
-                os.ftruncate(fd, total)
-            except OSError as failure:
-                error = str(failure)
-        owner_fd, error = group.gather_objects((fd, error), "shared memory")[0]
-        if not error:
-            try:
-                if group.rank != 0:
-                    fd = os.open(f"/proc/{group.processes[0].pid}/fd/{owner_fd}", os.O_RDWR)
-                # Populate: a page fault costs more than copying the page, and would happen later,
-                # during a call that may be timed.
-                memory = mmap.mmap(fd, total, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            except OSError as failure:
-                error = str(failure)
-        # All ranks learn of a failure anywhere, and rank 0 keeps its file open until all have it.
-        errors = group.gather_objects(error, "shared memory")
-        if fd >= 0:
-            os.close(fd)
+        try:
+            if group.rank == 0:
+                try:
+                    fd = os.memfd_create("weft")
+                    os.ftruncate(fd, total)
+                except OSError as failure:
+                    error = str(failure)
+            owner_fd, error = group.gather_objects((fd, error), "shared memory")[0]
+            if not error:
+                try:
+                    if group.rank != 0:
+                        path = f"/proc/{group.processes[0].pid}/fd/{owner_fd}"
+                        fd = os.open(path, os.O_RDWR)
+                    # Populate: a page fault costs more than copying the page, and would happen
+                    # later, during a call that may be timed.
+                    populate = getattr(mmap, "MAP_POPULATE", 0)
+                    memory = mmap.mmap(fd, total, mmap.MAP_SHARED | populate)
+                except OSError as failure:
+                    error = str(failure)
+            # All ranks learn of a failure anywhere, and rank 0 keeps its file open until all have
+            # it.
+            errors = group.gather_objects(error, "shared memory")
+        finally:  # a rank may have died meanwhile
+            if fd >= 0:
+                os.close(fd)
         if any(errors):
             rank = next(r for r, text in enumerate(errors) if text)
             raise RuntimeError(f"rank {rank} could not map {total} bytes: {errors[rank]}")
@@ -508,7 +513,12 @@ def empty(
     return SymmetricBuffer(shape, dtype, group, device_for(group, device))
 
 
+def open_buffers() -> list[SymmetricBuffer]:
+    """Every buffer of this process that is not closed."""
+    return list(_open)
+
+
 def close_buffers() -> None:
     """Close every buffer of this process."""
-    for buffer in list(_open):
+    for buffer in open_buffers():
         buffer.close()

@@ -26,7 +26,12 @@ from weft.collectives.group import (
     resolve,
     unwatched,
 )
-from weft.collectives.symmetric import SymmetricBuffer, close_buffers, device_for
+from weft.collectives.symmetric import (
+    SymmetricBuffer,
+    close_buffers,
+    device_for,
+    open_buffers,
+)
 
 _ALIGN = 4096
 _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
@@ -230,20 +235,27 @@ def workspace(
 def check_peers() -> None:
     """Raise if a call of this process has waited in vain for a rank, so its results are invalid.
 
-    Every call checks that first. A program that only replays CUDA graphs makes no calls: it should
-    check here whenever it has waited for the GPU, say for the tokens of a step. Takes a few us of
-    the host, and none of the GPU.
+    Or the barrier of a `SymmetricBuffer` on a GPU. Every call checks that first. A program that
+    only replays CUDA graphs makes no calls: it should check here whenever it has waited for the
+    GPU, say for the tokens of a step. Takes a few us of the host, and none of the GPU.
 
     Raises:
         PeerTimeout: naming the rank that did not come.
         MismatchError: naming the rank that has failed amid a call on a GPU.
     """
     world = here.world
-    for ws in (*_workspaces.values(), *_outgrown):
-        virtual = ws.group.virtual is not None
-        mine = world is not None and ws.group.ranks[ws.rank] == world.rank
-        if mine if virtual else world is None:
+
+    def is_mine(buffer: SymmetricBuffer) -> bool:
+        if buffer.group.virtual is None:
+            return world is None
+        return world is not None and buffer.group.ranks[buffer.rank] == world.rank
+
+    for ws in list(_workspaces.values()):
+        if ws.device.type == "cpu" and is_mine(ws.buffer):
             ws.check_peers(ws.name)
+    for buffer in open_buffers():  # those of workspaces, outgrown ones too, and the user's own
+        if buffer.status is not None and is_mine(buffer):
+            buffer.status.check()
 
 
 def close() -> None:

@@ -200,6 +200,36 @@ def test_workspaces_grow_and_close() -> None:
     assert collectives.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
 
 
+def test_a_peer_that_dies_in_set_up_leaves_no_open_file() -> None:
+    class Dying:
+        rank, world_size = 0, 2
+
+        def gather_objects(self, value: Any, what: str) -> list[Any]:
+            raise weft.PeerTimeout(0, 1, what, 1, 0.0)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(weft.PeerTimeout):
+        symmetric.PosixMemory(4096, Dying())  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.ranks(2)
+def test_check_peers_looks_at_buffers_of_the_user_too() -> None:
+    """Their barriers are replayed by CUDA graphs as well. The status is as a GPU would tell it."""
+
+    class Told:
+        def check(self) -> None:
+            raise weft.PeerTimeout(0, 1, "barrier", 1, 0.0)
+
+    buffer = collectives.empty((4,))
+    collectives.check_peers()
+    buffer.status = Told()  # type: ignore[assignment]
+    with pytest.raises(weft.PeerTimeout, match="barrier"):
+        collectives.check_peers()
+    buffer.close()
+    collectives.check_peers()
+
+
 @pytest.mark.ranks(2)
 def test_memory_of_destroyed_groups_is_given_back() -> None:
     pg = dist.new_group()
