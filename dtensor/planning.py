@@ -142,7 +142,10 @@ def _planned(
     ]
     if call.inputs[0].index is None:
         return _outside(call, writes, results)
-    local = decision.localize(call, targets, results) if decision.localize else _local_op(call)
+    if decision.localize is None:
+        local = _refusal(call, targets) or _local_op(call)
+    else:
+        local = decision.localize(call, targets, results)
     if not known and any(t.dtype.is_complex for t in call.inputs):
         local = _with_conjugates(local)
     if call.mesh.device_type == "cpu" and (fault := _fault(call, targets)):
@@ -324,6 +327,36 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     divides = name in _DIVIDING and isinstance(call.args[1], Layout)
     if divides and cut and not call.outputs[0].dtype.is_floating_point:
         return RuntimeError, "ZeroDivisionError"
+    return None
+
+
+def _refusal(call: Call, targets: list[Layout]) -> Op | None:
+    """On a rank without elements: raises what the op raises for such dtypes where there are some.
+
+    Kernels may look at the dtype only if there is something to compute.
+    """
+    if _is_faked() or not any(t.cut_dims and 0 in t.local_shape for t in targets):
+        return None
+    try:
+        with unwatched():
+            first = (
+                torch.zeros(t.shape_at(0), dtype=t.dtype, device=t.mesh.device_type)
+                for t in targets
+            )
+            args, kwargs = map_tree(
+                [list(call.args), call.kwargs],
+                lambda a: next(first) if isinstance(a, Layout) else a,
+            )
+            call.op(*args, **kwargs)
+    except NotImplementedError as error:
+        text = str(error)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise NotImplementedError(text)
+
+        return refuse
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        pass  # it may be as the values are zeros
     return None
 
 

@@ -285,8 +285,10 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
-def nll_loss(call: Call) -> Decomposed:
+def nll_loss(call: Call) -> Choices | Decomposed:
     """(input, target, weight, reduction, ignore_index) -> (loss, sum of weights)."""
+    if not call.inputs[0].dtype.is_floating_point:  # torch has none, and says so
+        return Choices([call.whole])
 
     def run(
         x: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int

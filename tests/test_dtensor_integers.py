@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from weft import sim
-from weft.dtensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # 100 + 100 wraps around in 8 bits, the average of 3 and -4 is cut to an integer.
@@ -114,12 +121,32 @@ def test_an_average_of_short_integers_does_not_wrap_around() -> None:
     assert sim.run(2, average)[0] == [[100, -99], [-100, 99], [77, 77]]
 
 
-def test_a_softmax_over_shards_refuses_integers() -> None:
+def test_a_softmax_over_shards_and_its_loss_refuse_integers() -> None:
     def refused(rank: int) -> None:
-        x = distribute_tensor(torch.arange(6), init_device_mesh("cpu", (2,)), [Shard(0)])
-        for function in (torch.softmax, torch.log_softmax):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(6), mesh, [Shard(0)])
+        target = distribute_tensor(torch.tensor(1), mesh)
+        for call in (
+            lambda: x.softmax(0),
+            lambda: x.log_softmax(0),
+            lambda: torch.nn.functional.nll_loss(x, target),
+        ):
             with pytest.raises(NotImplementedError, match="'Long'"):
-                function(x, 0)
-            assert function(x, 0, dtype=torch.float32).dtype == torch.float32
+                call()
+        assert x.softmax(0, dtype=torch.float32).dtype == torch.float32
 
     sim.run(2, refused)
+
+
+def test_what_no_kernel_takes_is_refused_also_where_there_are_no_elements() -> None:
+    """The last of four ranks has none of three columns."""
+
+    def refused(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        x = distribute_tensor(torch.ones(8, 3, dtype=torch.bool), mesh, [Shard(1)])
+        whole = x.redistribute(placements=[Replicate()])
+        for call in (lambda: x.cumsum(0, dtype=x.dtype), lambda: whole.T @ x, lambda: x.T @ x):
+            with pytest.raises(NotImplementedError, match="'Bool'"):
+                call()
+
+    sim.run(4, refused)
