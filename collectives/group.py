@@ -361,14 +361,16 @@ def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
 def is_traced(x: torch.Tensor) -> bool:
     """Whether a call of `x` is traced rather than run, and so must go through torch.ops.weft.
 
-    That is under torch.compile or export, or if `x` stands for a tensor.
+    That is under torch.compile, export or make_fx, or if `x` stands for a tensor. What moves bytes
+    by their address would be missing in a graph, and must not be given tensors without memory.
 
     Raises:
         ValueError: `x` is not a tensor.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling or type(x) in _PLAIN:
-        return compiling
+    if torch.compiler.is_compiling():
+        return True
+    if type(x) in _PLAIN:
+        return x.is_meta or (_count_modes() > 0 and any(map(_mode, _TRACERS)))
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -395,6 +397,8 @@ def is_call_traced(x: torch.Tensor) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_count_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_TRACERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def group_name(group: GroupLike) -> str:

@@ -314,6 +314,35 @@ def test_calls_are_neither_dropped_nor_merged() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_graphs_of_values_hold_the_calls() -> None:
+    """make_fx traces plain tensors, in whose memory calls find their results by address."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = c.reduce_scatter(weft.all_gather_matmul(c.all_reduce(x), w))
+        z = weft.ring_attention(x[None, None], x[None, None], x[None, None])
+        return *torch.autograd.grad((y.square().sum(), z.square().sum()), (x, w)), y, z
+
+    x, w = leaf(4, 8), leaf(8, 6, seed=1)
+    graph = make_fx(step)(x, w)
+    later = [t.detach() * 2 for t in (x, w)]
+    torch.testing.assert_close(graph(*later), step(*(t.clone().requires_grad_() for t in later)))
+
+
+@pytest.mark.ranks(2)
+def test_tensors_without_memory_have_results_without_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    x, up = torch.randn(4, 8), weft.ColumnParallelLinear(8, 6, device="meta")
+    y = up(x.to("meta"))
+    assert y.is_meta and y.shape == (8, 3)
+    y.sum().backward()
+    assert up.weight.grad is not None and up.weight.grad.is_meta
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for made in (c.all_gather(x), c.all_reduce(x), weft.matmul_all_reduce(x, x.t())):
+            assert type(made) is FakeTensor
+
+
+@pytest.mark.ranks(2)
 def test_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
