@@ -163,8 +163,8 @@ def publish_product(
 ) -> tuple[torch.Tensor, bool]:
     """Publish to each peer its rows of x @ w (+ plus) in `sum_dtype`.
 
-    Returns this rank's own rows, and whether they have memory of their own. There is no `plus` for
-    scaled fp8.
+    Returns this rank's own rows, and whether they may be overwritten. There is no `plus` for scaled
+    fp8.
     """
     wire = sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
@@ -178,7 +178,8 @@ def publish_product(
             product = mm(x[part], w, plus=None if plus is None else plus[part], out=out)
             if peer != ex.rank:
                 ex.signal(peer)
-        return product, True
+        # A mode that keeps results, as a selective checkpoint does, must find them as they were.
+        return product, torch._C._len_torch_dispatch_stack() == 0
     if scaling is not None:
         product = shown.copy_(scaled_partial(x, w, scaling))
     elif allocates(x, w) and x.dtype == wire:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import weft
 from weft.collectives.movement import chunk_sizes
@@ -79,6 +82,26 @@ def test_training_equals_one_process(
     again.load_state_dict(whole.state_dict())
     for mine, other in zip(again.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_selective_checkpoints_of_matmuls(engine: weft.settings.Engine) -> None:
+    """What a policy keeps of the forward is as it was when the backward asks for it."""
+    up, down = weft.ColumnParallelLinear(32, 256), weft.RowParallelLinear(256, 32)
+    # Chunks long enough to be multiplied in place, and products too small for oneDNN.
+    x = torch.randn(300, 32, requires_grad=True)
+    leaves = x, *up.parameters(), *down.parameters()
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def block(x: torch.Tensor) -> Any:
+        return down(up(x).relu())
+
+    with weft.engine(engine):
+        expected = torch.autograd.grad(block(x).square().sum(), leaves)
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        y = recompute(block, x, use_reentrant=False, context_fn=contexts)
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), leaves), expected)
 
 
 @pytest.mark.ranks(3)
