@@ -82,6 +82,13 @@ def _variable(name: str, default: str) -> str:
     return os.fsdecode(value) if value else default
 
 
+def _flag(name: str, default: str) -> bool:
+    text = _variable(name, default)
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def timeout_s() -> float:
     """Seconds that a wait lasts at most.
 
@@ -100,17 +107,17 @@ def timeout_s() -> float:
 
 def check_calls() -> bool:
     """Whether each call is compared across ranks before it starts."""
-    return _variable("WEFT_CHECK", "0") != "0"
+    return _flag("WEFT_CHECK", "0")
 
 
 def direct_reads() -> bool:
     """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
-    return _variable("WEFT_DIRECT", "1") != "0"
+    return _flag("WEFT_DIRECT", "1")
 
 
 def multimem() -> bool:
     """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
-    return _variable("WEFT_MULTIMEM", "0") != "0"
+    return _flag("WEFT_MULTIMEM", "0")
 
 
 def cache_dir() -> Path:
