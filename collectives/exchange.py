@@ -24,7 +24,7 @@ from weft import settings
 from weft.collectives import pad
 from weft.collectives.group import Group, GroupLike, resolve
 from weft.collectives.workspace import Workspace, workspace
-from weft.errors import MismatchError, PeerTimeout
+from weft.errors import MismatchError, PeerTimeout, WeftError
 
 _CPU = torch.device("cpu")
 _END_WORD = pad.LINE - 1  # of virtual ranks' lines
@@ -58,7 +58,9 @@ class Exchange:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait_all()
-        elif self._call is not None and issubclass(kind, Exception) and kind is not PeerTimeout:
+        elif self._ws.addresses and not issubclass(kind, Exception):
+            self._waiter.break_off()
+        elif self._call is not None and kind is not PeerTimeout:
             self._abandon()
 
     def _abandon(self) -> None:
@@ -71,7 +73,7 @@ class Exchange:
             if self._waiter.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank] < self.generation:
                 self.signal(peer)
         self._call = None
-        with suppress(PeerTimeout):  # this rank's own error is more useful
+        with suppress(WeftError):  # this rank's own error is more useful
             self.wait_all()
 
     def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -194,7 +196,7 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws)
             self._ws.launched(self.op)
-        elif issubclass(kind, Exception) and kind is not PeerTimeout:
+        elif kind is not PeerTimeout:
             self._abandon()
 
     def _abandon(self) -> None:

@@ -4,7 +4,7 @@
     GENERATION     this rank         number of the last call begun on this workspace
     TICKET         this rank         programs of the running launch that have finished
     STATUS .. +3   any rank          0, or code, waiter, peer, generation of a wait that timed out;
-                                     FAILED: `peer` has failed amid a call
+                                     FAILED: `peer` has left a call amid it
     HOST_SLOTS     rank s, line s    a cache line for each source rank: its generation, its message
     KERNEL_SLOTS   rank s            signals of kernels
 

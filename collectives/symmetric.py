@@ -375,7 +375,13 @@ class Waiter:
         """
         slot = pad.HOST_SLOTS + pad.LINE * peer + word
         if self.own[slot] < value:
-            self._wait(slot, peer, value, op)
+            try:
+                self._wait(slot, peer, value, op)
+            except WeftError:
+                raise
+            except BaseException:  # of a signal's handler
+                self.break_off()
+                raise
         fence()
 
     def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
@@ -405,10 +411,20 @@ class Waiter:
 
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
-        for words in self.words:
-            for i, word in reversed(list(enumerate((1, self.rank, peer, value)))):
-                words[pad.STATUS + i] = word
+        self._tell(1, self.rank, peer, value)
         raise PeerTimeout(self.rank, peer, op, value, waited)
+
+    def break_off(self) -> None:
+        """Tell every rank that this one leaves a call which it has begun.
+
+        A peer that comes to it later would take what lies there for the data of its own call.
+        """
+        self._tell(pad.FAILED, self.rank, self.rank, 0)
+
+    def _tell(self, *status: int) -> None:
+        for words in self.words:
+            for i, word in reversed(list(enumerate(status))):
+                words[pad.STATUS + i] = word
 
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
@@ -421,8 +437,9 @@ def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
     code, waiter, peer, generation = status
     if code == pad.FAILED:
         return MismatchError(
-            f"{op}: rank {peer} has failed amid a call, its own error tells why. Results since are "
-            f"no good, and the group cannot be used until all of its ranks have called weft.close()"
+            f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
+            f"why. Results since are no good, and the group cannot be used until all of its ranks "
+            f"have called weft.close()"
         )
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter

@@ -110,6 +110,10 @@ class Workspace:
             if self._on_host or not torch.cuda.is_current_stream_capturing():
                 self._failed = op
             raise
+        except BaseException:
+            if self.addresses:
+                self.waiter.break_off()
+            raise
         self.launched(op)
 
     def check(self, op: str) -> None:

@@ -197,6 +197,51 @@ def test_a_rank_that_fails_amid_a_call(own_ranks: Any, name: str) -> None:
         assert ("rank 0 failed during" in told) == name.startswith("publish")
 
 
+def interrupted_body(op: str, engine: weft.settings.Engine) -> None:
+    """Rank 0 is interrupted while it waits for rank 1, and both go on to a call of other data."""
+    os.environ["WEFT_TIMEOUT_S"] = "5"
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    calls = {
+        "all_reduce": lambda x: collectives.all_reduce(x),
+        "all_gather": lambda x: collectives.all_gather(x),
+        "matmul_reduce_scatter": lambda x: weft.matmul_reduce_scatter(x, w),
+        "matmul_all_reduce": lambda x: weft.matmul_all_reduce(x, w),
+    }
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    with weft.engine(engine):
+        right = calls[op](x)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                calls[op](x * 7)
+        dist.barrier()
+        for _ in range(2):
+            with pytest.raises(weft.MismatchError, match="rank 0 has failed or was interrupted"):
+                calls[op](x)
+        dist.barrier()
+        weft.collectives.close()
+        assert torch.equal(calls[op](x), right)
+
+
+@pytest.mark.parametrize(
+    ("op", "engine"),
+    [
+        ("all_reduce", "host"),
+        ("all_gather", "host"),
+        ("matmul_reduce_scatter", "host"),
+        ("matmul_all_reduce", "triton"),
+    ],
+)
+def test_a_rank_that_is_interrupted_amid_a_call(own_ranks: Any, op: str, engine: str) -> None:
+    """What it has published is not taken for the data of a later call."""
+    own_ranks(2).run(interrupted_body, op, engine, timeout_s=60)
+
+
 def no_room_body(failing: tuple[int, ...]) -> list[float | str]:
     """Some ranks have no memory for the second of four launches, and go on to the third."""
     from weft.kernels import gemm_all_reduce
