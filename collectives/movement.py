@@ -403,7 +403,13 @@ def _moved(
         out.copy_(x)
     else:
         move(out, x, group, *args)
-    return out if given is None or given is out else given.copy_(out)
+    if given is None:
+        return out
+    if given is out:
+        # Bytes moved by address: autograd must see that a tensor which it has saved is no more.
+        torch.autograd.graph.increment_version(out)
+        return out
+    return given.copy_(out)
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

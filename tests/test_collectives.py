@@ -339,6 +339,24 @@ def test_subgroups_of_a_mesh() -> None:
         collectives.all_gather(x, mesh)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic", "triton"])
+def test_a_gradient_that_needs_what_a_call_has_overwritten(engine: weft.settings.Engine) -> None:
+    rank, x = dist.get_rank(), torch.ones(4, requires_grad=True)
+    for overwrite in (
+        lambda y: collectives.all_reduce(y, out=y),
+        lambda y: collectives.broadcast(y, out=y),
+        lambda y: collectives.all_to_all(y, out=y),
+        lambda y: collectives.all_gather(y.chunk(2)[rank], out=y),
+        lambda y: collectives.reduce_scatter(y, out=y[:2]),
+    ):
+        y = x.exp()  # whose gradient is y
+        with torch.no_grad(), weft.engine(engine):
+            overwrite(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 @pytest.mark.ranks(2, 3)
 def test_misuse_is_an_error_on_every_rank() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
