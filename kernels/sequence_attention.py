@@ -396,8 +396,7 @@ def _host_backward(call: Plan, saved: Saved) -> Gradients:
     group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
     rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
     grad = AttentionGrad(saved, geometry.sees, call.scale)
-    own = torch.empty(_shape_of(k, rank, geometry), dtype=wide, device=k.device)
-    dk, dv = Total(own[0]), Total(own[1])
+    dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
     nbytes = _shown_bytes(k, geometry, k.dtype)
     with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
         _publish_keys(keys, k, v)
@@ -416,7 +415,7 @@ def _host_backward(call: Plan, saved: Saved) -> Gradients:
                 ex.signal_all()
                 if pieces_between(geometry, source, rank):
                     ex.wait(source)
-                    dk_part, dv_part = ex.peer(source, tuple(own.shape), wide)
+                    dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
                     dk.add(slice(None), dk_part)
                     dv.add(slice(None), dv_part)
     return grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)

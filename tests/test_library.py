@@ -76,6 +76,12 @@ def test_registered_as_torch_demands() -> None:
     for op, args in calls():
         torch.library.opcheck(op.default, args)
     assert torch.library.opcheck(ops.barrier.default, (group_name(None),))
+    q, k, v = (leaf(1, 2, 3, 8, seed=seed).detach() for seed in range(3))
+    with weft.engine("host"):
+        out, lse = ops.ring_attention(q, k, v, group_name(None))
+        given = (q, k, v, out, lse, out, lse, group_name(None))
+        options = (True, None, "contiguous", None, None, None, None)
+        torch.library.opcheck(ops.ring_attention_backward.default, (*given, *options))
 
 
 def test_every_call_is_an_op() -> None:
