@@ -52,7 +52,7 @@ class PartialAttention:
     """Attention of queries (B, H, S, D) to the keys so far, in fp32 or wider."""
 
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
-        self._q, self._sees, self._scale = _contiguous_rows(q), sees, scale
+        self._q, self._sees, self._scale = contiguous_rows(q), sees, scale
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.empty(q.shape, dtype=wide, device=q.device)
         self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
@@ -62,7 +62,7 @@ class PartialAttention:
         """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `pieces`."""
         if not _any_work(self._q, k):
             return
-        k, v = _contiguous_rows(k), _contiguous_rows(v)
+        k, v = contiguous_rows(k), contiguous_rows(v)
         for piece in pieces:
             rows, keys = slice(*piece.queries), slice(*piece.keys)
             mask = _mask(piece, self._sees, self._q)
@@ -119,7 +119,7 @@ class AttentionGrad:
             out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
             grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
         self._q = self._widened(q)
-        self._out, self._grad_out = out, _contiguous_rows(grad_out)
+        self._out, self._grad_out = out, contiguous_rows(grad_out)
 
     def add(
         self,
@@ -152,12 +152,15 @@ class AttentionGrad:
                 total.add(part, grad[..., : self._width])
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.pad(x, (0, self._columns)) if self._columns else _contiguous_rows(x)
+        return functional.pad(x, (0, self._columns)) if self._columns else contiguous_rows(x)
 
 
-def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows, which torch's kernel assumes."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with contiguous rows, which torch's kernel assumes, and in no other dim neighbours.
+
+    There the kernel would take its result, laid out like overlapping queries, for another layout.
+    """
+    return x if x.stride(-1) == 1 and 1 not in x.stride()[:-1] else x.contiguous()
 
 
 def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from weft.collectives import Group, all_gather, reduce_scatter
 from weft.collectives.symmetric import persistent
+from weft.kernels.chunk_attention import contiguous_rows
 from weft.kernels.sharded_sequence import UNBOUNDED, Geometry, Span
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _attend(
     if return_lse or not (q.numel() and k.numel()):
         out, lse = _plain_attention(q, k, v, mask, scale)
     else:
-        gqa = q.shape[1] != k.shape[1]
+        gqa, q = q.shape[1] != k.shape[1], contiguous_rows(q)
         out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
     if blind is not None:
         out = out.masked_fill(blind.unsqueeze(-1), 0.0)
