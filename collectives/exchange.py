@@ -196,7 +196,7 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws)
             self._ws.launched(self.op)
-        elif kind is not PeerTimeout:
+        elif issubclass(kind, Exception) and kind is not PeerTimeout:
             self._abandon()
 
     def _abandon(self) -> None:

@@ -384,16 +384,17 @@ def is_call_traced(x: torch.Tensor) -> bool:
         NotImplementedError: under torch.func or forward-mode differentiation, which cannot
             differentiate what comes from peers.
     """
-    if is_traced(x):
+    traced = is_traced(x)
+    if traced and torch.compiler.is_compiling():
         return True
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
             "..) or forward-mode differentiation: use torch.autograd.grad"
         )
-    if x.layout is not torch.strided:
+    if not traced and x.layout is not torch.strided:
         raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
-    return False
+    return traced
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

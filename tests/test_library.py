@@ -332,6 +332,8 @@ def test_graphs_of_values_hold_the_calls() -> None:
     graph = make_fx(step)(x, w)
     later = [t.detach() * 2 for t in (x, w)]
     torch.testing.assert_close(graph(*later), step(*(t.clone().requires_grad_() for t in later)))
+    with pytest.raises(NotImplementedError, match=r"not by torch\.func"):
+        make_fx(torch.func.grad(lambda x: c.all_reduce(x).sum()))(x.data)
 
 
 @pytest.mark.ranks(2)
