@@ -16,10 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.dtensor.call import Call, Choices, Strategy, rules_of_overloads
+from weft.dtensor.call import Call, Choices, Meta, Strategy, rules_of_overloads
 from weft.dtensor.context_parallel import context_parallel, context_parallel_unshard
 from weft.dtensor.dispatch import forget_plans
-from weft.dtensor.layout import Layout, show
+from weft.dtensor.layout import Layout, normalize, show
 from weft.dtensor.tensor import DTensor
 
 __all__ = [
@@ -185,9 +185,14 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
         def sharding(call: Call) -> Choices:
             strategies = []
             for outputs, inputs in function(*call.args, **call.kwargs):
-                strategies.append(
-                    Strategy(_per_tensor(call, inputs), tuple(p for p in outputs if p is not None))
-                )
+                results = [p for p in outputs if p is not None]
+                if len(results) != len(call.outputs):
+                    raise ValueError(
+                        f"register_sharding of {call}: a strategy must place each of its "
+                        f"{len(call.outputs)} results, got {list(outputs)}"
+                    )
+                placed = _valid(_per_tensor(call, inputs), call.inputs)
+                strategies.append(Strategy(placed, _valid(results, call.outputs)))
             return Choices(strategies)
 
         for overload in op if isinstance(op, (list, tuple)) else [op]:
@@ -198,7 +203,15 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     return register
 
 
-def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> tuple[Placement, ...]:
+def _valid(
+    placements: Sequence[Placement], tensors: Sequence[Layout | Meta]
+) -> tuple[Placement, ...]:
+    """The placement of each tensor, normalized; ValueError if it has no such placement."""
+    pairs = zip(placements, tensors, strict=True)
+    return tuple(normalize([placement], len(t.shape), 1)[0] for placement, t in pairs)
+
+
+def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> list[Placement]:
     """The placements of the tensors among the flattened arguments."""
     flat, _ = pytree.tree_flatten([call.args, call.kwargs])
     positional = len(pytree.tree_flatten(list(call.args))[0])
@@ -210,7 +223,7 @@ def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> tuple[Pla
             f"register_sharding of {call}: a strategy must place each of its {len(tensors)} "
             f"tensors, got {list(placements)} for {len(flat)} arguments"
         )
-    return tuple(p for p in placements if p is not None)
+    return [p for p in placements if p is not None]
 
 
 class Replicating(TorchFunctionMode):

@@ -191,6 +191,29 @@ def test_sharding_of_ones_own() -> None:
         forget_plans(neg)
 
 
+@pytest.mark.ranks(2)
+def test_sharding_of_ones_own_is_checked() -> None:
+    x = distribute_tensor(torch.randn(6, 4), world(), [Shard(0)])
+    op = torch.ops.weft_tests.double_rows.default
+    rows = [Shard(0), None]
+    try:
+        for outputs, inputs, text in [
+            ([Partial("mean")], rows, "asks for an unknown reduction: Partial takes"),
+            ([Shard(0)], [Shard(2), None], "shards dim 2, but the tensor has 2 dims"),
+            ([Shard(0)], [0, None], "a placement is Shard"),
+            ([Shard(0), Shard(0)], rows, "place each of its 1 results"),
+            ([Shard(0)], [None, None], "place each of its 1 tensors"),
+        ]:
+            register_sharding(op)(lambda x, times, both=(outputs, inputs): [both])
+            with pytest.raises(ValueError, match=text):
+                op(x, 3)
+        register_sharding(op)(lambda x, times: [([Shard(-2)], [Shard(-2), None])])
+        assert op(x, 3).placements == (Shard(0),)
+    finally:
+        del rules_of_overloads[op]
+        forget_plans(op)
+
+
 @pytest.mark.ranks(2, 3)
 def test_plain_tensors_replicated() -> None:
     mesh = world()
