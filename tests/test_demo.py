@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from weft import cli
+from weft.demo import run as demo
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, Shape
+from weft.demo.report import Comparison
 from weft.demo.train import Result, Run, train
 
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
@@ -54,6 +57,20 @@ def test_demo_end_to_end(
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "all_gather_matmul" in (tmp_path / "explain.txt").read_text()
     assert (tmp_path / "text.txt").read_text().rstrip("\n") == report["text"].rstrip("\n")
+
+
+@pytest.mark.parametrize("theirs, status", [([1.0, 2.0], 0), ([1.0, 2.1], 1), ([1.0, math.nan], 1)])
+def test_the_exit_status_says_whether_the_losses_agree(
+    theirs: list[float], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compared(run: Run, ranks: int, out: Path) -> Comparison:
+        def result(losses: list[float]) -> Result:
+            return Result(losses)
+
+        return Comparison(run, 0, result([1.0, 2.0]), [result(theirs)])
+
+    monkeypatch.setattr(demo, "run_demo", compared)
+    assert cli.main(["demo", "--device", "cpu", "--out", str(tmp_path)]) == status
 
 
 def trained(run: Run) -> Result:

@@ -108,7 +108,7 @@ def _draw_differences(axes: Axes, comparison: Comparison) -> None:
         yscale="log",
         ylim=(_FLOOR, max(1e-2, 3 * max(differences))),
         xlabel="step",
-        title=f"Difference of the two losses: at most {max(differences):.1e}",
+        title=f"Difference of the two losses: at most {comparison.largest_difference:.1e}",
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,9 +36,14 @@ class Comparison:
         return [abs(ours - theirs) for ours, theirs in pairs]
 
     @property
+    def largest_difference(self) -> float:
+        """How far the losses are apart at most; NaN if a loss is."""
+        return max(self.differences, key=lambda apart: (math.isnan(apart), apart))
+
+    @property
     def agrees(self) -> bool:
         """Whether the losses are nowhere further apart than fp32 rounding explains."""
-        return max(self.differences) < TOLERANCE
+        return self.largest_difference < TOLERANCE
 
     def step_ms(self, result: Result) -> float:
         """The mean time of a step, the first left out (it plans, allocates and compiles)."""
@@ -65,7 +71,7 @@ class Comparison:
         return {
             "run": asdict(self.run),
             "parameters": self.parameters,
-            "largest_difference": max(self.differences),
+            "largest_difference": self.largest_difference,
             "tolerance": TOLERANCE,
             "agrees": self.agrees,
             "reference": of(self.reference),
@@ -96,11 +102,11 @@ def show(comparison: Comparison, console: Console) -> None:
     """Print the comparison."""
     sharded = comparison.ranks[0]
     console.print(_losses(comparison))
-    largest = max(comparison.differences)
+    largest = comparison.largest_difference
     verdict = (
         Text(f"below {TOLERANCE:g}: the same training", style="bold green")
         if comparison.agrees
-        else Text(f"above the {TOLERANCE:g} that fp32 rounding explains", style="bold red")
+        else Text(f"not below the {TOLERANCE:g} that fp32 rounding explains", style="bold red")
     )
     console.print(Text.assemble(f"largest difference of the losses {largest:.1e}, ", verdict, "\n"))
     console.print(_times(comparison))
