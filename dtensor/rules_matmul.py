@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.call import Call, Choices, Decomposed, Strategy, leaves, rule
 from weft.dtensor.layout import (
     Layout,
     is_shard,
@@ -125,18 +125,35 @@ def with_summand(call: Call) -> Choices:
     return contraction(call, *letters, offset=1, bias=0)
 
 
-@rule("_scaled_mm")
+@rule("_trilinear")
+def trilinear(call: Call) -> Decomposed:
+    """A sum of products of three tensors, of F.bilinear: each lacks some of the dims."""
+
+    def run(a: Any, b: Any, c: Any, *lacking: list[int], unroll_dim: int = 1) -> Any:
+        dims = string.ascii_lowercase[: a.ndim + len(lacking[0])]
+        kept = ("".join(x for i, x in enumerate(dims) if i not in each) for each in lacking[:4])
+        return torch.einsum("{},{},{}->{}".format(*kept), a, b, c)
+
+    return Decomposed(run)
+
+
+@rule("_scaled_mm", "_scaled_mm_v2")
 def scaled_product(call: Call) -> Choices:
     """(first, second, their scales, ...), of fp8. A scale is a number, or one a row or column.
 
     Scales of blocks, and sizes that kernels do not take a part of, are not cut.
     """
     bound, (M, N) = call.bound, call.outputs[0].shape
-    of_rows, of_columns = bound["scale_a"].shape, bound["scale_b"].shape
+    # Lists in the second version, together with what they are of: 0 is a whole tensor, 1 a row.
+    of_first, of_second = (list(leaves(bound[name])) for name in ("scale_a", "scale_b"))
+    recipes = {*bound.get("recipe_a", ()), *bound.get("recipe_b", ())}
+    if not (len(of_first) == len(of_second) == 1 and recipes <= {0, 1}):
+        return Choices([call.whole])
+    of_rows, of_columns = of_first[0].shape, of_second[0].shape
     if of_rows not in ((), (1,), (1, 1), (M, 1)) or of_columns not in ((), (1,), (1, 1), (1, N)):
         return Choices([call.whole])
     multiple = 16 * len(call.inputs[0].place.ranks)
-    as_a_sum = call.outputs[0].dtype.itemsize > 1 and bound["scale_result"] is None
+    as_a_sum = call.outputs[0].dtype.itemsize > 1 and bound.get("scale_result") is None
     bias = None if bound["bias"] is None else 4
     strategies: list[Strategy] = []
     for strategy in contraction(call, *_PRODUCTS["mm"], bias=bias).strategies:

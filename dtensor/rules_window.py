@@ -329,6 +329,16 @@ def images(call: Call) -> Choices:
     return Choices([call.whole, *map(call.with_all, shards)], _of_images)
 
 
+@rule("affine_grid_generator", "affine_grid_generator_backward")
+def affine_grid(call: Call) -> Choices:
+    """(matrices or gradients of grids (N, ...), the size of the images (N, C, ...), ...)."""
+
+    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        return lambda x, size, *rest: call.op(x, [x.shape[0], *size[1:]], *rest)
+
+    return Choices(call.kept({0: 0}), localize)
+
+
 @rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sampler_backward(call: Call) -> Choices:
     """(of y (N, C, ...), x (N, C, ...), grid (N, ..., 2 or 3), ...) -> (of x, of the grid)."""

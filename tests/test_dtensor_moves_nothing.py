@@ -168,6 +168,9 @@ def free() -> dict[str, Free]:
     def sampled(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         return functional.grid_sample(x, grid, align_corners=False)
 
+    def gridded(theta: torch.Tensor) -> torch.Tensor:
+        return functional.affine_grid(theta, [6, 1, 4, 5], align_corners=False)
+
     def resized(x: torch.Tensor) -> torch.Tensor:
         return functional.interpolate(x, scale_factor=2, mode="bilinear")
 
@@ -185,6 +188,10 @@ def free() -> dict[str, Free]:
         "grid_sample channels": (sampled, [(image, Shard(1)), (grid, R)], Shard(1)),
         "grid_sample rows": (sampled, [(image, R), (grid, Shard(1))], Shard(2)),
         "grid_sample deep": (sampled, [(volume, Shard(0)), (deep, Shard(0))], Shard(0)),
+        "affine_grid": (gridded, [(r(6, 2, 3), Shard(0))], Shard(0)),
+        "bilinear": (
+            functional.bilinear, [(row, Shard(0)), (r(6, 3), Shard(0)), (r(5, 8, 3), R)], Shard(0),
+        ),
         "interpolate": (resized, [(image, Shard(1))], Shard(1)),
         "adaptive_avg_pool3d": (
             lambda x: functional.adaptive_avg_pool3d(x, 2), [(volume, Shard(0))], Shard(0),

@@ -106,30 +106,59 @@ scales_of_rows = pytest.param(
 )
 
 
+def second_version(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    kinds = functional.ScalingType
+    kind = kinds.TensorWise if scale_a.numel() == 1 else kinds.RowWise
+    return functional.scaled_mm(
+        a, b, scale_a, kind, scale_b, kind, bias=bias, output_dtype=out_dtype
+    )
+
+
+versions = [
+    torch._scaled_mm,
+    pytest.param(
+        second_version,
+        marks=pytest.mark.skipif(
+            torch.__version__ < (2, 13), reason="torch has scaled_mm on GPUs only"
+        ),
+    ),
+]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("by_row", [pytest.param(False, id="one scale"), scales_of_rows])
-def test_matmuls_of_scaled_fp8(by_row: bool, mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("scaled_mm", versions)
+def test_matmuls_of_scaled_fp8(scaled_mm: Any, by_row: bool, mesh: tuple[int, ...]) -> None:
     ranks = init_device_mesh("cpu", mesh)
     torch.manual_seed(0)
     a, b = fp8(7, 64), fp8(128, 64).t()
     scale_a = torch.tensor([0.5, 2.0])[torch.randint(2, (7, 1))] if by_row else torch.tensor(2.0)
     scale_b = torch.tensor([0.5, 2.0])[torch.randint(2, (1, 128))] if by_row else torch.tensor(0.5)
     for bias in (None, whole_numbers(128)):
-        expected = torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=torch.float32)
+        expected = scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=torch.float32)
         shards = [Replicate(), Shard(0), Shard(1)]
         for p in itertools.product(itertools.product(shards, repeat=len(mesh)), repeat=2):
             x, w = (distribute_tensor(t, ranks, q) for t, q in zip((a, b), p, strict=True))
             rest = [
                 t if t is None else distribute_tensor(t, ranks) for t in (scale_a, scale_b, bias)
             ]
-            result = torch._scaled_mm(x, w, *rest, out_dtype=torch.float32)
+            result = scaled_mm(x, w, *rest, out_dtype=torch.float32)
             assert torch.equal(result.full_tensor(), expected), p
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("by_row", [pytest.param(False, id="one scale"), scales_of_rows])
-def test_matmuls_of_scaled_fp8_that_move_nothing(by_row: bool) -> None:
+@pytest.mark.parametrize("scaled_mm", versions)
+def test_matmuls_of_scaled_fp8_that_move_nothing(scaled_mm: Any, by_row: bool) -> None:
     def placed(t: torch.Tensor, placement: Any) -> DTensor:
         return distribute_tensor(t, world(), [placement])
 
@@ -145,6 +174,6 @@ def test_matmuls_of_scaled_fp8_that_move_nothing(by_row: bool) -> None:
         own = [placed(t, p) for t, p in zip(scales, pair, strict=True)]
         x, w = placed(a, of_a), placed(b, of_b)
         with CommDebugMode() as comm:
-            result = torch._scaled_mm(x, w, *own, out_dtype=torch.bfloat16)
+            result = scaled_mm(x, w, *own, out_dtype=torch.bfloat16)
         assert result.placements == (of_result,)
         assert comm.get_total_counts() == 0
