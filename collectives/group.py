@@ -387,14 +387,23 @@ def is_call_traced(x: torch.Tensor) -> bool:
     traced = is_traced(x)
     if traced and torch.compiler.is_compiling():
         return True
+    check_untransformed()
+    if not traced and x.layout is not torch.strided:
+        raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
+    return traced
+
+
+def check_untransformed() -> None:
+    """Check that no transform of torch.func is at work, nor forward-mode differentiation.
+
+    Raises:
+        NotImplementedError: one is.
+    """
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
             "..) or forward-mode differentiation: use torch.autograd.grad"
         )
-    if not traced and x.layout is not torch.strided:
-        raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
-    return traced
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -10,6 +10,20 @@ from torch.autograd import forward_ad
 no_function = torch._C.DisableTorchFunctionSubclass
 
 
+def check_untransformed() -> None:
+    """Check that no transform of torch.func is at work: its wrappers would pass for local tensors.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "torch.func (grad, vjp, vmap, ..) takes functions of DTensors that are made of torch's "
+            "ops, not ones that convert or redistribute (from_local, to_local, redistribute, "
+            "modules with a plan): use torch.autograd.grad"
+        )
+
+
 def needs_grad(tensor: torch.Tensor) -> bool:
     """Whether autograd records what is done with `tensor`, asked without __torch_function__.
 
@@ -33,7 +47,12 @@ def is_nothing(grad: torch.Tensor | None) -> bool:
 
 
 def record(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, 2 us quicker where no transform of functorch's is at work."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """`function.apply(*args)`, 2 us quicker.
+
+    Raises:
+        NotImplementedError: under a transform of torch.func, which would look for its rule.
+    """
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    check_untransformed()
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

@@ -17,7 +17,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor import checkpoint_items
 from weft.dtensor.exporting import refuse_export
-from weft.dtensor.grad_recording import is_nothing, needs_grad, no_function, record
+from weft.dtensor.grad_recording import (
+    check_untransformed,
+    is_nothing,
+    needs_grad,
+    no_function,
+    record,
+)
 from weft.dtensor.layout import (
     Layout,
     Placements,
@@ -97,13 +103,12 @@ class DTensor(torch.Tensor):
     def __new__(
         cls,
         local_tensor: torch.Tensor,
-        layout: Layout | DTensorSpec,
+        spec: Layout | DTensorSpec,
         *,
         requires_grad: bool = False,
     ) -> DTensor:
-        """Wrap `local_tensor` as this rank's part of `layout`. No communication, no autograd."""
-        if not isinstance(layout, Layout):
-            layout = layout_of_spec(layout)
+        """Wrap `local_tensor` as this rank's part of `spec`. No communication, no autograd."""
+        layout = spec if isinstance(spec, Layout) else layout_of_spec(spec)
         return cast(DTensor, wrap(local_tensor, layout).requires_grad_(requires_grad))
 
     # torch.Tensor has no __init__ of its own: the arguments are __new__'s.
@@ -140,7 +145,8 @@ class DTensor(torch.Tensor):
             ValueError: `local_tensor` does not have the shape that the layout gives this rank,
                 whose shards are those of `torch.chunk`.
             RuntimeError: a DTensor was given, or `shape` without `stride`.
-            NotImplementedError: `local_tensor` is sparse, nested or quantized.
+            NotImplementedError: `local_tensor` is sparse, nested or quantized; or under a
+                transform of torch.func.
         """
         given = device_mesh, placements, run_check, grad_placements
         if torch.compiler.is_compiling():
@@ -419,6 +425,7 @@ def _from_local(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
         )
     check_dense("from_local", local_tensor)
+    check_untransformed()
     if (shape is None) != (stride is None):
         raise RuntimeError("from_local: Please pass both shape and stride at the same time.")
     mesh = mesh_or_current(device_mesh)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from weft.collectives import Group, all_reduce, resolve
-from weft.collectives.group import GroupLike, is_traced
+from weft.collectives.group import GroupLike, check_untransformed, is_traced
 from weft.kernels.autocast import autocast, outside_autocast
 from weft.kernels.dense import WeightGrad, as_rows, conjugated, matmul
 from weft.kernels.gathered_matmul import all_gather_matmul
@@ -259,6 +259,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole sequence's output, this rank's features or all."""
+        _check_untransformed()
         weight, bias, split, group = self.weight, self.bias, self.split, self.group
         if max(split.copies) > 1 and torch.is_grad_enabled():
             weight = _Shared.apply(weight, split, group)
@@ -297,6 +298,7 @@ class RowParallelLinear(_ParallelLinear):
         Raises:
             ValueError: the input does not have this rank's features, or all where it should.
         """
+        _check_untransformed()
         wanted = self.weight.shape[1] if self.input_is_parallel else self.in_features
         if x.shape[-1] != wanted:
             given = "all" if not self.input_is_parallel else f"this rank's {wanted} of the"
@@ -316,6 +318,12 @@ class RowParallelLinear(_ParallelLinear):
         return matmul_reduce_scatter(
             x, self.weight.t(), self.group, scatter_dim=self.sequence_dim, **options
         )
+
+
+def _check_untransformed() -> None:
+    # A compiler knows no transforms; ours would only meet them in an autograd function.
+    if not torch.compiler.is_compiling():
+        check_untransformed()
 
 
 def _quantized_input(

@@ -108,7 +108,7 @@ def test_as_frameworks_see_it() -> None:
     x = distribute_tensor(torch.arange(15.0).view(5, 3).t(), mesh, [Shard(-1)])
     spec, theirs = x._spec, dtensor.to_torch(x)._spec
     assert spec == theirs and hash(spec) == hash(theirs) and spec is not x._spec
-    again = DTensor(x.to_local(), spec, requires_grad=True)
+    again = DTensor(local_tensor=x.to_local(), spec=spec, requires_grad=True)
     assert again._layout is x._layout and again.requires_grad and again.is_leaf
     spec.tensor_meta = None
     with pytest.raises(ValueError, match="tensor_meta"):

@@ -317,6 +317,26 @@ def test_functions_that_run_backward() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_transforms_stop_where_dtensors_begin_or_end() -> None:
+    mesh, x = world(), torch.ones(2, 4)
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh, plan)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: Any) -> Any:
+        return torch.func.functional_call(model, weights, x).sum()
+
+    whole = distribute_tensor(x, mesh, [Shard(0)])
+    for transformed in (
+        lambda: torch.func.grad(loss)(weights),
+        lambda: torch.vmap(model)(x[None]),
+        lambda: torch.vmap(lambda row: DTensor.from_local(row, mesh, [Shard(0)]))(whole),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func \(grad.* ones that convert"):
+            transformed()
+
+
+@pytest.mark.ranks(2)
 def test_recurrent_layers_begin_with_plain_zeros() -> None:
     mesh = world()
     whole = torch.randn(5, 4, 3, dtype=torch.float64)
