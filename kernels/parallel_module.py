@@ -154,14 +154,24 @@ class ParallelModule(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         # Collective: state_dict() must be called on every rank.
-        for name, part in self._parameters.items():
-            if part is not None:
-                value, dim = part if keep_vars else part.detach(), self.cut.get(name)
-                if dim is not None and value.is_meta:
-                    value = value.new_empty(self.whole_shapes()[name])
-                elif dim is not None:
-                    value = self.split.whole(value, dim, self.group)
-                destination[prefix + name] = value
+        for name in self.cut:
+            if name not in self._parameters:
+                raise RuntimeError(
+                    f"{prefix}{name} is no parameter any more: what a parametrization, pruning or "
+                    f"torch.nn.utils has put in its place is of this rank's part, and cannot be "
+                    f"saved whole. Remove it first (parametrize.remove_parametrizations, "
+                    f"prune.remove, ..), or use DTensors with a plan, which take them"
+                )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, dim in self.cut.items():
+            part = destination.get(prefix + name)
+            if part is None:
+                continue
+            if part.is_meta:
+                whole = part.new_empty(self.whole_shapes()[name])
+            else:
+                whole = self.split.whole(part, dim, self.group)
+            destination[prefix + name] = whole
 
     def _load_from_state_dict(
         self,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -365,6 +366,35 @@ def test_what_is_no_plain_linear_is_refused() -> None:
         weft.ColumnParallelLinear.from_linear(nn.Embedding(4, 4))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a plain weight \(8, 6\) .* \(24, 1\) of torch.uint8"):
         weft.RowParallelLinear.from_linear(_Packed())
+
+
+@pytest.mark.ranks(2)
+def test_a_part_that_torch_has_replaced_is_not_saved_as_the_whole() -> None:
+    model = parallel(pair(4, 6, bias=True), None)
+    model[0].register_buffer("seen", torch.ones(2))
+    whole = model.state_dict()
+    assert list(whole) == ["0.weight", "0.bias", "0.seen", "2.weight", "2.bias"]
+    prune.l1_unstructured(model[0], "weight", 2)
+    with pytest.raises(RuntimeError, match=r"0\.weight is no parameter any more"):
+        model.state_dict()
+    prune.remove(model[0], "weight")
+    parametrizations.weight_norm(model[2])
+    with pytest.raises(RuntimeError, match=r"2\.weight is no parameter any more"):
+        model.state_dict()
+    parametrize.remove_parametrizations(model[2], "weight")
+    assert model.state_dict()["2.weight"].shape == (4, 6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_dim", [0, None])
+def test_transforms_of_torch_func_are_refused(sequence_dim: int | None) -> None:
+    model, x = parallel(pair(4, 6, bias=True), sequence_dim), torch.ones(2, 4)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    for layer, given in ((model[0], x), (model[2], model[0](x).detach())):
+        with pytest.raises(NotImplementedError, match=r"not by torch\.func"):
+            torch.func.vjp(layer, given)
+    with pytest.raises(NotImplementedError, match=r"not by torch\.func"):
+        torch.func.grad(lambda w: torch.func.functional_call(model, w, x).sum())(weights)
 
 
 @pytest.mark.ranks(2)
