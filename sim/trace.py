@@ -260,7 +260,10 @@ class Recorder:
         return self._owners[at] if at >= 0 and address < self._ends[at] else rank
 
     def owners(self, addresses: Array, rank: int) -> list[tuple[int, int, int]]:
-        """(owner, first address, elements) of a block of addresses, in most cases one."""
+        """(owner, first address, elements) of a block of addresses, in most cases one.
+
+        In the order of the block: kernels store to their peers in another order on each rank.
+        """
         first, last = int(addresses[0]), int(addresses[-1])
         owner = self.owner(first, rank)
         if owner == self.owner(last, rank):
@@ -268,9 +271,10 @@ class Recorder:
         found = np.searchsorted(np.array(self._starts, np.uint64), addresses, "right") - 1
         inside = (found >= 0) & (addresses < np.array(self._ends, np.uint64)[found])
         every = np.where(inside, np.array(self._owners)[found], rank)
+        places = np.sort(np.unique(every, return_index=True)[1])
         return [
-            (int(each), int(addresses[every == each][0]), int((every == each).sum()))
-            for each in np.unique(every)
+            (int(every[place]), int(addresses[place]), int((every == every[place]).sum()))
+            for place in places
         ]
 
     def add(self, strand: Strand, event: ProgramEvent | Meet | HostOp) -> None:

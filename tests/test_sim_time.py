@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from weft.sim.trace import (
     Beside,
     HostOp,
     Launch,
+    Recorder,
     Rejoin,
     Signal,
     Store,
@@ -373,3 +375,12 @@ def test_arguments_that_do_not_fit() -> None:
         sim.run(2, lambda rank: None, numerics=False)
     with pytest.raises(ValueError, match="domain of 8 ranks"):
         sim.run(9, lambda rank: None, hardware=MI300X)
+
+
+def test_a_tile_for_several_ranks_goes_to_them_in_its_order() -> None:
+    """Not in that of their memory, where all ranks would store to the first one at once."""
+    recorder = Recorder(3)
+    for rank in range(3):
+        recorder.add_memory(100 * rank, 100 * rank + 100, rank)
+    addresses = np.array([250, 254, 50, 150], np.uint64)
+    assert recorder.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
