@@ -5,6 +5,8 @@
     all_gather_matmul         gathered_matmul            all_gather_gemm, all_gather_contract
     matmul_reduce_scatter     scattered_matmul           gemm_reduce_scatter, gemm_one_shot
     matmul_all_reduce         reduced_matmul             gemm_all_reduce, gemm_one_shot
+    reduce_scatter_rms_norm_all_gather
+                              normalized_sum             sum_rms_norm
     ring_attention            sequence_attention         ring_flash, ring_flash_backward
     ulysses_attention         head_exchange              heads_flash, heads_flash_backward
     flash_decode              cached_attention           flash_decoding
@@ -27,6 +29,7 @@ from weft.kernels import library_attention as library_attention
 from weft.kernels.cached_attention import append_to_cache, flash_decode
 from weft.kernels.gathered_matmul import all_gather_matmul
 from weft.kernels.head_exchange import ulysses_attention
+from weft.kernels.normalized_sum import reduce_scatter_rms_norm_all_gather
 from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.kernels.reduced_matmul import matmul_all_reduce
 from weft.kernels.scattered_matmul import matmul_reduce_scatter
@@ -48,6 +51,7 @@ __all__ = [
     "from_zigzag",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "reduce_scatter_rms_norm_all_gather",
     "ring_attention",
     "to_zigzag",
     "ulysses_attention",

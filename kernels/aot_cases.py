@@ -31,10 +31,12 @@ from weft.kernels import (
     heads_flash_backward,
     ring_flash,
     ring_flash_backward,
+    sum_rms_norm,
 )
 from weft.kernels.cached_attention import WIDEST_BYTES, Cache
 from weft.kernels.chips import Chip
 from weft.kernels.epilogues import Activation
+from weft.kernels.normalized_sum import WIDEST
 from weft.kernels.scaled import Scaling
 from weft.kernels.sequence_attention import Saved
 from weft.kernels.sharded_sequence import (
@@ -306,6 +308,23 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield "by the switch", caught[0]
 
 
+def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    norms = [("norm", 8, _HIDDEN), ("norm, two shots", 512, _HIDDEN)]
+    if wide:
+        widths = (1000, 2049, 4096, 5120, WIDEST)
+        norms += [
+            (f"norm of {H}, {tokens} tokens", tokens, H) for H in widths for tokens in (1, 512)
+        ]
+    for case, tokens, H in norms:
+        x, weight = (torch.empty(*size, dtype=dtype, device="meta") for size in ((tokens, H), (H,)))
+        share = -(-tokens // _W)
+        with catching(sum_rms_norm) as caught:
+            sum_rms_norm.launch_sum_rms_norm(
+                x, _workspace(), share, weight=weight, residual=x[:share], eps=1e-6
+            )
+        yield case, caught[0]
+
+
 _HEADS = 8, 1  # of queries and of keys, on each rank
 _HEAD_WIDTHS = (16, 64, 80, 192, 256)
 
@@ -434,6 +453,7 @@ def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tupl
         ]
         if dtype.itemsize > 1:  # fp8 has no gradients and no attention
             found += _weight_gradient_launches(empty, wide)
+            found += _norm_launches(dtype, wide)
             found += _attention_launches(dtype, wide)
             found += _decode_launches(dtype, wide)
         return found

@@ -1,9 +1,11 @@
-"""The fused matmuls as custom ops, under our names and torch's own.
+"""The fused matmuls, and a fused norm, as custom ops, under our names and torch's own.
 
     torch.ops.weft.all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce
         the public functions, given the name of a group; traced calls of those come here
     torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
         the gradients that communicate, computed by the engines' own backward
+    torch.ops.weft.reduce_scatter_rms_norm_all_gather
+        the same of what stands between two of them; its gradient is made of other ops
     torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
         with the arguments and results of those of torch.ops.symm_mem
 
@@ -36,7 +38,7 @@ from weft.collectives.library import (
     world_of,
 )
 from weft.collectives.movement import chunk_sizes
-from weft.kernels import gathered_matmul, reduced_matmul, scattered_matmul
+from weft.kernels import gathered_matmul, normalized_sum, reduced_matmul, scattered_matmul
 from weft.kernels.dense import as_rows, conjugated, matmul
 from weft.kernels.engines import choose
 
@@ -280,6 +282,43 @@ def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor |
     return dx, dw, db, None, None
 
 
+def _sum_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    group_name: str,
+    eps: float,
+    dim: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, h = normalized_sum.reduce_scatter_rms_norm_all_gather(
+        x, weight, group_name, residual=residual, eps=eps, dim=dim
+    )
+    return _planes_of(y, dim), _planes_of(h, dim)
+
+
+def _sum_rms_norm_fake(
+    x: torch.Tensor, weight: Any, residual: Any, group_name: str, eps: float, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, world_size = world_of(group_name)
+    length = chunk_sizes(x.shape[dim], world_size)[rank]
+    return planes(x, x.shape, dim), planes(x, resized(x, dim, length), dim)
+
+
+def _sum_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, group_name, eps, dim = inputs
+    ctx.save_for_backward(output[1], weight)
+    sizes = chunk_sizes(x.shape[dim], world_of(group_name)[1])
+    ctx.call = normalized_sum.Call(group_name, sizes, eps, dim)
+
+
+def _sum_rms_norm_grads(
+    ctx: Any, dy: torch.Tensor, dh: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    h, weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    return *ctx.call.gradients(h, weight, dy, dh, needs), None, None, None
+
+
 def _fused_all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -331,6 +370,13 @@ define(
     _matmul_all_reduce, _matmul_all_reduce_fake,
 )  # fmt: skip
 differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)
+
+define(
+    "reduce_scatter_rms_norm_all_gather(Tensor x, Tensor? weight, Tensor? residual, "
+    "str group_name, float eps, int dim=0) -> (Tensor, Tensor)",
+    _sum_rms_norm, _sum_rms_norm_fake,
+)  # fmt: skip
+differentiate("reduce_scatter_rms_norm_all_gather", _sum_rms_norm_setup, _sum_rms_norm_grads)
 
 compose(
     "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "

@@ -27,6 +27,7 @@ from weft.kernels import (
     heads_flash_backward,
     ring_flash,
     ring_flash_backward,
+    sum_rms_norm,
     to_zigzag,
     zigzag_sizes,
 )
@@ -54,6 +55,7 @@ class Modules:
     heads: Any = heads_flash
     heads_backward: Any = heads_flash_backward
     decode: Any = flash_decoding
+    norm: Any = sum_rms_norm
 
 
 OURS = Modules()
@@ -389,6 +391,32 @@ def decoding(rank: int, ours: Modules = OURS) -> None:
             torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
+def normed(rank: int, ours: Modules, one_shot: bool) -> None:
+    """Uneven rows in two parts, two teams; every row has a residual."""
+    (T, H), W = (7, 20), resolve(None).world_size
+    share = -(-T // W)
+    xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
+    config = ours.norm.Config(teams=2, part=16, one_shot=one_shot)
+    nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
+    ws = workspace(None, nbytes, channel="norm")
+    for call in range(CALLS):
+        y, h = ours.norm.launch_sum_rms_norm(
+            xs[rank] + call, ws, share, weight=weight,
+            residual=kept[rank * share :][:share].clone(), eps=1e-3, config=config,
+        )  # fmt: skip
+        total = sum(xs) + W * call + kept
+        torch.testing.assert_close(h, total[rank * share :][:share])
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (H,), weight, 1e-3))
+
+
+def normed_in_one_shot(rank: int, ours: Modules = OURS) -> None:
+    normed(rank, ours, True)
+
+
+def normed_in_two_shots(rank: int, ours: Modules = OURS) -> None:
+    normed(rank, ours, False)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows": gather_rows,
     "gather of the contraction": gather_contraction,
@@ -404,6 +432,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "attention by heads": heads,
     "attention by heads, backward": heads_backward,
     "decoding": decoding,
+    "norm of sums, one shot": normed_in_one_shot,
+    "norm of sums, two shots": normed_in_two_shots,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

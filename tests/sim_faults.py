@@ -31,6 +31,7 @@ GATHERS = ALL[:2]
 REDUCES = ALL[3:]
 PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
 RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
+NORMS = ("norm of sums, one shot", "norm of sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 
@@ -148,7 +149,7 @@ IN_SIGNALS = [
         signals,
         "(generation & 1)",
         "(generation & 0)",
-        but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS),
+        but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS, *NORMS[1:]),
     ),
     fault(
         "the generation stays",

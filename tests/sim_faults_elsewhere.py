@@ -11,6 +11,7 @@ from sim_faults import (
     DECODING,
     EXCHANGES,
     HEADS,
+    NORMS,
     PULLS,
     RACE,
     RINGS,
@@ -26,6 +27,7 @@ from weft.kernels import (
     heads_flash_backward,
     ring_dkv,
     ring_keys,
+    sum_rms_norm,
 )
 
 # The package has a function of the same name.
@@ -291,6 +293,30 @@ IN_ATTENTION = [
         "tiles.store_block(parts + part * SIZE, acc)",
         "tiles.store_block(parts + 0 * SIZE, acc)",
         DECODING,
+    ),
+]
+
+IN_NORMS = [
+    fault(
+        "rows are normalized when one part of them is there",
+        sum_rms_norm,
+        "team * TEAM, team * TEAM + TEAM - 1,",
+        "team * TEAM, team * TEAM,",
+        NORMS,
+    ),
+    fault(
+        "finished rows are copied before they are there",
+        sum_rms_norm,
+        "                arrived = signals.wait_for_peers(",
+        "                arrived = rank < WORLD_SIZE or signals.wait_for_peers(",
+        NORMS[1:],
+    ),
+    fault(
+        "finished rows or residuals overlap the slots",
+        sum_rms_norm,
+        "rest = WORLD_SIZE * sent",
+        "rest = sent",
+        NORMS,
     ),
 ]
 

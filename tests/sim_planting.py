@@ -22,6 +22,7 @@ from sim_faults_elsewhere import (
     IN_COPY_ENGINES,
     IN_DIRECT,
     IN_EXCHANGES,
+    IN_NORMS,
     exchange,
 )
 
@@ -94,6 +95,7 @@ FAULTS = (
     *IN_EXCHANGES,
     *IN_COLLECTIVES,
     *IN_ATTENTION,
+    *IN_NORMS,
     *IN_COPY_ENGINES,
     *IN_DIRECT,
 )

@@ -19,6 +19,7 @@ from test_head_exchange import repeated as heads_again
 from test_kernel_collectives import gather_body, reduce_body, to_all_body
 from test_matmul_ops import ENGINES, random_cases, run_cases
 from test_matmul_ops import repeated_body as matmuls_again
+from test_normalized_sum import run_cases as run_norms
 from test_parallel_linear import fp8_body
 from test_ring_attention import attention_case
 from test_ring_attention import random_cases as random_attention
@@ -412,6 +413,7 @@ def late_body(engine: weft.settings.Engine) -> None:
             if engine == "triton":
                 heads = x.view(1, 1, 32, 64)
                 found.append(weft.ring_attention(heads, heads, heads, causal=True, sizes=sizes))
+                found += weft.reduce_scatter_rms_norm_all_gather(gathered)
             if not late:
                 torch.cuda.synchronize()
                 dist.barrier()
@@ -438,6 +440,7 @@ def absent_body() -> None:
         "gather": lambda: weft.all_gather_matmul(x, x.t(), sizes=sizes),
         "scatter": lambda: weft.matmul_reduce_scatter(x, x.t()),
         "sum": lambda: weft.matmul_all_reduce(x, x.t()),
+        "norm": lambda: weft.reduce_scatter_rms_norm_all_gather(x)[0],
         "ring": lambda: weft.ring_attention(heads, heads, heads, sizes=sizes),
         "ulysses": lambda: weft.ulysses_attention(heads, heads, heads, sizes=sizes),
         "decode": lambda: weft.flash_decode(heads, heads, heads, lengths, block_size=1),
@@ -534,6 +537,10 @@ def compiled_body(mode: str | None) -> None:
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 def test_quantized_layers(gpu_ranks: GpuRanks, sequence_dim: int | None) -> None:
     gpu_ranks.run(on_kernels, with_gpu, fp8_body, sequence_dim, timeout_s=200)
+
+
+def test_norms_of_sums(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(on_kernels, with_gpu, run_norms, timeout_s=200)
 
 
 @pytest.mark.parametrize("by_head", [True, False])

@@ -51,6 +51,11 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, 1, "avg")),
         (ops.matmul_reduce_scatter, (leaf(2, 5, 8), w, b, name, -1)),
         (ops.matmul_all_reduce, (leaf(2, 5, 8), w, b, name, "avg")),
+        (
+            ops.reduce_scatter_rms_norm_all_gather,
+            (leaf(2, 5, 6), b, leaf(2, mine[rank], 6), name, 0.1, 1),
+        ),
+        (ops.reduce_scatter_rms_norm_all_gather, (leaf(5, 4), None, None, name, 0.1)),
         (ops.ring_attention, (q, k, v, name, True, 0.3, "contiguous", [2, -1], documents)),
         (ops.tokens_to_heads, (k, name, 4, 2, True, sizes)),
         (ops.heads_to_tokens, (leaf(2, mine[rank], 2 * W, 8), name, 5, 5, False)),

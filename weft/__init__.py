@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from weft.kernels import flash_decode as flash_decode
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
+    from weft.kernels import (
+        reduce_scatter_rms_norm_all_gather as reduce_scatter_rms_norm_all_gather,
+    )
     from weft.kernels import ring_attention as ring_attention
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
@@ -43,6 +46,7 @@ _HOME = {
     "all_gather_matmul": "weft.kernels",
     "matmul_reduce_scatter": "weft.kernels",
     "matmul_all_reduce": "weft.kernels",
+    "reduce_scatter_rms_norm_all_gather": "weft.kernels",
     "ring_attention": "weft.kernels",
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",
