@@ -369,11 +369,16 @@ def is_traced(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if type(x) in _PLAIN:
+    if is_plain(x):
         return x.is_meta or (_count_modes() > 0 and any(map(_mode, _TRACERS)))
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor of torch's own, which stands for no other."""
+    return type(x) in _PLAIN
 
 
 def is_call_traced(x: torch.Tensor) -> bool:

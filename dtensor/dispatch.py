@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from weft.collectives.group import forget_meshes, is_traced
+from weft.collectives.group import forget_meshes, is_plain
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.grad_recording import no_function
@@ -455,10 +455,10 @@ def _wrap_dynamic_tree(result: Any, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _check_recorded(func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
     """Refuse to be recorded by make_fx, which would take the local tensors for constants."""
-    if get_proxy_mode() is None:
+    if get_proxy_mode() is None or torch.compiler.is_compiling():
         return
     for given in leaves((args, kwargs)):
-        if isinstance(given, DTensor) and not is_traced(given._local_tensor):
+        if isinstance(given, DTensor) and is_plain(given._local_tensor):
             raise NotImplementedError(
                 f"{func}: make_fx, and torch.func.linearize, which uses it, cannot record what is "
                 f"done with DTensors: use torch.compile, or torch.func.jvp"
