@@ -68,7 +68,7 @@ def _serve(
                 reply = (True, body(*args))
             except BaseException as error:
                 reply = (False, (repr(error), traceback.format_exc()))
-                if not isinstance(error, Exception):
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):  # not pytest's own
                     pipe.send_bytes(pickle.dumps(reply))
                     raise
             pipe.send_bytes(pickle.dumps(reply))

@@ -56,8 +56,20 @@ def test_a_failure_carries_its_traceback_and_the_pool_goes_on(ranks: Any) -> Non
     assert ranks(2, good_body, torch.ones(3)) == [(0, 3.0), (1, 3.0)]
 
 
+def test_the_pool_goes_on_after_an_error_that_was_missing(ranks: Any) -> None:
+    """pytest's own error is no Exception: it ended the ranks, and the tests after it failed."""
+    with pytest.raises(RankError, match=r"rank 0: DID NOT RAISE[\s\S]*rank 1: DID NOT RAISE"):
+        ranks(2, _none_raises)
+    assert ranks(2, good_body, torch.ones(3)) == [(0, 3.0), (1, 3.0)]
+
+
 def _all_fail() -> None:
     failing_body(dist.get_rank())
+
+
+def _none_raises() -> None:
+    with pytest.raises(KeyError):
+        pass
 
 
 def test_a_hang_is_reported_with_its_stack(pool: RankPool) -> None:
