@@ -26,6 +26,8 @@ Shards arrive in one of three ways, all by the protocol of `weft.kernels.gathers
     shards, for which fetching would cost a further hop. Each column tile reads all rows again.
 
 Small M and N give few tiles; SPLIT neighbouring programs then share one (`weft.kernels.splits`).
+With copy engines, where all programs make tiles, those that do not fill a wave are made first, in
+halves of their columns, so that more programs take part in them.
 
 Why it neither races nor deadlocks: as in `gathers`; where nothing is fetched, every program waits
 for every peer before it does anything else.
@@ -84,6 +86,8 @@ class Config:
         copy_engines: whether the chip's copy engines fetch the shards, so that all programs make
             tiles.
         parts: into how many parts K is cut for fetching. Only with copy programs.
+        halves: whether tiles that fill no wave are made in halves of their columns. Only with copy
+            engines.
     """
 
     tiling: Tiling
@@ -97,6 +101,7 @@ class Config:
     split: int = 1
     copy_engines: bool = False
     parts: int = 1
+    halves: bool = False
 
 
 def config_for(
@@ -215,9 +220,28 @@ def by_copy_engines(
         copy_programs=0,
         # One core stays free for the small kernels between the copies.
         programs=max(1, min(chip.programs, chip.cores - 1)),
+        # Narrower halves would read x too often for their arithmetic.
+        halves=config.tiling.block_n >= (32 if chip is INTERPRETER else 128),
         # Several copies a shard, so that a peer's first tiles need not wait for its last rows.
         chunk_rows=max(1, -(-rows // 4), chunk_bytes // (K * dtype.itemsize)),
     )
+
+
+def _halved(count: int, own: int, config: Config) -> int:
+    """How many of `count` tiles to make in halves of their columns; `own` have own rows alone.
+
+    As many as do not fill a wave: whole, they would leave the other programs idle for the time of
+    one tile. They come first, so that each program has one half of them before its whole tiles.
+    Where they are too many for that, some programs have two. This gains only if the first of these
+    has own rows and others do not: then it is made while others wait for theirs.
+
+    A rank decides for itself, as only its own programs make its tiles: N may play a part.
+    """
+    if not config.halves:
+        return 0
+    partial = count % config.programs
+    twice = 2 * partial - config.programs
+    return partial if twice <= 0 or twice <= 2 * own < config.programs else 0
 
 
 @triton.jit
@@ -263,7 +287,7 @@ def _peers_rows(
     return a_rows, a_scales
 
 
-@triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank"])
+@triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank", "halved"])
 def _ag_gemm_kernel(
     outs,  # (M, N_i) for each weight, contiguous; a single one for swiglu
     sums,  # likewise before the activation, one for each weight, or None
@@ -274,6 +298,8 @@ def _ag_gemm_kernel(
     weights,  # Matrix (K, N_i)
     w_desc,  # descriptors of the first two, or None
     w2_desc,
+    half_desc,  # of halves of the columns of tiles, or None
+    half2_desc,
     biases,  # (N_i,) or None
     weight_scales,  # of the columns of each
     scratch_ptr,  # (tiles * SPLIT * sums a tile, block) fp32, or None
@@ -285,12 +311,15 @@ def _ag_gemm_kernel(
     scales_at,
     chunk_rows,
     rank,
+    halved,  # how many tiles are made in halves; 0 unless HALVED
     WORLD_SIZE: tl.constexpr,
     WEIGHTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILES: tl.constexpr,
+    HALF_TILES: tl.constexpr,
     DIRECT: tl.constexpr,
     SPLIT: tl.constexpr,
+    HALVED: tl.constexpr,  # 0 or 1
     W_TRANSPOSED: tl.constexpr,
     X_IN_PLACE: tl.constexpr,
     WITH_OWN: tl.constexpr,
@@ -342,87 +371,97 @@ def _ag_gemm_kernel(
             half_bytes = link.half_bytes
             own_ptr = signals.half_ptr(link.buffer_ptrs, rank, generation, half_bytes, dtype)
             own_pitch = pitch
-        for item in range(program - COPY_PROGRAMS, tiles_m * tiles_n * SPLIT, programs):
-            tile, part = item // SPLIT, item % SPLIT
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            first = tile_m * BLOCK_M
-            last = tl.minimum(first + BLOCK_M, M) - 1
-            arrived = peers_came
-            # Rows counted from the rank's own first one, then as numbered in the gathered matrix.
-            # Past the end the last row is repeated: the first ones may not have arrived yet.
-            inside_m = first + tl.arange(0, BLOCK_M) < M
-            cyclic = tl.minimum(first + tl.arange(0, BLOCK_M), M - 1)
-            own = cyclic < own_rows
-            rows = cyclic + begin
-            rows = tl.where(rows >= M, rows - M, rows)
-            nearby = tl.where(own, cyclic, 0).to(tl.int64)
-            a_rows = own_ptr + nearby * own_pitch
-            a_scales = None
-            if SCALED:
-                a_scales = x_scales.ptr + nearby * x_scales.stride
-            if DIRECT:
-                a_rows, a_scales = _peers_rows(
-                    a_rows, a_scales, rows, link, offsets, pitch, scales_at, rank, generation,
-                    dtype, SCALED, WORLD_SIZE,
-                )  # fmt: skip
-                if not SCALED:
-                    a_scales = None
-            else:
-                wide = rows.to(tl.int64)
-                a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
+        # The first tiles in halves, then the others whole.
+        for HALVES in tl.static_range(HALVED, -1, -1):
+            items = 2 * halved if HALVES else (tiles_m * tiles_n - halved) * SPLIT
+            for item in range(program - COPY_PROGRAMS, items, programs):
+                tile = item // 2 if HALVES else item // SPLIT + halved
+                part = item % SPLIT
+                tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+                first = tile_m * BLOCK_M
+                last = tl.minimum(first + BLOCK_M, M) - 1
+                arrived = peers_came
+                # Rows counted from the rank's own first one, then as numbered in the gathered
+                # matrix. Past the end the last row is repeated: the first ones may not have arrived
+                # yet.
+                inside_m = first + tl.arange(0, BLOCK_M) < M
+                cyclic = tl.minimum(first + tl.arange(0, BLOCK_M), M - 1)
+                own = cyclic < own_rows
+                rows = cyclic + begin
+                rows = tl.where(rows >= M, rows - M, rows)
+                nearby = tl.where(own, cyclic, 0).to(tl.int64)
+                a_rows = own_ptr + nearby * own_pitch
+                a_scales = None
                 if SCALED:
-                    a_scales = tl.where(own, a_scales, gathered_scales_ptr + wide)
-            # Exactly one of these branches runs: that of the output in whose columns the tile lies.
-            for i in tl.static_range(OUTPUTS):
-                tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
-                if (tile_n >= 0) & (tile_n < tiles_i):
-                    start_n = tile_n * BLOCK_N
-                    acc = tiles.zeros(BLOCK_M, BLOCK_N)
-                    second = tiles.zeros(BLOCK_M, BLOCK_N) if PAIR else None
-                    for gathered_part in range(PARTS):
-                        if not DIRECT:
-                            arrived &= _wait_for_rows(
-                                link, offsets, first, last, gathered_part, chunk_rows, rank,
-                                generation, WORLD_SIZE, PARTS,
-                            )  # fmt: skip
-                        first_k, last_k = splits.part_of(
-                            K, part + gathered_part, TILES.block_k, SPLIT * PARTS
-                        )
-                        acc, other = tiles.accumulate(
-                            acc, second,
-                            a_rows, 1, None, 0,
-                            weights[i], weights[1] if PAIR else None,
-                            w_desc, w2_desc if PAIR else None,
-                            start_n, Ns[i], first_k, 0, tl.where(arrived, last_k, first_k),
-                            TILES, EVEN_K, False, W_TRANSPOSED,
-                        )  # fmt: skip
-                        if PAIR:
-                            second = other
-                    whole = True
-                    if SPLIT > 1:
-                        acc, second, whole = splits.add_up(
-                            acc, second, scratch_ptr, tile, part, program, link,
-                            rank, generation, WORLD_SIZE, SPLIT,
-                        )  # fmt: skip
-                    if not PAIR:
-                        second = None
-                    if arrived & whole:
-                        if BLOCK_N > 128:
-                            # In quarters: with erf or exp a whole tile does not fit in registers.
-                            left, right = tiles.halves(acc)
-                            for quarter in tl.static_range(4):
-                                even, odd = tiles.halves(left if quarter < 2 else right)
-                                _finish(
-                                    even if quarter % 2 == 0 else odd, second, outs[i], sums,
-                                    a_scales, weight_scales, biases, rows, inside_m,
-                                    start_n + quarter * (BLOCK_N // 4), Ns[i], i, ACTIVATION,
+                    a_scales = x_scales.ptr + nearby * x_scales.stride
+                if DIRECT:
+                    a_rows, a_scales = _peers_rows(
+                        a_rows, a_scales, rows, link, offsets, pitch, scales_at, rank, generation,
+                        dtype, SCALED, WORLD_SIZE,
+                    )  # fmt: skip
+                    if not SCALED:
+                        a_scales = None
+                else:
+                    wide = rows.to(tl.int64)
+                    a_rows = tl.where(own, a_rows, gathered_ptr + wide * K)
+                    if SCALED:
+                        a_scales = tl.where(own, a_scales, gathered_scales_ptr + wide)
+                # Exactly one of these branches runs: that of the output in whose columns the tile
+                # lies.
+                for i in tl.static_range(OUTPUTS):
+                    tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
+                    if (tile_n >= 0) & (tile_n < tiles_i):
+                        start_n = tile_n * BLOCK_N
+                        if HALVES:
+                            start_n += item % 2 * HALF_TILES.block_n
+                        acc = tiles.zeros(BLOCK_M, HALF_TILES.block_n if HALVES else BLOCK_N)
+                        second = acc if PAIR else None
+                        for gathered_part in range(PARTS):
+                            if not DIRECT:
+                                arrived &= _wait_for_rows(
+                                    link, offsets, first, last, gathered_part, chunk_rows, rank,
+                                    generation, WORLD_SIZE, PARTS,
                                 )  # fmt: skip
-                        else:
-                            _finish(
-                                acc, second, outs[i], sums, a_scales, weight_scales, biases,
-                                rows, inside_m, start_n, Ns[i], i, ACTIVATION,
+                            first_k, last_k = splits.part_of(
+                                K, part + gathered_part, TILES.block_k, SPLIT * PARTS
+                            )
+                            acc, other = tiles.accumulate(
+                                acc, second,
+                                a_rows, 1, None, 0,
+                                weights[i], weights[1] if PAIR else None,
+                                half_desc if HALVES else w_desc,
+                                (half2_desc if HALVES else w2_desc) if PAIR else None,
+                                start_n, Ns[i], first_k, 0, tl.where(arrived, last_k, first_k),
+                                HALF_TILES if HALVES else TILES, EVEN_K, False, W_TRANSPOSED,
                             )  # fmt: skip
-                tile_n -= tiles_i
+                            if PAIR:
+                                second = other
+                        whole = True
+                        if SPLIT > 1:
+                            acc, second, whole = splits.add_up(
+                                acc, second, scratch_ptr, tile, part, program, link,
+                                rank, generation, WORLD_SIZE, SPLIT,
+                            )  # fmt: skip
+                        if not PAIR:
+                            second = None
+                        if arrived & whole:
+                            if acc.shape[1] > 128:
+                                # In quarters: with erf or exp a whole tile does not fit in
+                                # registers.
+                                left, right = tiles.halves(acc)
+                                for quarter in tl.static_range(4):
+                                    even, odd = tiles.halves(left if quarter < 2 else right)
+                                    _finish(
+                                        even if quarter % 2 == 0 else odd, second, outs[i], sums,
+                                        a_scales, weight_scales, biases, rows, inside_m,
+                                        start_n + quarter * (BLOCK_N // 4), Ns[i], i, ACTIVATION,
+                                    )  # fmt: skip
+                            else:
+                                _finish(
+                                    acc, second, outs[i], sums, a_scales, weight_scales, biases,
+                                    rows, inside_m, start_n, Ns[i], i, ACTIVATION,
+                                )  # fmt: skip
+                    tile_n -= tiles_i
 
 
 @triton.jit
@@ -512,7 +551,13 @@ def launch_all_gather_matmul(
     (w_desc, w2_desc), w_transposed = described_weights(
         weights, tiling, config.descriptors and (pair or len(weights) == 1)
     )
-    count = -(-M // tiling.block_m) * sum(-(-out.shape[1] // tiling.block_n) for out in outs)
+    column_tiles = sum(-(-out.shape[1] // tiling.block_n) for out in outs)
+    count = -(-M // tiling.block_m) * column_tiles
+    halved = _halved(count, sizes[ws.rank] // tiling.block_m * column_tiles, config)
+    half = replace(tiling, block_n=tiling.block_n // 2) if halved else tiling
+    (half_desc, half2_desc), _ = described_weights(
+        weights, half, halved > 0 and config.descriptors and (pair or len(weights) == 1)
+    )
     parts = config.parts if config.copy_programs else 1
     # Every part of every chunk of a shard needs its own word of the pad.
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
@@ -543,6 +588,8 @@ def launch_all_gather_matmul(
             tuple(matrix(w) for w in weights),
             w_desc,
             w2_desc,
+            half_desc,
+            half2_desc,
             tuple(map(contiguous, biases or [None] * len(weights))),
             tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
             splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
@@ -554,12 +601,15 @@ def launch_all_gather_matmul(
             scales_at,
             chunk_rows,
             ws.rank,
+            halved,
             WORLD_SIZE=W,
             WEIGHTS=len(weights),
             ACTIVATION=activation,
             TILES=tiling,
+            HALF_TILES=half,
             DIRECT=config.direct,
             SPLIT=config.split,
+            HALVED=int(halved > 0),
             W_TRANSPOSED=w_transposed,
             X_IN_PLACE=gathers.in_place(x),
             WITH_OWN=with_own,

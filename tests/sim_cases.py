@@ -105,12 +105,14 @@ def gather_direct(rank: int, ours: Modules = OURS) -> None:
 
 def gather_by_copy_engines(rank: int, ours: Modules = OURS) -> None:
     ws = workspace(None, 1 << 13, channel="copy engines")
-    W, K, N = ws.world_size, 8, 5
-    sizes = [34 + 3 * r for r in range(W)]
+    W, K, N = ws.world_size, 8, 20
+    sizes = [46 + 3 * r for r in range(W)]
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
     config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
     config = ours.gather.by_copy_engines(config, sum(sizes), K, torch.float32, W, INTERPRETER)
+    tiles = -(-sum(sizes) // config.tiling.block_m)
+    assert config.halves and tiles % config.programs == 1  # one tile in halves
     for call in range(CALLS):
         made = ours.gather.launch_all_gather_matmul(
             shard * (call + 1), [w], ws, sizes, config=config
