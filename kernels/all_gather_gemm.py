@@ -172,7 +172,10 @@ def _config(
             # With the registers that `beside_others` leaves, unaligned columns spill on sm_90: 216
             # bytes in fp32, 328 in fp8.
             config = replace(config, tiling=replace(tiling, block_n=min(tiling.block_n, 64)))
-        return by_copy_engines(config, M, K, dtype, world_size, chip)
+        config = by_copy_engines(config, M, K, dtype, world_size, chip)
+        if activation == "swiglu" and dtype.itemsize == 1:  # 8 bytes spill on sm_100
+            config = replace(config, halves=False)
+        return config
     if not direct:
         return config
     split = splits.programs_a_tile(count, K, tiling, chip)
@@ -315,8 +318,8 @@ def _ag_gemm_kernel(
     WORLD_SIZE: tl.constexpr,
     WEIGHTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TILES: tl.constexpr,
     HALF_TILES: tl.constexpr,
+    TILES: tl.constexpr,
     DIRECT: tl.constexpr,
     SPLIT: tl.constexpr,
     HALVED: tl.constexpr,  # 0 or 1
@@ -605,8 +608,8 @@ def launch_all_gather_matmul(
             WORLD_SIZE=W,
             WEIGHTS=len(weights),
             ACTIVATION=activation,
-            TILES=tiling,
             HALF_TILES=half,
+            TILES=tiling,
             DIRECT=config.direct,
             SPLIT=config.split,
             HALVED=int(halved > 0),

@@ -137,6 +137,7 @@ def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
         _Gather("qkv", 1536, _QKV),
         _Gather("up, 1024 tokens", 1024),
         _Gather("up, by copy engines", 16384),
+        _Gather("up, in halves", 4096),
         _Gather("up, gelu, by copy engines", 16384, activation="gelu", keep_sums=not scaled),
         _Gather("gate and up, by copy engines", 16384, pair, "swiglu"),
         _Gather("up, 128 tokens", 128, activation="silu"),

@@ -333,6 +333,74 @@ def test_factors_by_every_way(virtual_ranks):
     virtual_ranks(2, scaled_ways)
 
 
+# Programs, columns of each weight, activation and dtype; then how many tiles are made in halves.
+# There are four rows of tiles, of which the first is all the rank's own.
+IN_HALVES = {
+    "one for some programs": (6, (37,), None, torch.float32, 2),
+    "two for some programs": (5, (37,), None, torch.float32, 3),
+    "no whole tiles": (16, (37,), None, torch.float32, 8),
+    "several weights": (6, (1, 37, 33), None, torch.float16, 2),
+    "a weight without columns": (6, (0, 37), None, torch.float32, 2),
+    "gelu": (6, (37,), "gelu", torch.float32, 2),
+    "swiglu": (6, (37, 37), "swiglu", torch.bfloat16, 2),
+    "fp8": (6, (37,), None, torch.float8_e4m3fn, 2),
+}
+
+
+def tiles_in_halves(programs, widths, activation, dtype) -> None:
+    ws = workspace(None, 1 << 15, channel="halves")
+    rank, W, K, sizes = ws.rank, ws.world_size, 40, [52, 63]
+    poisoned(ws)
+    config = gather_config("copy engines", 115, sum(widths), K, dtype, W, activation)
+    for call in range(2):
+        whole = matrix(115, K, dtype, call)
+        weights = [matrix(K, n, dtype, 5 + rank + i) for i, n in enumerate(widths)]
+        sums = [whole.double() @ w.double() for w in weights]
+        scaling = None
+        if dtype.itemsize == 1:
+            rows, columns = torch.linspace(0.5, 2.0, 115), torch.linspace(0.5, 2.0, widths[0])
+            scaling = Scaling(rows.split(sizes)[rank], [columns], torch.float32)
+            sums = [z * rows.double()[:, None] * columns.double() for z in sums]
+        made = all_gather_gemm.launch_all_gather_matmul(
+            whole.split(sizes)[rank], weights, ws, sizes, activation=activation,
+            keep_sums=activation is not None, scaling=scaling,
+            config=replace(config, programs=programs),
+        )  # fmt: skip
+        want = sums
+        if activation == "swiglu":
+            want = [functional.silu(sums[0]) * sums[1]]
+        elif activation:
+            want = [functional.gelu(z) for z in sums]
+        close = tolerance(made.ys[0].dtype, K)
+        for ours, theirs in zip(made.ys, want, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, **close)
+        for ours, theirs in zip(made.sums, sums if activation else [], strict=True):
+            torch.testing.assert_close(ours.double(), theirs, **close)
+
+
+@pytest.mark.parametrize("case", IN_HALVES)
+def test_tiles_in_halves(virtual_ranks, monkeypatch, case):
+    *launch, wanted = IN_HALVES[case]
+    counted, halved = [], all_gather_gemm._halved
+    monkeypatch.setattr(
+        all_gather_gemm, "_halved", lambda *args: counted.append(halved(*args)) or counted[-1]
+    )
+    virtual_ranks(2, tiles_in_halves, *launch)
+    assert counted == [wanted] * 4  # of two ranks in two calls
+
+
+def test_which_tiles_are_made_in_halves():
+    config = gather_config("copy engines", 4096, 3584, 8192, torch.bfloat16, 8)
+    config = replace(config, programs=131)
+    for count, own, wanted in (
+        (131, 0, 0), (196, 0, 65), (197, 0, 0),
+        (224, 27, 0), (224, 28, 93), (224, 65, 93), (224, 66, 0),
+        (5, 0, 5),
+    ):  # fmt: skip
+        assert all_gather_gemm._halved(count, own, config) == wanted, (count, own)
+    assert all_gather_gemm._halved(196, 0, replace(config, halves=False)) == 0
+
+
 def test_workspaces_hold_what_is_sent():
     """A slot a rank, of whole tiles; 24 bits of each sum for a result in half precision."""
     t, bf16, fp32 = Tiling(32, 64, 32), torch.bfloat16, torch.float32
