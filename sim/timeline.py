@@ -75,10 +75,10 @@ class Timeline:
                 total += library_matmul_us(hardware, *event.matmul, event.dtype)
             elif isinstance(event, Launch):
                 cores = [0.0] * hardware.cores
-                for work in _tiles(event):
-                    free = heapq.heappop(cores)
-                    dots = work.flops / hardware.core_flops_per_us(work.dtype)
-                    heapq.heappush(cores, free + dots)
+                dots = (w.flops / hardware.core_flops_per_us(w.dtype) for w in _tiles(event))
+                # The longest first, as short ones then fill what these leave.
+                for us in sorted(dots, reverse=True):
+                    heapq.heappush(cores, heapq.heappop(cores) + us)
                 total += max(cores)
         return total
 

@@ -23,6 +23,7 @@ from weft.kernels.chips import chip_of, known
 from weft.sim import timing_hooks
 from weft.sim.clock import play
 from weft.sim.hardware import H100, H200, MI300X, PRESETS, Hardware, named
+from weft.sim.timeline import Timeline
 from weft.sim.trace import (
     Beside,
     HostOp,
@@ -78,6 +79,14 @@ def test_a_pipeline_takes_the_longer_of_its_loads_and_dots() -> None:
     assert compute.makespan == pytest.approx(20.0)
     memory = play(trace([launch([work(0, 4000, 2_000_000, 4)])]), TOY)
     assert memory.makespan == pytest.approx(15.5)
+
+
+def test_arithmetic_alone_fills_what_long_tiles_leave_with_short_ones() -> None:
+    # Three tiles of 4 us and six of 2 us, 6 us on each of four cores; 8 in the order of programs.
+    half = [work(0, 0, 2_000_000, 1), Store(0, 0)]
+    whole = [work(0, 0, 4_000_000, 1), Store(0, 0)]
+    two = launch(half * 2 + whole, half * 2 + whole, half + whole, half)
+    assert Timeline(trace([two]), TOY).arithmetic_us == pytest.approx(6.0)
 
 
 def test_two_readers_of_one_link_take_twice_as_long() -> None:
