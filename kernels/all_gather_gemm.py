@@ -376,10 +376,17 @@ def _ag_gemm_kernel(
             own_pitch = pitch
         # The first tiles in halves, then the others whole.
         for HALVES in tl.static_range(HALVED, -1, -1):
-            items = 2 * halved if HALVES else (tiles_m * tiles_n - halved) * SPLIT
+            items = tiles_m * tiles_n * SPLIT
+            if HALVES:
+                items = 2 * halved
+            elif HALVED:  # where no tile is split
+                items -= halved
             for item in range(program - COPY_PROGRAMS, items, programs):
-                tile = item // 2 if HALVES else item // SPLIT + halved
-                part = item % SPLIT
+                tile, part = item // SPLIT, item % SPLIT
+                if HALVES:
+                    tile = item // 2
+                elif HALVED:
+                    tile += halved
                 tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
                 first = tile_m * BLOCK_M
                 last = tl.minimum(first + BLOCK_M, M) - 1
