@@ -6,6 +6,8 @@ if not __name__.startswith("weft."):
         "install weft (pip install -e .) rather than have its checkout on the path"
     )
 
+# First: it decides whether kernels are interpreted, which is settled when Triton is imported.
+from weft import collectives as collectives
 from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
 from weft.sim.gpu import run_on_gpu
 from weft.sim.hardware import B200, GB200_NVL72, H100, H200, MI300X, Hardware

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from needs import needs_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
@@ -75,6 +77,19 @@ weft.all_gather_matmul, weft.dtensor.DTensor
 assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("folder", ["sim", "dtensor"])
+def test_kernels_are_interpreted_whatever_is_imported_first(folder: str) -> None:
+    code = f"""
+import weft.{folder}
+from weft.collectives import signals
+ready, why = signals.interpreter_ready()
+assert ready, why
+"""
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, check=True)
 
 
 def test_public_names_exist_and_are_documented() -> None:
