@@ -28,6 +28,16 @@ def element(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def either_ptr(condition, ptr, other):
+    """`ptr` if `condition`, else `other`.
+
+    An address, not a branch: loads from several ranks can be under way at the same time.
+    """
+    address = tl.where(condition, ptr.to(tl.int64), other.to(tl.int64))
+    return address.to(ptr.dtype)
+
+
+@triton.jit
 def divided(x, BY: tl.constexpr):
     """x / BY, in fp32 rounded to nearest even as torch does."""
     result = x / BY

@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.device_math import cdiv, divided, element, rounded
+from weft.collectives.device_math import cdiv, divided, either_ptr, element, rounded
 from weft.collectives.movement import offsets
 from weft.collectives.workspace import Workspace, check_room, link_of
 
@@ -257,10 +257,8 @@ def combined(a, b, OP: tl.constexpr):
 @triton.jit
 def _term(own_ptr, slots, slot_size, offs, mask, rank, r, ALIGN: tl.constexpr):
     """Elements `offs` of rank r's piece for this rank."""
-    slot = (slots + r * tl.cast(slot_size, tl.int64)).to(tl.int64)
-    # An address, not a branch: the loads of all ranks are under way at the same time.
-    address = tl.where(rank == r, own_ptr.to(tl.int64), slot)
-    pointer = address.to(tl.pointer_type(own_ptr.dtype.element_ty))
+    slot = slots + r * tl.cast(slot_size, tl.int64)
+    pointer = either_ptr(rank == r, own_ptr, slot)
     return tl.load(tl.multiple_of(pointer, ALIGN) + offs, mask=mask)
 
 
@@ -354,7 +352,7 @@ def _reduce_kernel(
         signals.set_generation(link.signal_ptrs, rank, generation)
 
 
-def _align(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
+def alignment(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
     """Bytes, 16 at most, that divide all addresses, and all counts of elements."""
     values = [*addresses, *(count * itemsize for count in counts)]
     return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
@@ -391,7 +389,7 @@ def launch_exchange(
     # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
     counts = [*send_at, *sends, *receive_at, *receives]
     counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
-    align = _align(size, [x.data_ptr(), out.data_ptr()], counts)
+    align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
     word = min(align, 8)
 
     def words(values: Sequence[int]) -> tuple[int, ...]:
@@ -460,7 +458,7 @@ def launch_reduce(
         ws.rank,
         WORLD_SIZE=W,
         BLOCK=config.block_bytes // itemsize,
-        ALIGN=_align(itemsize, [x.data_ptr(), out.data_ptr()], starts),
+        ALIGN=alignment(itemsize, [x.data_ptr(), out.data_ptr()], starts),
         OP=op,
         TWO_SHOT=config.two_shot,
         num_warps=config.num_warps,

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import signals
-from weft.collectives.device_math import cdiv, divided, rounded
+from weft.collectives.device_math import cdiv, divided, either_ptr, rounded
 from weft.collectives.kernel_collectives import REDUCED, as_words, combined
 from weft.collectives.symmetric import persistent
 from weft.collectives.workspace import Workspace, check_room, link_of
@@ -205,8 +205,7 @@ def _held(x_ptr, link, holder, rank, generation, offs, mask):
     """Elements `offs` of the x of `holder`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     shown = signals.half_ptr(link.buffer_ptrs, holder, generation, link.half_bytes, dtype)
-    address = tl.where(holder == rank, x_ptr.to(tl.int64), shown.to(tl.int64))
-    return tl.load(address.to(tl.pointer_type(dtype)) + offs, mask=mask)
+    return tl.load(either_ptr(holder == rank, x_ptr, shown) + offs, mask=mask)
 
 
 @triton.jit

@@ -10,13 +10,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.call import Call, Choices, Decomposed, Strategy, leaves, rule
-from weft.dtensor.layout import (
-    Layout,
-    is_shard,
-    moved,
-    pieces_of,
-    shard_dim,
-)
+from weft.dtensor.layout import Layout, is_shard, moved, pieces_of, shard_dim
 
 
 def contraction(

@@ -142,6 +142,10 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class Call(NamedTuple):
     """One call, except for its tensors, which autograd must see.
 
@@ -168,7 +172,7 @@ class Call(NamedTuple):
         With n = h / rms(h) and g = dy * weight: dh += (g - n mean(g n)) / rms(h), dw = sum of dy n.
         """
         g, wide = _wide(reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)), _wide(h)
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        scale = _inverse_rms(wide, self.eps)
         n, dx, dw = wide * scale, None, None
         needs_x, needs_weight, needs_residual = needs
         if weight is not None:
@@ -217,7 +221,7 @@ def _forward(
     if residual is not None:
         h += residual
     wide = _wide(h)
-    y = wide * (wide.square().mean(-1, keepdim=True) + call.eps).rsqrt()
+    y = wide * _inverse_rms(wide, call.eps)
     y = (y if weight is None else y * weight).to(h.dtype)
     return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
 

@@ -39,7 +39,8 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.collectives.device_math import rounded
+from weft.collectives.device_math import either_ptr, rounded
+from weft.collectives.kernel_collectives import alignment
 from weft.collectives.profiled import profiled
 from weft.collectives.workspace import check_room, link_of
 from weft.kernels.chips import INTERPRETER, Chip, LaunchOptions, chip_of
@@ -114,13 +115,6 @@ def _send(values, columns, mask, row, link, rank, H, generation, WORLD_SIZE: tl.
 
 
 @triton.jit
-def _either(this, own, other, ALIGN: tl.constexpr):
-    """`own` if `this`, else `other`: an address, not a branch, so that loads need not wait."""
-    address = tl.where(this, own.to(tl.int64), other.to(tl.int64))
-    return tl.multiple_of(address.to(own.dtype), ALIGN)
-
-
-@triton.jit
 def _added_up(x):
     """The sum of a vector. Not tl.sum: see `signals.greatest`."""
     return tl.reduce(x, 0, tl.standard._sum_combine)
@@ -189,14 +183,14 @@ def _sum_rms_norm_kernel(
                 h = tl.zeros((PART,), tl.float32)
                 for r in tl.static_range(WORLD_SIZE):
                     slot = _row_ptr(link, rank, r * sent + i, H, generation, dtype)
-                    term = _either(rank == r, _at(x_ptr, row, H), slot, ALIGN)
+                    term = tl.multiple_of(either_ptr(rank == r, _at(x_ptr, row, H), slot), ALIGN)
                     h += tl.load(term + columns, mask=inside, other=0.0).to(tl.float32)
                 if residual_ptr is not None:
                     kept = _at(residual_ptr, row - first, H)
                     if ONE_SHOT:
                         own = (row >= first) & (row < first + own_rows)
                         shown = _row_ptr(link, rank, rest + row, H, generation, dtype)
-                        kept = _either(own, kept, shown, ALIGN)
+                        kept = tl.multiple_of(either_ptr(own, kept, shown), ALIGN)
                     h += tl.load(kept + columns, mask=inside, other=0.0).to(tl.float32)
                 total = rounded(h, dtype)
                 tl.store(_at(sums_ptr, i, H) + columns, total, mask=inside)
@@ -245,12 +239,6 @@ def workspace_for(x: torch.Tensor, share: int, group: Group) -> Workspace:
     config = config_for(T, share, H, x.dtype, group.world_size, chip_of(x.device))
     nbytes = workspace_bytes(T, share, H, x.dtype, group.world_size, config)
     return workspace(group, nbytes, channel="norm kernel", device=x.device)
-
-
-def _align(row_bytes: int, *tensors: torch.Tensor | None) -> int:
-    """Bytes, 16 at most, that divide a row's size and the addresses of these tensors."""
-    values = [row_bytes, *(x.data_ptr() for x in tensors if x is not None)]
-    return next(align for align in (16, 8, 4, 2) if all(value % align == 0 for value in values))
 
 
 @profiled("reduce_scatter_rms_norm_all_gather")
@@ -305,7 +293,9 @@ def launch_sum_rms_norm(
         WORLD_SIZE=ws.world_size,
         TEAM=team,
         PART=config.part,
-        ALIGN=_align(H * x.element_size(), x, residual),
+        ALIGN=alignment(
+            x.element_size(), [t.data_ptr() for t in (x, residual) if t is not None], [H]
+        ),
         ONE_SHOT=config.one_shot,
         **config.options,
     )
