@@ -156,6 +156,9 @@ class Exchange:
                 )
             raise MismatchError(_differs(self.rank, self.op, peer))
 
+    def results(self, *results: torch.Tensor) -> None:
+        """Name what the call computes: in a stream it becomes NaN if a wait fails."""
+
     def wait_all(self) -> None:
         """`wait` for every peer that has not been waited for."""
         for peer in sorted(self._pending):
@@ -188,13 +191,14 @@ class StreamExchange(Exchange):
         from weft.collectives import stream_signals
 
         self._signals, self._parity = stream_signals, 0
+        self._results: list[torch.Tensor] = []
         self._ws.check(self.op)
         stream_signals.begin(self._ws)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._signals.end(self._ws)
+            self._signals.end(self._ws, self._results)
             self._ws.launched(self.op)
         elif issubclass(kind, Exception) and kind is not PeerTimeout:
             self._abandon()
@@ -209,6 +213,10 @@ class StreamExchange(Exchange):
             self.signal_all()
             self._signals.end(self._ws)
             self._ws.launched(self.op)
+
+    def results(self, *results: torch.Tensor) -> None:
+        """Name what the call computes, each contiguous: it becomes NaN if a wait fails."""
+        self._results += results
 
     def signal(self, peer: int) -> None:
         """Publish to `peer` all that the stream has written."""

@@ -195,7 +195,7 @@ def _receive_pieces(
 ):
     """Copy the peers' pieces to out once announced: slots in phase 0, finished pieces in 1."""
     if signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl.program_id(0), generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl.program_id(0), generation, link.timeout_ns
     ):
         lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -217,13 +217,14 @@ def _exchange_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
+    SPOILS: tl.constexpr,  # whether words are parts of floating-point numbers
 ) -> None:
     """Every piece to its rank: all_gather, all_to_all. Sizes in elements. Grid: Config.programs.
 
     Example: rank 0 of 2, x = [1 2 3], sent ((0, 2), (2, 1)), received sizes (2, 4): [1 2] goes to
     where received starts for rank 0, [3] to rank 1, and 4 elements come from there.
     """
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     _send_pieces(x_ptr, sent, link, slot_size, rank, generation, WORLD_SIZE, BLOCK, ALIGN)
     own = rank + tl.arange(0, 1)
     _copy_pieces(
@@ -236,8 +237,9 @@ def _exchange_kernel(
     _receive_pieces(
         out_ptr, received, link, slot_size, rank, generation, 0, WORLD_SIZE, BLOCK, ALIGN
     )
-    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        for r in tl.static_range(WORLD_SIZE):
+            signals.spoil(out_ptr + received.starts[r], received.sizes[r], SPOILS)
 
 
 @triton.jit
@@ -311,6 +313,7 @@ def _reduce_kernel(
     ALIGN: tl.constexpr,
     OP: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    SPOILS: tl.constexpr,
 ) -> None:
     """out = the pieces for this rank, reduced; if TWO_SHOT, all pieces, each reduced by its rank.
 
@@ -320,10 +323,10 @@ def _reduce_kernel(
     rank 1; if TWO_SHOT, [2 4 6] on both.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     _send_pieces(x_ptr, pieces, link, slot_size, rank, generation, WORLD_SIZE, BLOCK, ALIGN)
     arrived = signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
     )
     if arrived:
         into = _piece_ptr(out_ptr, pieces, rank, WORLD_SIZE, ALIGN) if TWO_SHOT else out_ptr
@@ -348,14 +351,23 @@ def _reduce_kernel(
             _receive_pieces(
                 out_ptr, pieces, link, slot_size, rank, generation, 1, WORLD_SIZE, BLOCK, ALIGN
             )
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        if TWO_SHOT:
+            for r in tl.static_range(WORLD_SIZE):
+                signals.spoil(out_ptr + pieces.starts[r], pieces.sizes[r], SPOILS)
+        else:
+            signals.spoil(out_ptr, element(pieces.sizes, rank, WORLD_SIZE), SPOILS)
 
 
 def alignment(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
     """Bytes, 16 at most, that divide all addresses, and all counts of elements."""
     values = [*addresses, *(count * itemsize for count in counts)]
     return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
+
+
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether a tensor of that dtype can tell of what was not computed."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def as_words(x: torch.Tensor, word: int) -> torch.Tensor:
@@ -406,6 +418,7 @@ def launch_exchange(
         WORLD_SIZE=ws.world_size,
         BLOCK=config.block_bytes // word,
         ALIGN=align,
+        SPOILS=has_nan(out.dtype),
         num_warps=config.num_warps,
     )
 
@@ -461,5 +474,6 @@ def launch_reduce(
         ALIGN=alignment(itemsize, [x.data_ptr(), out.data_ptr()], starts),
         OP=op,
         TWO_SHOT=config.two_shot,
+        SPOILS=has_nan(out.dtype),
         num_warps=config.num_warps,
     )

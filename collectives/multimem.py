@@ -103,14 +103,14 @@ def _multimem_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     lanes: tl.constexpr = 128 // dtype.primitive_bitwidth
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     share = tl.cast(vectors, tl.int64) * lanes
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     for owner in range(WORLD_SIZE):
         begin = owner * share
         _copy_share(half, x_ptr, begin, begin + share, count, program, programs, BLOCK * lanes)
     arrived = signals.barrier(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
     )
     if arrived:
         everywhere = multicast_ptr + (generation & 1) * link.half_bytes
@@ -120,7 +120,7 @@ def _multimem_kernel(
             source = everywhere + (rank * tl.cast(vectors, tl.int64) + vector) * 16
             _reduce_vectors(source, source + result_at, vector < vectors, dtype)
         arrived = signals.barrier(
-            link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls
+            link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns
         )
     if arrived:
         result = half + WORLD_SIZE * share
@@ -129,8 +129,8 @@ def _multimem_kernel(
             _copy_share(
                 out_ptr, result, begin, begin + share, count, program, programs, BLOCK * lanes
             )
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, count)
 
 
 def _vectors(nbytes: int, world_size: int) -> int:

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, either_ptr, rounded
-from weft.collectives.kernel_collectives import REDUCED, as_words, combined
+from weft.collectives.kernel_collectives import REDUCED, as_words, combined, has_nan
 from weft.collectives.symmetric import persistent
 from weft.collectives.workspace import Workspace, check_room, link_of
 
@@ -191,7 +191,7 @@ def _publish_kernel(
     """Publish x to all peers. Grid: any."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     shown = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     for block in range(program, cdiv(numel, BLOCK), programs):
         offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -259,9 +259,10 @@ def _take(
         tl.store(out_ptr + target, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["boxes", "local_boxes", "rank"])
+@triton.jit(do_not_specialize=["count", "boxes", "local_boxes", "rank"])
 def _pull_kernel(
     out_ptr,
+    count,  # elements of out
     x_ptr,
     rows_ptr,  # (boxes, _HEAD + 3 DIMS)
     holders_ptr,
@@ -274,6 +275,7 @@ def _pull_kernel(
     BLOCK: tl.constexpr,
     OP: tl.constexpr,
     DIVISOR: tl.constexpr,
+    SPOILS: tl.constexpr,
 ) -> None:
     """out = the boxes. Grid: any; ranks may differ in it.
 
@@ -286,15 +288,15 @@ def _pull_kernel(
     for box in range(boxes + 1):
         if box == local_boxes:
             arrived = signals.wait_for_peers(
-                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.max_polls
+                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
             )
         if (box < boxes) & arrived:
             _take(
                 out_ptr, x_ptr, rows_ptr, holders_ptr, box, link, generation, rank, DIMS, BLOCK, OP,
                 DIVISOR,
             )  # fmt: skip
-    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, count, SPOILS)
 
 
 def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
@@ -336,6 +338,7 @@ def launch_pull(
     row = _HEAD + 3 * table.dims
     _pull_kernel[(max(1, min(most, -(-into.numel() // block))),)](
         into,
+        into.numel(),
         given,
         table.rows,
         table.holders,
@@ -348,5 +351,6 @@ def launch_pull(
         BLOCK=block,
         OP=table.op,
         DIVISOR=table.divisor,
+        SPOILS=has_nan(out.dtype),
         num_warps=_COPY_WARPS if table.op == "copy" else _SUM_WARPS,
     )

@@ -17,10 +17,23 @@ When a rank starts call g + 2 it has, by 2, received everyone's signals of g + 1
 by 1, after everyone had finished reading call g. Hence nobody still reads the half that it now
 overwrites.
 
-Why nothing hangs. Every wait is bounded; one that fails records who waited for whom, and all later
-waits of the launch give up at once. A program waits for programs of its peers with the same number
-or for programs of its own launch with a smaller number, never for a later one, so that any grid
-makes progress when its programs run in order: non-resident grids on a GPU, and the interpreter.
+Why nothing hangs. Every wait is bounded in time; one that fails records who waited for whom, and
+all later waits of the launch give up at once. So does the wait for a process that has ended. A
+program waits for programs of its peers with the same number or for programs of its own launch with
+a smaller number, never for a later one, so that any grid makes progress when its programs start in
+order of their numbers: non-resident grids on a GPU, and the interpreter.
+
+Another kernel, such as a collective of NCCL, may hold cores that a grid counted on. Then the last
+programs of some ranks start only when the first ones have ended. Let p be the smallest number that
+is not finished on all ranks. On a rank where p has not started, a smaller number, or the other
+kernel, holds its core. The smaller numbers have finished by the choice of p. So p starts as soon as
+one core is not held by the other kernel; what p then waits for, the p of its peers and smaller
+numbers of its own, has finished or runs likewise, and p finishes. All of them do, by induction,
+though the other kernel may wait for ranks on which it has not started: it costs a second wave, and
+no deadlock, as long as it leaves a core on each rank. WEFT_SMS leaves it as many as it wants.
+
+What was not computed is never taken for a result: a program that ends after a wait of its rank has
+failed fills the results of the call with NaN (`end_call`, `spoil`).
 """
 
 from __future__ import annotations
@@ -35,9 +48,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import pad
-
-TIMED_OUT = 1  # the code that a failed wait leaves in STATUS
+from weft.collectives import pad, reports
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -56,9 +67,15 @@ class Constant(tl.constexpr):  # type: ignore[misc]  # Triton ships no types
 _GENERATION = Constant(pad.GENERATION)
 _TICKET = Constant(pad.TICKET)
 _STATUS = Constant(pad.STATUS)
+_CLAIM = Constant(pad.CLAIM)
+_REPORT = Constant(pad.REPORT)
+_CLOCK = Constant(pad.CLOCK)
 _KERNEL_SLOTS = Constant(pad.KERNEL_SLOTS)
 _MAX_PROGRAMS = Constant(pad.MAX_PROGRAMS)
-_TIMED_OUT = Constant(TIMED_OUT)
+_TIMED_OUT = Constant(pad.TIMED_OUT)
+_OVERLAPPED = Constant(pad.OVERLAPPED)
+_GONE = Constant(pad.GONE)
+_GONE_WORD, _ALARM_WORD = Constant(reports.GONE_WORD), Constant(reports.ALARM_WORD)
 _INTERPRETED = Constant(INTERPRETED)
 _HAS_ATOMIC_LOAD = Constant(hasattr(tl, "atomic_load"))  # Triton 3.9
 
@@ -88,19 +105,11 @@ def _release(module: ModuleType) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def polls_within(seconds: float, device: torch.device) -> int:
-    """How many polls take about `seconds`: the bound of a kernel's waits.
-
-    A poll on a GPU takes some 400 cycles: an access to L2, and two barriers until all threads have
-    what it read. In the interpreter it depends on who else wants the core, so polls are counted by
-    the clock there: see `_sleep`.
-    """
-    rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else 4_000_000
-    return max(1, int(min(seconds * rate, _MOST_POLLS)))
+def nanoseconds(seconds: float) -> int:
+    """The bound of a kernel's waits."""
+    return max(1, int(min(seconds * 1e9, 2.0**62)))
 
 
-_INTERPRETED_POLLS_PER_S = 10_000
-_MOST_POLLS = 2.0**62  # of those that wait without end: kernels count in 64 bits
 _last_poll = (0, 0, 0.0)  # address, value, time
 
 
@@ -109,13 +118,12 @@ def _sleep(address: int, value: int) -> int:
     time.sleep(50e-6)
     now, last = time.perf_counter(), _last_poll
     _last_poll = (address, value, now)
-    waited = now - last[2] if last[:2] == (address, value) else 0.0
-    return max(1, round(waited * _INTERPRETED_POLLS_PER_S))
+    return max(1, round((now - last[2]) * 1e9)) if last[:2] == (address, value) else 1
 
 
 # What an interpreted rank does between two polls of a signal, given the signal's address and the
-# awaited value; returns how many polls it counts for. A scheduler of virtual ranks replaces it to
-# switch to another rank.
+# awaited value; returns how many nanoseconds it counts for. A scheduler of virtual ranks replaces
+# it to switch to another rank.
 on_poll: Callable[[int, int], int] = _sleep
 
 
@@ -143,8 +151,13 @@ def _pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int
     return on_poll(_addresses(ptr, mask)[0], int(value))
 
 
+def _target(_semantic: Any = None) -> Any:
+    """What a kernel is compiled for: "cuda" or "hip"."""
+    return tl.constexpr(_semantic.builder.options.backend_name)
+
+
 # Triton's code generator rejects plain functions, even in branches that it drops.
-for _function in (_begin, _pause):
+for _function in (_begin, _pause, _target):
     setattr(_function, tl.core.TRITON_BUILTIN, True)
 
 
@@ -176,6 +189,21 @@ def last_generation(signal_ptrs, rank):
 
 
 @triton.jit
+def begin_call(signal_ptrs, rank):
+    """Number of the call that this launch begins. Every program of a call's first launch calls it.
+
+    Calls of a rank on the same memory must not overlap, as those of a graph that is replayed in one
+    stream beside a call in another would: that is an error on this rank, `end_call` permitting.
+    """
+    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    generation = tl.load(own_pad + _GENERATION) + 1
+    if tl.program_id(0) == 0:
+        if tl.atomic_xchg(own_pad + _CLAIM, 1, sem="relaxed", scope="gpu") != 0:
+            _record(own_pad, _OVERLAPPED, rank, rank, generation)
+    return generation
+
+
+@triton.jit
 def is_last_program(signal_ptrs, rank, num_programs):
     """Called once by each program of a launch, at its end: True in the last one to arrive.
 
@@ -193,6 +221,55 @@ def is_last_program(signal_ptrs, rank, num_programs):
 def set_generation(signal_ptrs, rank, generation):
     """Begin call `generation`. Only the last program of a launch may: all others have read it."""
     tl.store(peer_ptr(signal_ptrs, rank, tl.int64) + _GENERATION, generation)
+
+
+@triton.jit
+def release_claim(own_pad):
+    """End what `begin_call` has begun."""
+    tl.store(own_pad + _CLAIM, 0)
+
+
+@triton.jit
+def failed(own_pad):
+    """Whether a wait of this rank has failed; then the host is told once more.
+
+    A program's own failure is visible to it. Threads need not agree: no barrier depends on it.
+    """
+    status = tl.load(own_pad + _STATUS, volatile=True)
+    if status != 0:
+        tell_host(own_pad)
+    return status != 0
+
+
+@triton.jit
+def end_call(signal_ptrs, rank, generation):
+    """The end of a call: every program of its last launch calls it, after all else.
+
+    True if a wait of this rank has failed. Then the program must `spoil` all results: among those
+    that do is the one that should have computed what is missing.
+    """
+    own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    in_vain = failed(own_pad)
+    if is_last_program(signal_ptrs, rank, tl.num_programs(0)):
+        set_generation(signal_ptrs, rank, generation)
+        release_claim(own_pad)
+    return in_vain
+
+
+@triton.jit
+def spoil(ptr, count, SPOILS: tl.constexpr = True):
+    """ptr[:count] = NaN. Integers stay as they are, as an error tells; if SPOILS, words become NaN
+    of whatever type they are parts of.
+    """
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if SPOILS:
+        for start in range(0, count, 1024):
+            offs = tl.cast(start, tl.int64) + tl.arange(0, 1024)
+            if dtype.is_floating():
+                nothing = tl.full((1024,), float("nan"), tl.float32).to(dtype)
+            else:
+                nothing = tl.full((1024,), -1, dtype)
+            tl.store(ptr + offs, nothing, mask=offs < count)
 
 
 # Order of a program's own stores before its signal. One thread signals, many stored: in the PTX of
@@ -258,53 +335,112 @@ def _acquire(ptr, scope: tl.constexpr, mask=None):
 
 
 @triton.jit
-def _wait(ptr, value, max_polls, scope: tl.constexpr):
-    polls = tl.cast(max_polls, tl.int64)
+def _now(own_pad):
+    """Time in ns, the same for all threads of a program: each would read another one, so what
+    thread 0 has read goes through memory.
+    """
+    if _target() == "cuda":
+        now = tl.extra.cuda.globaltimer()
+    else:
+        now = tl.extra.hip.memrealtime() * 10
+    tl.atomic_max(own_pad + _CLOCK, now, sem="relaxed", scope="gpu")
+    return tl.atomic_add(own_pad + _CLOCK, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _given_up(own_pad, value):
+    """Whether a wait of this rank has failed, or the host has told that a process is gone."""
+    report = tl.load(own_pad + _REPORT)
+    if report != 0:
+        gone = _acquire(report.to(tl.pointer_type(tl.int64)) + _GONE_WORD, "sys")
+        if gone != 0:
+            _record(own_pad, _GONE, gone >> 32, (gone & 0xFFFFFFFF) - 1, value)
+    return _acquire(own_pad + _STATUS, "gpu") != 0
+
+
+# Looks at the clock, at STATUS and at the host's word, which is behind a slow link, take longer
+# than most waits: they are for those that have lasted for so many polls, some 50 us.
+_POLLS_A_LOOK = Constant(64)
+
+
+@triton.jit
+def _look(own_pad, value, timeout_ns, began, left):
+    """When a wait `began`, if it is not 0 (unknown), and for how many ns it goes on."""
+    if not _INTERPRETED:
+        now = _now(own_pad)
+        began = tl.where(began == 0, now, began)
+        left = timeout_ns - (now - began)
+    return began, tl.where(_given_up(own_pad, value), 0, left)
+
+
+@triton.jit
+def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
     if _INTERPRETED:
         _begin(ptr, value)
     seen = _acquire(ptr, scope)
-    while (seen < value) & (polls > 0):
+    left = tl.cast(timeout_ns, tl.int64)
+    began, polls = left - left, 0
+    while (seen < value) & (left > 0):
+        polls += 1
         if _INTERPRETED:
-            polls -= _pause(ptr, value)
-        else:
-            polls -= 1
+            left -= _pause(ptr, value)
+        if polls % _POLLS_A_LOOK == 0:
+            began, left = _look(own_pad, value, timeout_ns, began, left)
         seen = _acquire(ptr, scope)
     return seen >= value
 
 
 @triton.jit
-def wait(ptr, value, max_polls):
-    """Acquire `*ptr >= value` from any rank. False if it did not come within `max_polls` polls."""
-    return _wait(ptr, value, max_polls, "sys")
+def wait(own_pad, ptr, value, timeout_ns):
+    """Acquire `*ptr >= value` from any rank. False if it did not come within `timeout_ns`, or
+    another wait of this rank, whose pad is `own_pad`, has failed meanwhile.
+    """
+    return _wait(own_pad, ptr, value, timeout_ns, "sys")
 
 
 @triton.jit
-def wait_local(ptr, value, max_polls):
+def wait_local(own_pad, ptr, value, timeout_ns):
     """`wait` for a program of this device."""
-    return _wait(ptr, value, max_polls, "gpu")
+    return _wait(own_pad, ptr, value, timeout_ns, "gpu")
 
 
 @triton.jit
-def patience(own_pad, max_polls):
-    """How many polls a wait may take: none once a wait of this rank has failed."""
-    status = _acquire(own_pad + _STATUS, "gpu")
-    return tl.where(status == 0, tl.cast(max_polls, tl.int64), 0)
+def tell_host(own_pad):
+    """Show STATUS to the host, if it is to be told."""
+    report = tl.load(own_pad + _REPORT)
+    if report != 0:
+        word = report.to(tl.pointer_type(tl.int64))
+        status = own_pad + _STATUS
+        code, waiter = tl.load(status), tl.load(status + 1)
+        peer, generation = tl.load(status + 2), tl.load(status + 3)
+        tl.store(word, code | (waiter << 8) | (peer << 20) | (generation << 32))
+        alarm = tl.load(word + _ALARM_WORD).to(tl.pointer_type(tl.int64))
+        tl.store(alarm, 1)
 
 
 @triton.jit
-def record_timeout(own_pad, rank, peer, generation):
+def _record(own_pad, code, rank, peer, generation):
     """Leave (code, waiter, peer, generation) for the host, unless this rank has failed before."""
     status = own_pad + _STATUS
-    code = tl.cast(_TIMED_OUT, tl.int64)
+    code = tl.cast(code, tl.int64)
     if tl.atomic_cas(status, code - code, code, sem="relaxed", scope="gpu") == 0:
         tl.store(status + 1, rank)
         tl.store(status + 2, peer)
         tl.store(status + 3, generation)
+        # Other threads read these words than have stored them.
+        tl.debug_barrier()
+        tell_host(own_pad)
+
+
+@triton.jit
+def record_timeout(own_pad, rank, peer, generation):
+    """Record that `rank` has waited in vain for `peer`, unless it has failed before."""
+    _record(own_pad, _TIMED_OUT, rank, peer, generation)
 
 
 @triton.jit
 def wait_for(
-    signal_ptrs, rank, world_size, phase: tl.constexpr, peer, program, generation, max_polls
+    signal_ptrs, rank, world_size, phase: tl.constexpr, peer, program, generation, timeout_ns
 ):
     """Wait until `program` of rank `peer` has announced `phase` of call `generation` to `rank`.
 
@@ -312,7 +448,7 @@ def wait_for(
     """
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
     slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)
-    arrived = wait(slot, generation, patience(own_pad, max_polls))
+    arrived = wait(own_pad, slot, generation, timeout_ns)
     if not arrived:
         record_timeout(own_pad, rank, peer, generation)
     return arrived
@@ -340,21 +476,23 @@ def peer_lanes(first, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def wait_for_lanes(own_pad, words, peers, awaited, rank, value, max_polls, scope: tl.constexpr):
+def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scope: tl.constexpr):
     """Wait until the word of each `awaited` lane, written by that lane's peer, is at least `value`.
 
     False on a time-out, which is then recorded in STATUS of `own_pad`, that of `rank`.
     """
     missing = awaited
-    polls = patience(own_pad, max_polls)
     if _INTERPRETED:
         _begin(words, value, missing)
     missing &= _acquire(words, scope, missing) < value
-    while (greatest(missing.to(tl.int32)) > 0) & (polls > 0):
+    left = tl.cast(timeout_ns, tl.int64)
+    began, polls = left - left, 0
+    while (greatest(missing.to(tl.int32)) > 0) & (left > 0):
+        polls += 1
         if _INTERPRETED:
-            polls -= _pause(words, value, missing)
-        else:
-            polls -= 1
+            left -= _pause(words, value, missing)
+        if polls % _POLLS_A_LOOK == 0:
+            began, left = _look(own_pad, value, timeout_ns, began, left)
         missing &= _acquire(words, scope, missing) < value
     late = greatest(tl.where(missing, peers, -1))
     if late >= 0:
@@ -372,7 +510,7 @@ def wait_for_own(
     first,
     last,
     generation,
-    max_polls,
+    timeout_ns,
     LANES: tl.constexpr,
 ):
     """Wait until programs of this device have announced words first..last of (`phase`, `source`).
@@ -382,12 +520,20 @@ def wait_for_own(
     """
     arrived = True
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
-    for start in range(first, last + 1, LANES):
-        programs = start + tl.arange(0, LANES)
-        words = slot_ptr(signal_ptrs, rank, world_size, phase, source, programs)
-        arrived &= wait_for_lanes(
-            own_pad, words, source, programs <= last, rank, generation, max_polls, "gpu"
-        )
+    if LANES == 1:  # by loads: several lanes are polled by read-modify-writes
+        for program in range(first, last + 1):
+            word = slot_ptr(signal_ptrs, rank, world_size, phase, source, program)
+            here = wait_local(own_pad, word, generation, timeout_ns)
+            if not here:
+                record_timeout(own_pad, rank, source, generation)
+            arrived &= here
+    else:
+        for start in range(first, last + 1, LANES):
+            programs = start + tl.arange(0, LANES)
+            words = slot_ptr(signal_ptrs, rank, world_size, phase, source, programs)
+            arrived &= wait_for_lanes(
+                own_pad, words, source, programs <= last, rank, generation, timeout_ns, "gpu"
+            )
     return arrived
 
 
@@ -403,21 +549,21 @@ def signal_peers(
 
 @triton.jit
 def wait_for_peers(
-    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, max_polls
+    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, timeout_ns
 ):
     """Wait until every peer has announced `phase` of call `generation`. False on a time-out."""
     lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
     words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)
     return wait_for_lanes(
         peer_ptr(signal_ptrs, rank, tl.int64), words, peers, lanes < WORLD_SIZE - 1, rank,
-        generation, max_polls, "sys",
+        generation, timeout_ns, "sys",
     )  # fmt: skip
 
 
 @triton.jit
 def barrier(
-    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, max_polls
+    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, timeout_ns
 ):
     """Wait for the same-numbered program of every peer; what each stored before, all see after."""
     signal_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation)
-    return wait_for_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation, max_polls)
+    return wait_for_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation, timeout_ns)

@@ -7,8 +7,10 @@ kernel takes longer than signalling peers, so one launch serves any number of co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from weft.collectives.symmetric import SymmetricBuffer
     from weft.collectives.workspace import Workspace
 
+_GENERATION = signals.Constant(pad.GENERATION)
 _HOST_SLOTS = signals.Constant(pad.HOST_SLOTS)
 _LINE = signals.Constant(pad.LINE)
 DATA_WORD, _END_WORD = 0, 1
@@ -27,9 +30,12 @@ _BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channel
 
 @triton.jit(do_not_specialize=["rank"])
 def _begin_kernel(signal_ptrs, rank, GENERATION_WORD: tl.constexpr) -> None:
-    """Advance this rank's generation. Grid: 1."""
+    """Advance this rank's generation: of calls, or of a barrier's channel. Grid: 1."""
     word = signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD
-    tl.store(word, tl.load(word) + 1)
+    if GENERATION_WORD == _GENERATION:
+        tl.store(word, signals.begin_call(signal_ptrs, rank))
+    else:
+        tl.store(word, tl.load(word) + 1)
 
 
 @triton.jit
@@ -55,21 +61,21 @@ def _post_kernel(
 
 
 @triton.jit
-def hold(signal_ptrs, rank, peer, generation, max_polls, SLOT_WORD: tl.constexpr):
+def hold(signal_ptrs, rank, peer, generation, timeout_ns, SLOT_WORD: tl.constexpr):
     """Wait until `peer` has posted `generation` to this rank, `rank`. A time-out is recorded."""
     own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    polls = signals.patience(own, max_polls)
-    if not signals.wait(_slot(signal_ptrs, rank, peer, SLOT_WORD), generation, polls):
+    word = _slot(signal_ptrs, rank, peer, SLOT_WORD)
+    if not signals.wait(own, word, generation, timeout_ns):
         signals.record_timeout(own, rank, peer, generation)
 
 
-@triton.jit(do_not_specialize=["rank", "first", "count", "max_polls"])
+@triton.jit(do_not_specialize=["rank", "first", "count", "timeout_ns"])
 def _wait_kernel(
     signal_ptrs,
     rank,
     first,
     count,
-    max_polls,
+    timeout_ns,
     WORLD_SIZE: tl.constexpr,
     GENERATION_WORD: tl.constexpr,
     SLOT_WORD: tl.constexpr,
@@ -79,7 +85,21 @@ def _wait_kernel(
     lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
     words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
     generation = tl.load(own_pad + GENERATION_WORD)
-    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, max_polls, "sys")
+    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys")
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _end_kernel(signal_ptrs, rank, results) -> None:
+    """End a call, as `signals.end_call` does. Grid: 1.
+
+    Args:
+        results: tuple of (pointer, count).
+    """
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    signals.release_claim(own_pad)
+    if signals.failed(own_pad):
+        for i in tl.static_range(len(results)):
+            signals.spoil(results[i][0], results[i][1])
 
 
 def begin(ws: Workspace) -> None:
@@ -98,15 +118,17 @@ def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
 def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     _wait_kernel[(1,)](
-        ws.signal_ptrs, ws.rank, first, count, ws.timeout_polls,
+        ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns,
         WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
     )  # fmt: skip
 
 
-def end(ws: Workspace) -> None:
-    """Hold the stream until every rank has finished this call."""
+def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
+    """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
+    pairs = tuple((result, result.numel()) for result in results)
+    _end_kernel[(1,)](ws.signal_ptrs, ws.rank, pairs, num_warps=4)
 
 
 def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
@@ -115,7 +137,7 @@ def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None)
     peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1
     words = {"WORLD_SIZE": W, "GENERATION_WORD": generation, "SLOT_WORD": channel, "num_warps": 1}
     timeout = settings.timeout_s() if timeout is None else timeout
-    polls = signals.polls_within(timeout, buffer.device)
+    timeout_ns = signals.nanoseconds(timeout)
     _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
     _post_kernel[(1,)](*peers, **words)
-    _wait_kernel[(1,)](*peers, polls, **words)
+    _wait_kernel[(1,)](*peers, timeout_ns, **words)

@@ -23,7 +23,8 @@ import torch
 
 from weft import settings
 from weft.collectives import pad
-from weft.collectives.group import Group, GroupLike, moves_gpu_tensors, resolve
+from weft.collectives.group import Group, GroupLike, here, moves_gpu_tensors, resolve
+from weft.collectives.reports import Report, check_all
 from weft.errors import MismatchError, PeerTimeout, WeftError
 
 
@@ -230,7 +231,7 @@ class SymmetricBuffer:
         self.signal_ptrs = persistent(addresses, device)
         self.buffer_ptrs = persistent(addresses + self._offset, device)
         self.local = self.get_buffer(self.rank, shape, dtype)
-        self.status = FetchedStatus(self) if device.type == "cuda" else None
+        self.report = self._reported()
         self._barriers: dict[int, int] = {}
         _open.add(self)
 
@@ -259,10 +260,13 @@ class SymmetricBuffer:
         flat = self._segments[rank][start : start + nbytes]
         return flat.view(dtype).view(tuple(shape))
 
+    def pad_of(self, rank: int) -> torch.Tensor:
+        """The signal pad of `rank`, int64."""
+        return self._segments[rank][: self._offset].view(torch.int64)
+
     def status_of(self, rank: int) -> torch.Tensor:
         """The words at STATUS in the pad of `rank`, int64."""
-        words = self._segments[rank][: self._offset].view(torch.int64)
-        return words[pad.STATUS : pad.STATUS + 4]
+        return self.pad_of(rank)[pad.STATUS : pad.STATUS + 4]
 
     def words(self, rank: int) -> memoryview:
         """The signal pad of `rank` as int64 words; CPU only.
@@ -284,6 +288,38 @@ class SymmetricBuffer:
         if self._memory is None:
             raise RuntimeError("this symmetric buffer is closed: make a new one")
 
+    def _reported(self) -> Report | None:
+        """Where kernels on this memory tell the host of failures; None in a simulation, which sees
+        them itself.
+        """
+        virtual, on_gpu = self.group.virtual is not None, self.device.type == "cuda"
+        if virtual and not on_gpu:
+            return None
+        processes = self.group.processes
+        peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
+        report = Report(self.rank, {} if virtual else peers, on_gpu, told_by)
+        weakref.finalize(self, report.close)
+        self.pad_of(self.rank)[pad.REPORT].fill_(report.address)
+        if on_gpu:  # the kernels of other streams read it, too
+            torch.cuda.current_stream(self.device).synchronize()
+        return report
+
+    def check_report(self, op: str) -> None:
+        """Begin the call `op` of kernels: raise if one has told of a failure, on this buffer or on
+        another of this process.
+
+        Raises:
+            PeerTimeout, MismatchError, WeftError: see `told_by`.
+        """
+        if self.report is not None:
+            world = here.world
+            if world is None or self.group.virtual is None:
+                check_all()
+            else:
+                self.report.check()
+            self.report.op = op
+            self.report.watch()
+
     def barrier(self, channel: int = 0, timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this with the same `channel`.
 
@@ -303,10 +339,8 @@ class SymmetricBuffer:
         if self.device.type == "cuda":
             from weft.collectives import stream_signals
 
-            assert self.status is not None
-            self.status.check()
+            self.check_report("barrier")
             stream_signals.barrier(self, channel, timeout)
-            self.status.fetch("barrier")
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
         waiter = self.waiter(timeout)
@@ -317,7 +351,9 @@ class SymmetricBuffer:
 
     def close(self) -> None:
         """Give the memory back. Local: the other ranks keep theirs until they close it too."""
-        self._memory, self._segments, self.status = None, [], None
+        self._memory, self._segments = None, []
+        if self.report is not None:
+            self.report.close()
         self.local = torch.empty(0, device="cpu")
         _open.discard(self)
 
@@ -411,7 +447,7 @@ class Waiter:
 
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
-        self._tell(1, self.rank, peer, value)
+        self._tell(pad.TIMED_OUT, self.rank, peer, value)
         raise PeerTimeout(self.rank, peer, op, value, waited)
 
     def break_off(self) -> None:
@@ -441,34 +477,18 @@ def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
             f"why. Results since are no good, and the group cannot be used until all of its ranks "
             f"have called weft.close()"
         )
+    if code == pad.OVERLAPPED:
+        return WeftError(
+            f"{op}: two calls on the same memory ran on rank {rank} at the same time (call "
+            f"{generation}), as a CUDA graph that is replayed in one stream does beside calls or "
+            f"replays in another. Have one stream wait for the other (torch.cuda.Stream."
+            f"wait_stream). Results since are no good, and the group cannot be used until all of "
+            f"its ranks have called weft.close()"
+        )
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter
-    waited_s = settings.timeout_s() if waiter == rank else 0.0
+    waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
     return PeerTimeout(rank, blamed, op, generation, waited_s)
-
-
-class FetchedStatus:
-    """STATUS of this rank's pad on a GPU, as the host knows it.
-
-    It is fetched in the current stream, and read without waiting for that: what is amiss may be
-    told by a later call.
-    """
-
-    def __init__(self, buffer: SymmetricBuffer) -> None:
-        self._rank, self._there, self._op = buffer.rank, buffer.status_of(buffer.rank), ""
-        # With an explicit device, as the caller's default device may be the GPU.
-        self._words = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._fetched = self._words.numpy()  # the same memory, read by every call
-
-    def fetch(self, op: str) -> None:
-        """Fetch it in the current stream; `op` is what errors name."""
-        self._op = op
-        self._words.copy_(self._there, non_blocking=True)
-
-    def check(self) -> None:
-        """Raise if what was last fetched tells of a failure."""
-        if self._fetched[0]:
-            raise told_by(self._fetched.tolist(), self._rank, self._op)
 
 
 _wait_seconds = 0.0

@@ -64,16 +64,15 @@ class Workspace:
         if self._on_host:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
-        self._stream: torch.cuda.Stream | None = None  # of the last call
         self.captured = False
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
-    def timeout_polls(self) -> int:
-        """How many times a kernel polls a signal before it gives up."""
+    def timeout_ns(self) -> int:
+        """How long a kernel polls a signal before it gives up."""
         from weft.collectives import signals
 
-        return signals.polls_within(settings.timeout_s(), self.device)
+        return signals.nanoseconds(settings.timeout_s())
 
     def tensor(
         self, rank: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
@@ -103,6 +102,7 @@ class Workspace:
             from weft.collectives.exchange import agree
 
             agree(self.group, f"{op}, after a {self._failed} that has failed", 0)
+            self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
             self._failed = ""
         try:
             yield
@@ -120,35 +120,25 @@ class Workspace:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or
         `MismatchError` if a rank has failed amid a call of a stream.
 
-        On a GPU this reads what the last finished `launched` fetched. It never stops the host, so
-        the error may be raised by a later call. What is enqueued next runs after the previous call,
-        even in another stream.
+        On a GPU that is what kernels have told of so far, on any memory of this process: it never
+        stops the host, so the error may be raised by a later call. What is enqueued next runs after
+        the previous call of this rank on this GPU, on whatever channel and in whatever stream.
         """
         self.buffer.check_open()
         self.check_peers(op)
-        if self._on_host:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            self.captured = True
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if not self._on_host:
+            self.captured |= _after_calls_before(self.device)
 
     def check_peers(self, op: str) -> None:
         """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
         if self._on_host:
             self.waiter.check(op)
-        elif self.buffer.status is not None:
-            self.buffer.status.check()
+        self.buffer.check_report(op)
 
     def launched(self, op: str) -> None:
-        """Fetch the status of kernels that wait on this workspace; call it after launching them."""
+        """The end of a call on the host; call it after launching kernels."""
         if self._on_host:
             self.waiter.check(op)
-        elif self.buffer.status is not None:
-            self.buffer.status.fetch(op)
 
     def break_off(self) -> None:
         """Tell all ranks in the current stream, this one as well, that this one has failed amid a
@@ -156,6 +146,31 @@ class Workspace:
         told = torch.tensor([pad.FAILED, self.rank, self.rank, 0], device="cpu")
         for rank in range(self.world_size):
             self.buffer.status_of(rank).copy_(told)
+
+
+# Of the last call of each rank on each GPU: in which stream it was made, or captured.
+_last_stream: dict[tuple[torch.device, int, bool], torch.cuda.Stream] = {}
+
+
+def _after_calls_before(device: torch.device) -> bool:
+    """Have what is enqueued next on a GPU run after the calls that this rank has made there before.
+
+    Calls in two streams could otherwise run in one order on one rank and in the other order on
+    another, each on all cores, waiting for each other. A graph is ordered in itself; what it runs
+    beside is up to the streams in which it is replayed.
+
+    Returns whether the current stream is being captured.
+    """
+    stream, captured = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
+    key = device, here.world.rank if here.world else 0, captured
+    last = _last_stream.get(key)
+    _last_stream[key] = stream
+    if last is not None and last != stream:
+        with torch.cuda.stream(last):
+            same = not captured or torch.cuda.is_current_stream_capturing()
+        if same:  # not one that an earlier graph was captured in
+            stream.wait_stream(last)
+    return captured
 
 
 def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
@@ -175,12 +190,12 @@ class Link(NamedTuple):
     buffer_ptrs: Any
     signal_ptrs: Any
     half_bytes: Any
-    max_polls: Any
+    timeout_ns: Any
 
 
 def link_of(ws: Workspace) -> Link:
     """How kernels reach the peers of `ws`."""
-    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls)
+    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_ns)
 
 
 _workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
@@ -258,8 +273,8 @@ def check_peers() -> None:
         if ws.device.type == "cpu" and is_mine(ws.buffer):
             ws.check_peers(ws.name)
     for buffer in open_buffers():  # those of workspaces, outgrown ones too, and the user's own
-        if buffer.status is not None and is_mine(buffer):
-            buffer.status.check()
+        if buffer.report is not None and is_mine(buffer):
+            buffer.report.check()
 
 
 def close() -> None:

@@ -46,7 +46,7 @@ def _scatter_norm_kernel(
     buffer_ptrs,  # halves of W slots (M / W, D) fp32 on each rank
     signal_ptrs,
     half_bytes,
-    max_polls,
+    timeout_ns,
     rank,
     rows,  # M / W
     eps,
@@ -74,7 +74,7 @@ def _scatter_norm_kernel(
         signals.signal(word, generation)
     slots = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, tl.float32)
     weight = tl.load(weight_ptr + columns).to(tl.float32)
-    if signals.wait_for_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation, max_polls):
+    if signals.wait_for_peers(signal_ptrs, rank, WORLD_SIZE, 0, program, generation, timeout_ns):
         for first in range(program * BLOCK_M, rows, programs * BLOCK_M):
             offs = (first + block)[:, None] * D + columns[None, :]
             inside = (first + block < rows)[:, None]
@@ -116,7 +116,7 @@ def scatter_norm(
     ws.check("scatter_norm")
     y = torch.empty_like(residual)
     _scatter_norm_kernel[(programs or chip_of(x.device).programs,)](
-        y, residual, x, weight, ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_polls,
+        y, residual, x, weight, ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_ns,
         ws.rank, rows, EPS, D=D, WORLD_SIZE=world_size, BLOCK_M=block_m,
     )  # fmt: skip
     ws.launched("scatter_norm")

@@ -138,6 +138,12 @@ def _ag_gemm_contract_kernel(
                 )  # fmt: skip
             if arrived:
                 tiles.store(out.ptr, acc, start_m, start_n, M, N, out.stride_m, out.stride_n)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(gathered_ptr, tl.cast(offsets[WORLD_SIZE], tl.int64) * M)
+        for row in range(M):
+            for start in range(0, N, BLOCK_N):
+                nothing = tl.full((1, BLOCK_N), float("nan"), tl.float32)
+                tiles.store(out.ptr, nothing, row, start, M, N, out.stride_m, out.stride_n)
 
 
 def launch_all_gather_contract(

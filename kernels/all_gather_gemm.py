@@ -367,7 +367,7 @@ def _ag_gemm_kernel(
         peers_came = True
         if DIRECT:
             peers_came = signals.wait_for_peers(
-                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.max_polls
+                link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
             )
         own_ptr, own_pitch = x.ptr, x.stride_m
         if not X_IN_PLACE:
@@ -472,6 +472,19 @@ def _ag_gemm_kernel(
                                     rows, inside_m, start_n, Ns[i], i, ACTIVATION,
                                 )  # fmt: skip
                     tile_n -= tiles_i
+    if DIRECT or COPY_PROGRAMS > 0:
+        in_vain = signals.end_call(link.signal_ptrs, rank, generation)
+    else:  # by copy engines: the exchange around this kernel ends the call
+        in_vain = signals.failed(signals.peer_ptr(link.signal_ptrs, rank, tl.int64))
+    if in_vain:
+        rows = tl.cast(offsets[WORLD_SIZE], tl.int64)
+        for i in tl.static_range(OUTPUTS):
+            signals.spoil(outs[i], rows * Ns[i])
+        if sums is not None:
+            for i in tl.static_range(WEIGHTS):
+                signals.spoil(sums[i], rows * Ns[i])
+        if gathered_ptr is not None:
+            signals.spoil(gathered_ptr, rows * K)
 
 
 @triton.jit

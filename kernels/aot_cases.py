@@ -103,7 +103,7 @@ def _workspace() -> Any:
         buffer_ptrs=table,
         signal_ptrs=table,
         half_bytes=1 << 36,
-        timeout_polls=1 << 27,
+        timeout_ns=1 << 27,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
     )
 

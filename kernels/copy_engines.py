@@ -45,12 +45,14 @@ def _announce_kernel(link, rank, peer, chunk, next_peer, WORLD_SIZE: tl.constexp
     `next_peer` has published its own. Pass `rank` to skip either step. Grid: 1.
     """
     generation = signals.last_generation(link.signal_ptrs, rank)
-    if peer != rank:
+    own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
+    # What was copied in spite of a wait that failed may be anything: its readers wait in vain.
+    if (peer != rank) & (not signals.failed(own_pad)):
         slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
         signals.signal_local(slot, generation)
     if next_peer != rank:
         stream_signals.hold(
-            link.signal_ptrs, rank, next_peer, generation, link.max_polls, _DATA_WORD
+            link.signal_ptrs, rank, next_peer, generation, link.timeout_ns, _DATA_WORD
         )
 
 

@@ -289,7 +289,7 @@ def _flash_decode_kernel(
     program 2 merges them, sends the result to the peers, and merges what their programs 2 send.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     ROWS: tl.constexpr = CUT.rows
     SPLIT: tl.constexpr = CUT.split
     ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
@@ -316,7 +316,7 @@ def _flash_decode_kernel(
             if whole:
                 complete = signals.wait_for_own(
                     link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
-                    generation, link.max_polls, triton.next_power_of_2(SPLIT - 1),
+                    generation, link.timeout_ns, triton.next_power_of_2(SPLIT - 1),
                 )  # fmt: skip
                 # Other threads stored this program's own part than will read it next.
                 tl.debug_barrier()
@@ -334,7 +334,7 @@ def _flash_decode_kernel(
         # Other threads stored this rank's own slot than will read it next.
         tl.debug_barrier()
         complete &= signals.wait_for_peers(
-            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
         )
     if whole & complete:
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
@@ -351,8 +351,10 @@ def _flash_decode_kernel(
                 tiles.store(out_rows, value, start, column, inside, CUT.D, CUT.D, 1)
                 rows = start + offs_r
                 tl.store(lse_ptr + first + rows, lse * LN_2, mask=rows < inside)
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        tokens = tl.cast(items // CUT.row_tiles, tl.int64) * CUT.group * T
+        signals.spoil(out_ptr, tokens * CUT.D)
+        signals.spoil(lse_ptr, tokens)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def _publish_kernel(
     7, and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     share = tiles.cdiv(rows, programs)
@@ -143,7 +143,7 @@ def fetch_shards(
             begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
             if begins & (peer != rank):
                 arrived &= signals.wait_for(
-                    link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.max_polls
+                    link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.timeout_ns
                 )
             # Chunks are dealt out in one sequence through all peers, so that shards of few chunks
             # are fetched at the same time by different programs.
@@ -211,7 +211,7 @@ def wait_for_chunks(
     """
     return signals.wait_for_own(
         link.signal_ptrs, rank, WORLD_SIZE, 1, peer, _word(first, part, PARTS),
-        _word(last, part, PARTS), generation, link.max_polls, 1,
+        _word(last, part, PARTS), generation, link.timeout_ns, 1,
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _gemm_two_shot_kernel(
     both ranks makes 0 4 for rank 0 and 3 for rank 1, program 1 makes 2 and 1.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
@@ -165,7 +165,7 @@ def _gemm_two_shot_kernel(
             partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
     )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     finished_at = WORLD_SIZE * slot_stride * 4  # bytes into the half
@@ -193,7 +193,7 @@ def _gemm_two_shot_kernel(
                         tl.store(sent + offs, final)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
         arrived = signals.wait_for_peers(
-            link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls
+            link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns
         )
     if arrived:
         got = _finished_ptr(link, rank, generation, finished_at, dtype)
@@ -211,8 +211,8 @@ def _gemm_two_shot_kernel(
                         final = tl.load(got + offs + tiles.block_offsets(REDUCE_M, BLOCK_N))
                         final = final.to(tl.float32)
                         tiles.store(out_ptr, final, start_m, tile_n * BLOCK_N, M, N, N, 1)
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, tl.cast(M, tl.int64) * N)
 
 
 def launch_matmul_all_reduce(

@@ -146,7 +146,7 @@ def _gemm_one_shot_kernel(
     SPLIT=2 of 6 programs, 1, 3 and 5 do, one tile each.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
     BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
@@ -183,19 +183,19 @@ def _gemm_one_shot_kernel(
                         link.buffer_ptrs, peer, generation, half_bytes, tl.float32
                     )
                     partial_sums.store_block(slots + offs, acc, ROW_WORDS)
+    begin, rows = 0, M
+    if offsets is not None:
+        begin = tiles.element(offsets, rank, WORLD_SIZE)
+        rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1) - begin
     if complete:
         # If a part is missing there is nothing to announce, and the peers time out as well.
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
         # Other threads stored this rank's own slot than will read it next.
         tl.debug_barrier()
         complete &= signals.wait_for_peers(
-            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
         )
     if complete:
-        begin, rows = 0, M
-        if offsets is not None:
-            begin = tiles.element(offsets, rank, WORLD_SIZE)
-            rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1) - begin
         slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
         for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
@@ -210,8 +210,8 @@ def _gemm_one_shot_kernel(
                         BLOCK_N, ROW_WORDS, WORLD_SIZE, offsets is None,
                     )  # fmt: skip
                     tiles.store_rows(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)
 
 
 def launch(

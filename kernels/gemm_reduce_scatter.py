@@ -130,7 +130,7 @@ def workspace_for(
 def _wait_for_sums(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
     """Whether all peers have sent their partial sums of the tiles that begin with `first`."""
     return signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.max_polls
+        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
     )
 
 
@@ -197,7 +197,7 @@ def _gemm_rs_kernel(
     ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
     BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
@@ -252,8 +252,10 @@ def _gemm_rs_kernel(
     if not waited:
         first = tiles.first_of(rank * count, program, programs)
         _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
+        own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
+        signals.spoil(out_ptr, tl.cast(own_rows, tl.int64) * N)
 
 
 def launch_matmul_reduce_scatter(

@@ -137,7 +137,7 @@ def _head_attention_kernel(
     has head 0: of the tokens of rank 1, program 1 makes 80 .. 95 and program 2 makes 48 .. 79; then
     of its own, 32 .. 47 and 0 .. 31. Programs 1 and 2 of rank 1 bring it the same of head 1.
     """
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     D: tl.constexpr = SHAPE.head_dim
     PITCH: tl.constexpr = SHAPE.pitch
@@ -187,15 +187,17 @@ def _head_attention_kernel(
                 tiles.store(out_rows, out, row, 0, stop, D, pitch, 1)
                 tl.store(numbers + rows, lse * LN_2, mask=rows < stop)
             if step < WORLD_SIZE:
-                announce_results(ring, owner, SHAPE)
+                announce_results(arrivals, ring, owner, SHAPE)
         if await_results(ring, SHAPE):
             brought = area_ptr(ring, rank, areas.out, dtype)
             numbers = area_ptr(ring, rank, areas.lse, tl.float32)
             collect_rows(
                 out_ptr, brought, lse_ptr, numbers, ring, B, H, areas.stagger, SHAPE, BLOCK_M
             )
-    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        n = tl.cast(count_rows(table_ptr, rank, SPANS), tl.int64)
+        signals.spoil(out_ptr, B * H * n * D)
+        signals.spoil(lse_ptr, B * H * n)
 
 
 def launch_head_attention(

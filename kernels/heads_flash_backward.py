@@ -443,7 +443,7 @@ def _head_attention_backward_kernel(
     and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
     slot 1. dk = slot 0 + slot 1.
     """
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     H = queries.H
     if tl.program_id(0) < SHAPE.copy_programs:
@@ -456,7 +456,7 @@ def _head_attention_backward_kernel(
             source = (rank + step) % SHAPE.world_size
             if signals.wait_for(
                 link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
-                generation, link.max_polls,
+                generation, link.timeout_ns,
             ):  # fmt: skip
                 fetch_shard(ring, source, SHAPE)
                 _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
@@ -478,15 +478,19 @@ def _head_attention_backward_kernel(
                 TILES.dq_m, TILES.dq_n,
             )  # fmt: skip
             if step < SHAPE.world_size:
-                announce_results(ring, owner, SHAPE)
+                announce_results(arrivals, ring, owner, SHAPE)
         # Other threads stored this rank's own parts than will read them next.
         tl.debug_barrier()
         if await_results(ring, SHAPE):
             brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
             collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
             _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
-    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        size = tl.cast(B, tl.int64) * SHAPE.head_dim
+        signals.spoil(dq_ptr, size * H * queries.n)
+        m = rows_of(table_ptr, rank, SHAPE)
+        signals.spoil(dk_ptr, size * keys.H_KV * m)
+        signals.spoil(dv_ptr, size * keys.H_KV * m)
 
 
 def launch_head_attention_backward(

@@ -267,7 +267,7 @@ def make_dkv(
                 at += _slot_size(slots, ring, SHAPE)
                 tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
         if step > 0:
-            announce_results(ring, owner, SHAPE)
+            announce_results(arrivals, ring, owner, SHAPE)
     return arrivals
 
 

@@ -230,7 +230,7 @@ def _ring_attention_kernel(
     own keys; on rank 1 both then wait for rank 0's.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     COPIES: tl.constexpr = SHAPE.copy_programs
     SPANS: tl.constexpr = SHAPE.spans
@@ -258,8 +258,9 @@ def _ring_attention_kernel(
             tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
             rows = row + tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)
-    if signals.is_last_program(link.signal_ptrs, rank, programs):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * SHAPE.head_dim)
+        signals.spoil(lse_ptr, tl.cast(B, tl.int64) * H * n)
 
 
 def launch_ring_attention(

@@ -305,7 +305,7 @@ def _ring_attention_backward_kernel(
     Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
     programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
     """
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     if tl.program_id(0) < SHAPE.copy_programs:
         publish_keys(ring, SHAPE)
@@ -323,8 +323,12 @@ def _ring_attention_backward_kernel(
             dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
         )
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
-    if signals.is_last_program(link.signal_ptrs, rank, tl.num_programs(0)):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        size = tl.cast(B, tl.int64) * SHAPE.head_dim
+        signals.spoil(dq_ptr, size * queries.H * queries.n)
+        m = rows_of(table_ptr, rank, SHAPE)
+        signals.spoil(dk_ptr, size * keys.H_KV * m)
+        signals.spoil(dv_ptr, size * keys.H_KV * m)
 
 
 def launch_ring_attention_backward(

@@ -439,7 +439,7 @@ def fetch_keys(ring, SHAPE: tl.constexpr):
         useful = is_needed(ring.table, rank, source, 0, rows, SHAPE)
         if useful == (visit < PEERS):
             arrived = signals.wait_for(
-                link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls
+                link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.timeout_ns
             )
             if arrived & useful:
                 fetch_shard(ring, source, SHAPE)
@@ -476,12 +476,16 @@ def compute_program(SHAPE: tl.constexpr):
 
 
 @triton.jit
-def announce_results(ring, owner, SHAPE: tl.constexpr):
-    """Tell `owner` that all results that this program makes for it are in place."""
-    word = signals.slot_ptr(
-        ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
-    )
-    signals.signal(word, ring.generation)
+def announce_results(arrivals, ring, owner, SHAPE: tl.constexpr):
+    """Tell `owner` that all results that this program makes for it are in place.
+
+    If keys did not arrive they are not, and the owner waits in vain as well.
+    """
+    if arrivals >= 0:
+        word = signals.slot_ptr(
+            ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
+        )
+        signals.signal(word, ring.generation)
 
 
 @triton.jit
@@ -489,7 +493,7 @@ def await_results(ring, SHAPE: tl.constexpr):
     """Wait until program p of every peer has announced its results. False on a time-out."""
     return signals.wait_for_peers(
         ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
-        ring.link.max_polls,
+        ring.link.timeout_ns,
     )  # fmt: skip
 
 
@@ -497,9 +501,10 @@ def await_results(ring, SHAPE: tl.constexpr):
 def no_arrivals(SHAPE: tl.constexpr):
     """An `arrivals` word for `wait_for_source` with no bit set.
 
-    It has one bit per rank and stays in registers, so it is as short as the group allows.
+    It has one bit per rank, and is negative once a source did not arrive in time. It stays in
+    registers, so it is as short as the group allows.
     """
-    return tl.cast(0, tl.int32 if SHAPE.world_size <= 32 else tl.int64)
+    return tl.cast(0, tl.int32 if SHAPE.world_size < 32 else tl.int64)
 
 
 @triton.jit
@@ -513,8 +518,9 @@ def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
         source = (ring.rank + step) % SHAPE.world_size
         arrived = signals.wait_for_own(
             ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
-            SHAPE.copy_programs - 1, ring.generation, ring.link.max_polls,
+            SHAPE.copy_programs - 1, ring.generation, ring.link.timeout_ns,
             triton.next_power_of_2(SHAPE.copy_programs),
         )  # fmt: skip
-        arrivals |= tl.where(arrived, tl.cast(1, arrivals.dtype) << step, 0)
+        BITS: tl.constexpr = arrivals.dtype.primitive_bitwidth
+        arrivals |= tl.cast(1, arrivals.dtype) << tl.where(arrived, step, BITS - 1)
     return arrivals

@@ -78,7 +78,7 @@ def add_up(
     if whole:
         whole = signals.wait_for_own(
             link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program - (SPLIT - 1), program - 1,
-            generation, link.max_polls, triton.next_power_of_2(SPLIT - 1),
+            generation, link.timeout_ns, triton.next_power_of_2(SPLIT - 1),
         )  # fmt: skip
         total = tiles.zeros(ROWS, COLUMNS)
         if second is not None:

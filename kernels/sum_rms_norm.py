@@ -146,7 +146,7 @@ def _sum_rms_norm_kernel(
     y = [[.85 1.13]] on both.
     """
     program, adding = tl.program_id(0), tl.num_programs(0) // 2
-    generation = signals.last_generation(link.signal_ptrs, rank) + 1
+    generation = signals.begin_call(link.signal_ptrs, rank)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     team, teams = program % adding // TEAM, adding // TEAM
     columns = program % TEAM * PART + tl.arange(0, PART)
@@ -175,7 +175,7 @@ def _sum_rms_norm_kernel(
                     tl.store(into + columns, term, mask=there)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
         arrived = signals.wait_for_peers(
-            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.max_polls
+            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
         )
         if arrived:
             for i in range(team, made, teams):
@@ -201,7 +201,7 @@ def _sum_rms_norm_kernel(
     else:
         arrived = signals.wait_for_own(
             link.signal_ptrs, rank, WORLD_SIZE, 0, rank, team * TEAM, team * TEAM + TEAM - 1,
-            generation, link.max_polls, TEAM,
+            generation, link.timeout_ns, TEAM,
         )  # fmt: skip
         if arrived:
             for i in range(team, made, teams):
@@ -220,7 +220,7 @@ def _sum_rms_norm_kernel(
             if not ONE_SHOT:
                 signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
                 arrived = signals.wait_for_peers(
-                    link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls
+                    link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns
                 )
         if not ONE_SHOT and arrived:
             for i in range(team, share, teams):
@@ -229,8 +229,9 @@ def _sum_rms_norm_kernel(
                     finished = _row_ptr(link, rank, rest + row, H, generation, dtype)
                     y = tl.load(finished + columns, mask=inside & (row < T))
                     tl.store(_at(y_ptr, row, H) + columns, y, mask=inside & (row < T))
-    if signals.is_last_program(link.signal_ptrs, rank, 2 * adding):
-        signals.set_generation(link.signal_ptrs, rank, generation)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
+        signals.spoil(sums_ptr, tl.cast(made, tl.int64) * H)
 
 
 def workspace_for(x: torch.Tensor, share: int, group: Group) -> Workspace:

@@ -30,8 +30,7 @@ def wait(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDE
     if program >= SENDERS:
         before = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program - SENDERS)
         own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
-        polls = signals.patience(own_pad, link.max_polls)
-        signals.wait_local(before, (generation << 32) + sends + 1, polls)
+        signals.wait_local(own_pad, before, (generation << 32) + sends + 1, link.timeout_ns)
 
 
 @triton.jit

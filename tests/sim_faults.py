@@ -102,7 +102,7 @@ IN_SIGNALS = [
         "no wait for peers",
         signals,
         (
-            ("arrived = wait(slot, generation, patience(own_pad, max_polls))", "arrived = True"),
+            ("arrived = wait(slot, generation, patience(own_pad, timeout_ns))", "arrived = True"),
             ("missing = awaited\n", "missing = awaited & (value < 0)\n"),
         ),
         EVERY,
@@ -316,8 +316,8 @@ IN_KERNELS = [
     fault(
         "a program waits for the first one of its peers",
         gemm_reduce_scatter,
-        "WORLD_SIZE, 0, first, generation, link.max_polls",
-        "WORLD_SIZE, 0, 0, generation, link.max_polls",
+        "WORLD_SIZE, 0, first, generation, link.timeout_ns",
+        "WORLD_SIZE, 0, 0, generation, link.timeout_ns",
         ("reduce-scatter",),
     ),
     fault(
@@ -345,8 +345,8 @@ IN_KERNELS = [
     fault(
         "finished tiles do not wait",
         gemm_all_reduce,
-        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.max_polls",
-        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.max_polls",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns",
+        "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.timeout_ns",
         ("two-shot all-reduce",),
     ),
     fault(

@@ -156,7 +156,7 @@ IN_COLLECTIVES = [
 
 
 HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
-WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.max_polls"
+WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.timeout_ns"
 FETCHED = "                fetch_shard(ring, source, SHAPE)"
 ANNOUNCE = "                announce(ring, source, SHAPE)\n"
 
@@ -333,8 +333,8 @@ IN_COPY_ENGINES = [
     fault(
         "copy engines wait for the last call",
         copy_engines,
-        "next_peer, generation, link.max_polls",
-        "next_peer, generation - 1, link.max_polls",
+        "next_peer, generation, link.timeout_ns",
+        "next_peer, generation - 1, link.timeout_ns",
         ENGINES,
     ),
     fault(

@@ -537,7 +537,7 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
     if rank != absent:
         names = ("rank", "world_size", "device", "buffer_ptrs", "signal_ptrs", "half_bytes")
         impatient = SimpleNamespace(
-            timeout_polls=4000, **{name: getattr(ws, name) for name in names}
+            timeout_ns=4000, **{name: getattr(ws, name) for name in names}
         )
         launch(impatient)
         with pytest.raises(PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):

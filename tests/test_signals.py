@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from needs import needs_interpreter
 
-from weft.collectives import pad, signals
+from weft.collectives import pad, reports, signals
+from weft.collectives.symmetric import told_by
+from weft.errors import PeerTimeout
 
 pytestmark = needs_interpreter
 
@@ -31,10 +33,11 @@ def _signal_kernel(table, owner, value, N: tl.constexpr) -> None:
 
 
 @triton.jit
-def _wait_kernel(table, out, generation, max_polls) -> None:
+def _wait_kernel(table, out, generation, timeout_ns) -> None:
     slot = signals.slot_ptr(table, 1, 2, 1, 0, 7)
-    tl.store(out, signals.wait(slot, generation, max_polls).to(tl.int64))
-    arrived = signals.wait_for(table, 1, 2, 1, 0, 7, generation, max_polls)
+    own_pad = signals.peer_ptr(table, 1, tl.int64)
+    tl.store(out, signals.wait(own_pad, slot, generation, timeout_ns).to(tl.int64))
+    arrived = signals.wait_for(table, 1, 2, 1, 0, 7, generation, timeout_ns)
     tl.store(out + 1, arrived.to(tl.int64))
 
 
@@ -66,18 +69,128 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
     _signal_kernel[(1,)](ranks.table, 1, 5, N=1)
     _wait_kernel[(1,)](ranks.table, out, 6, 20)
     assert out.tolist() == [0, 0]
-    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [signals.TIMED_OUT, 1, 0, 6]
+    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.TIMED_OUT, 1, 0, 6]
     polls = []
     before = signals.on_poll
     signals.on_poll = lambda address, value: polls.append((address, value)) or 1
     try:
-        _wait_kernel[(1,)](ranks.table, out, 7, 20)
+        _wait_kernel[(1,)](ranks.table, out, 7, 10**9)
     finally:
         signals.on_poll = before
     slot = pad.KERNEL_SLOTS + 2 * pad.MAX_PROGRAMS + 7
-    # Of the plain wait: wait_for gives up.
-    assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 20
-    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [signals.TIMED_OUT, 1, 0, 6]
+    # Each of the two waits gives up when it first looks, long before its time is over.
+    assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 2 * signals._POLLS_A_LOOK.value
+    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.TIMED_OUT, 1, 0, 6]
+
+
+class Gone:
+    """A process that has ended, or not yet."""
+
+    def __init__(self) -> None:
+        self.here = True
+
+    def alive(self) -> bool:
+        return self.here
+
+
+@pytest.fixture
+def report(request):
+    """The line of rank 1 of 2, and the process of rank 0."""
+    process = Gone()
+    line = reports.Report(1, {0: process}, False, told_by)
+    line.op = "all_reduce"
+    yield line, process
+    line.close()
+
+
+def test_a_failed_wait_is_told_to_the_host_which_any_call_sees(report, caplog):
+    line, _ = report
+    ranks, out = pads(2), torch.zeros(2, dtype=torch.int64)
+    ranks.words[1][pad.REPORT] = line.address
+    reports.check_all()
+    _wait_kernel[(1,)](ranks.table, out, 6, 20)
+    with pytest.raises(PeerTimeout, match=r"all_reduce: rank 1 .* for rank 0 \(call 6\)"):
+        line.check()
+    with pytest.raises(PeerTimeout):
+        reports.check_all()
+    with pytest.raises(PeerTimeout):
+        reports.check_all(lambda each: each is line)
+    reports.check_all(lambda each: each is not line)
+    line.watch()
+    line.look()
+    line.look()
+    assert [record.message.count("for rank 0") for record in caplog.records] == [1]
+    line.close()
+    reports.check_all()
+    again = reports.Report(1, {}, False, told_by)
+    assert again.error() is None
+    again.close()
+
+
+def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
+    line, process = report
+    monkeypatch.setattr(reports._Watch, "begin", lambda: None)
+    ranks, out = pads(2), torch.zeros(2, dtype=torch.int64)
+    ranks.words[1][pad.REPORT] = line.address
+    polls = []
+
+    def ends(address, value):
+        polls.append(value)
+        if len(polls) == 100:
+            process.here = False
+        line.look()
+        return 1
+
+    monkeypatch.setattr(signals, "on_poll", ends)
+    line.look()
+    line.watch()
+    _wait_kernel[(1,)](ranks.table, out, 6, 10**9)
+    assert out.tolist() == [0, 0] and 100 < len(polls) <= 100 + 3 * signals._POLLS_A_LOOK.value
+    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.GONE, 1, 0, 6]
+    with pytest.raises(PeerTimeout, match="waited in vain for rank 0"):
+        line.check()
+
+
+@triton.jit
+def _call_kernel(table, out, n, END: tl.constexpr) -> None:
+    generation = signals.begin_call(table, 0)
+    tl.store(out + tl.program_id(0), generation.to(out.dtype.element_ty))
+    if END:
+        if signals.end_call(table, 0, generation):
+            signals.spoil(out, n)
+
+
+def test_calls_on_the_same_memory_must_not_overlap():
+    ranks, out = pads(1), torch.zeros(3)
+    status = ranks.words[0][pad.STATUS : pad.STATUS + 4]
+    for generation in (1, 2):
+        _call_kernel[(3,)](ranks.table, out, 3, END=True)
+        assert out.tolist() == [generation] * 3 and status.tolist() == [0, 0, 0, 0]
+    _call_kernel[(1,)](ranks.table, out, 3, END=False)  # a launch that is still under way
+    _call_kernel[(3,)](ranks.table, out, 3, END=True)
+    assert status.tolist() == [pad.OVERLAPPED, 0, 0, 3]
+    assert out.isnan().all()
+    error = told_by(status.tolist(), 0, "matmul_all_reduce")
+    assert "matmul_all_reduce: two calls on the same memory" in str(error)
+
+
+@triton.jit
+def _spoil_kernel(ptr, count, SPOILS: tl.constexpr) -> None:
+    signals.spoil(ptr, count, SPOILS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_was_not_computed_is_nan(dtype):
+    x = torch.zeros(3001, dtype=dtype)
+    _spoil_kernel[(1,)](x, 3000, SPOILS=True)
+    assert x[:3000].isnan().all() and x[3000] == 0
+    # Words of any type that has NaN; integers stay.
+    x = torch.zeros(3000, dtype=dtype)
+    words = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])
+    _spoil_kernel[(1,)](words, 3000, SPOILS=False)
+    assert not x.any()
+    _spoil_kernel[(1,)](words, 2999, SPOILS=True)
+    assert x[:2999].isnan().all() and x[2999] == 0
 
 
 def test_the_last_program_begins_the_generation_and_resets_the_ticket():
@@ -90,7 +203,7 @@ def test_the_last_program_begins_the_generation_and_resets_the_ticket():
 
 @triton.jit
 def _exchange_kernel(
-    out, buffer_ptrs, signal_ptrs, half_bytes, max_polls, rank, generation, W: tl.constexpr
+    out, buffer_ptrs, signal_ptrs, half_bytes, timeout_ns, rank, generation, W: tl.constexpr
 ) -> None:
     """Each program sends rank + 10 generation to all, and collects what all sent."""
     program = tl.program_id(0)
@@ -98,7 +211,7 @@ def _exchange_kernel(
         peer = (rank + step) % W
         half = signals.half_ptr(buffer_ptrs, peer, generation, half_bytes, tl.int64)
         tl.store(half + program * W + rank, rank + 10 * generation)
-    if signals.barrier(signal_ptrs, rank, W, 0, program, generation, max_polls):
+    if signals.barrier(signal_ptrs, rank, W, 0, program, generation, timeout_ns):
         half = signals.half_ptr(buffer_ptrs, rank, generation, half_bytes, tl.int64)
         for peer in range(W):
             tl.store(out + program * W + peer, tl.load(half + program * W + peer))
@@ -118,7 +231,7 @@ def test_calls_in_a_row_between_processes() -> None:
             ws.buffer_ptrs,
             ws.signal_ptrs,
             ws.half_bytes,
-            ws.timeout_polls,
+            ws.timeout_ns,
             ws.rank,
             generation,
             W=ws.world_size,
@@ -135,5 +248,5 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
 
     fake = SimpleNamespace(sleep=sleep, perf_counter=lambda: clock.now)
     monkeypatch.setattr(signals, "time", fake)
-    _wait_kernel[(1,)](ranks.table, out, 1, signals.polls_within(0.25, torch.device("cpu")))
+    _wait_kernel[(1,)](ranks.table, out, 1, signals.nanoseconds(0.25))
     assert clock.now - 1 == pytest.approx(2 * 0.25, rel=0.02)  # two waits

@@ -147,7 +147,7 @@ def test_exchanges_and_barriers_by_kernels() -> None:
         stream_signals.barrier(buffer, call % 2)
     if rank == 0:  # alone, and not for WEFT_TIMEOUT_S
         stream_signals.barrier(buffer, 2, timeout=0.01)
-        assert buffer.status_of(0).tolist() == [signals.TIMED_OUT, 0, world_size - 1, 1]
+        assert buffer.status_of(0).tolist() == [pad.TIMED_OUT, 0, world_size - 1, 1]
 
 
 def broken_off_body() -> tuple[list[str], int]:
@@ -223,7 +223,7 @@ def test_check_peers_looks_at_buffers_of_the_user_too() -> None:
 
     buffer = collectives.empty((4,))
     collectives.check_peers()
-    buffer.status = Told()  # type: ignore[assignment]
+    buffer.report = Told()  # type: ignore[assignment]
     with pytest.raises(weft.PeerTimeout, match="barrier"):
         collectives.check_peers()
     buffer.close()
@@ -351,7 +351,7 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S must be a number"):
         weft.settings.timeout_s()
     monkeypatch.setenv("WEFT_TIMEOUT_S", "inf")  # kernels count polls in 64 bits
-    forever = signals.polls_within(weft.settings.timeout_s(), torch.device("cuda"))
+    forever = signals.nanoseconds(weft.settings.timeout_s())
     assert 1 << 60 < forever < 1 << 63
     for name in weft.settings.VARIABLES:
         monkeypatch.setenv(name, "")

@@ -132,7 +132,7 @@ def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
 
     def times_out(buffer: SymmetricBuffer, channel: int, timeout: float | None) -> None:
         assert (channel, timeout) == (3, 0.5)
-        buffer.status_of(0).copy_(torch.tensor([signals.TIMED_OUT, 0, 0, 7]))
+        buffer.status_of(0).copy_(torch.tensor([pad.TIMED_OUT, 0, 0, 7]))
 
     with patch.object(stream_signals, "barrier", times_out):
         buffer.barrier(channel=3, timeout=0.5)

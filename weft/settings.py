@@ -2,7 +2,7 @@
 
 Environment variables, read when they are used; an empty one counts as not set:
 
-    WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (60)
+    WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (600)
     WEFT_CHECK       1: compare every call's op, shapes and dtypes across ranks before it starts (0)
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
@@ -95,7 +95,7 @@ def timeout_s() -> float:
     Raises:
         ValueError: WEFT_TIMEOUT_S is not a number above 0.
     """
-    text = _variable("WEFT_TIMEOUT_S", "60")
+    text = _variable("WEFT_TIMEOUT_S", "600")
     try:
         seconds = float(text)
     except ValueError:
