@@ -384,7 +384,8 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
         polls += 1
         if _INTERPRETED:
             left -= _pause(ptr, value)
-        if polls % _POLLS_A_LOOK == 0:
+        if polls == _POLLS_A_LOOK:
+            polls = 0
             began, left = _look(own_pad, value, timeout_ns, began, left)
         seen = _acquire(ptr, scope)
     return seen >= value
@@ -491,7 +492,8 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
         polls += 1
         if _INTERPRETED:
             left -= _pause(words, value, missing)
-        if polls % _POLLS_A_LOOK == 0:
+        if polls == _POLLS_A_LOOK:
+            polls = 0
             began, left = _look(own_pad, value, timeout_ns, began, left)
         missing &= _acquire(words, scope, missing) < value
     late = greatest(tl.where(missing, peers, -1))
