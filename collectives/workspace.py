@@ -287,6 +287,7 @@ def close() -> None:
         forget(here.world.rank)
         return
     _outgrown.clear()
+    _last_stream.clear()
     for kept in kept_by_group:
         kept.clear()
     for forget_mesh in forget_meshes:

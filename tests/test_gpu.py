@@ -450,7 +450,7 @@ def absent_body() -> None:
         ("triton", list(calls)),
         ("host", ["gather", "scatter", "sum", "collective"]),
     ]
-    patience = os.environ.get("WEFT_TIMEOUT_S", "60")
+    patience = os.environ.get("WEFT_TIMEOUT_S", "600")
     for engine, names in engines:
         for name in names:
             with weft.engine(engine):

@@ -221,6 +221,9 @@ def test_check_peers_looks_at_buffers_of_the_user_too() -> None:
         def check(self) -> None:
             raise weft.PeerTimeout(0, 1, "barrier", 1, 0.0)
 
+        def close(self) -> None:
+            pass
+
     buffer = collectives.empty((4,))
     collectives.check_peers()
     buffer.report = Told()  # type: ignore[assignment]
@@ -350,12 +353,12 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S must be a number"):
         weft.settings.timeout_s()
-    monkeypatch.setenv("WEFT_TIMEOUT_S", "inf")  # kernels count polls in 64 bits
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "inf")  # kernels count ns in 64 bits
     forever = signals.nanoseconds(weft.settings.timeout_s())
     assert 1 << 60 < forever < 1 << 63
     for name in weft.settings.VARIABLES:
         monkeypatch.setenv(name, "")
-    assert (weft.settings.timeout_s(), weft.settings.current_engine()) == (60.0, "auto")
+    assert (weft.settings.timeout_s(), weft.settings.current_engine()) == (600.0, "auto")
     assert weft.settings.cache_dir() == Path("~/.cache/weft").expanduser()
     assert weft.settings.direct_reads() and not weft.settings.check_calls()
     assert not weft.settings.multimem()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -15,7 +17,7 @@ import torch
 
 from weft import collectives
 from weft.collectives import group as groups
-from weft.collectives import signals, stream_signals, symmetric
+from weft.collectives import pad, reports, stream_signals, symmetric
 from weft.collectives import workspace as asked
 from weft.collectives.group import alone
 from weft.collectives.symmetric import SymmetricBuffer, _allow_shared_gpus, persistent
@@ -32,26 +34,36 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self._log.append(f"{self.name} waits for {other.name}")
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Gpu:
     """What is asked of torch.cuda, and what was done to its streams."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.stream: Any = Stream("first", self.log)
-        self.capturing, self.device = False, 1
+        self.current: Any = Stream("first", self.log)
+        self.captured: set[str] = set()  # names of streams
+        self.device = 1
 
     def current_stream(self, device: torch.device) -> Any:
-        return self.stream
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def is_current_stream_capturing(self) -> bool:
-        return self.capturing
+        return self.current.name in self.captured
 
     def current_device(self) -> int:
         return self.device
 
     def switch(self, name: str) -> None:
-        self.stream = Stream(name, self.log)
+        self.current = Stream(name, self.log)
 
 
 @pytest.fixture
@@ -82,20 +94,41 @@ def test_a_call_in_another_stream_comes_after_the_last_one(gpu: Gpu) -> None:
     ws.check("op")
     assert gpu.log == ["second waits for first"]
     gpu.switch("captured")
-    gpu.capturing = True
+    gpu.captured.add("captured")
     ws.check("op")  # a capture must not wait for what is outside of it
-    gpu.capturing = False
+    gpu.switch("beside it")
+    gpu.captured.add("beside it")
+    ws.check("op")
+    assert gpu.log[1:] == ["beside it waits for captured"]
+    gpu.captured.clear()
+    gpu.switch("another capture")
+    gpu.captured.add("another capture")
+    ws.check("op")
+    assert gpu.log[2:] == []
     gpu.switch("third")
     ws.check("op")
-    assert gpu.log[1:] == ["third waits for second"]
+    assert gpu.log[2:] == ["third waits for second"]
+
+
+def test_calls_on_two_channels_run_in_the_order_of_the_host(gpu: Gpu) -> None:
+    """Else ranks whose streams run them in opposite orders, each on all cores, wait for each other
+    for ever.
+    """
+    gather, scatter = on_gpu(1), asked(alone(), 1, channel="another", device=GPU)
+    gather.check("all_gather")
+    gpu.switch("second")
+    scatter.check("reduce_scatter")
+    gpu.switch("first")
+    gather.check("all_gather")
+    assert gpu.log == ["second waits for first", "first waits for second"]
 
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_memory_lives_on_where_a_graph_was_captured(gpu: Gpu, capturing: bool) -> None:
     ws = on_gpu(1)
-    gpu.capturing = capturing
+    gpu.captured = {"first"} if capturing else set()
     ws.check("op")
-    gpu.capturing = False
+    gpu.captured.clear()
     before, size = weakref.ref(ws), ws.half_bytes
     ws = on_gpu(size + 1)
     ws.check("op")
@@ -108,7 +141,7 @@ def test_memory_lives_on_where_a_graph_was_captured(gpu: Gpu, capturing: bool) -
 
 
 def test_growing_is_refused_in_a_capture(gpu: Gpu) -> None:
-    gpu.capturing = True
+    gpu.captured.add("first")
     with pytest.raises(RuntimeError, match="CUDA-graph capture"):
         on_gpu(1)
 
@@ -132,7 +165,12 @@ def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
 
     def times_out(buffer: SymmetricBuffer, channel: int, timeout: float | None) -> None:
         assert (channel, timeout) == (3, 0.5)
-        buffer.status_of(0).copy_(torch.tensor([pad.TIMED_OUT, 0, 0, 7]))
+        assert buffer.report is not None
+        address = int(buffer.pad_of(0)[pad.REPORT])
+        assert address == buffer.report.address
+        ctypes.c_int64.from_address(address).value = pad.TIMED_OUT | 7 << 32  # as `tell_host` does
+        alarm = ctypes.c_int64.from_address(address + 8 * reports.ALARM_WORD).value
+        ctypes.c_int64.from_address(alarm).value = 1
 
     with patch.object(stream_signals, "barrier", times_out):
         buffer.barrier(channel=3, timeout=0.5)
