@@ -156,8 +156,13 @@ class Exchange:
                 )
             raise MismatchError(_differs(self.rank, self.op, peer))
 
-    def results(self, *results: torch.Tensor) -> None:
-        """Name what the call computes: in a stream it becomes NaN if a wait fails."""
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, which holds what peers have sent, or will until the call ends, and has no gaps.
+
+        A call in a stream goes on if a wait fails; then `x` becomes NaN at its end. Integers stay
+        as they are; an error tells either way.
+        """
+        return x
 
     def wait_all(self) -> None:
         """`wait` for every peer that has not been waited for."""
@@ -214,9 +219,10 @@ class StreamExchange(Exchange):
             self._signals.end(self._ws)
             self._ws.launched(self.op)
 
-    def results(self, *results: torch.Tensor) -> None:
-        """Name what the call computes, each contiguous: it becomes NaN if a wait fails."""
-        self._results += results
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point() or x.is_complex():
+            self._results.append(x)
+        return x
 
     def signal(self, peer: int) -> None:
         """Publish to `peer` all that the stream has written."""

@@ -100,6 +100,7 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
                 ex.wait(peer)
                 begin, end = _cut(start, stop - start, numels[peer])
                 ex.get(peer, out, starts[peer] + begin, starts[peer] + end)
+            ex.result(out)
 
 
 @profiled("reduce_scatter")
@@ -179,6 +180,7 @@ def _reduce_parts(
                 if rank > 1 and own.data_ptr() == into.data_ptr():  # earlier terms go there first
                     own = own.clone()
                 _reduce_into(into, _terms(ex, group, own, rank * slot_bytes), op)
+            ex.result(out)
 
 
 # With more ranks than this, each rank reduces one part of larger data and passes it on (two-shot);
@@ -216,6 +218,7 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
             # `out` may be `x`: read this rank's part where it is not overwritten.
             own = ex.local(tuple(x.shape), x.dtype)
             _reduce_into(out, _terms(ex, group, own, 0), op)
+            ex.result(out)
 
 
 def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[torch.Tensor]:
@@ -319,6 +322,7 @@ def _all_to_all_into(
                 begin, end = _cut(start, window, receives[peer] * row)
                 place = group.rank * slot_bytes
                 ex.get(peer, out, arrive[peer] + begin, arrive[peer] + end, place)
+            ex.result(out)
 
 
 def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[list[int]]:
@@ -369,7 +373,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
             else:
                 ex.signal_all()
                 ex.wait(src)
-            ex.get(src, out, start, stop)
+            ex.get(src, ex.result(out), start, stop)
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _end_kernel(signal_ptrs, rank, results) -> None:
     """End a call, as `signals.end_call` does. Grid: 1.
 
     Args:
-        results: tuple of (pointer, count).
+        results: tuple of (pointer to bytes, count).
     """
     own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     signals.release_claim(own_pad)
@@ -127,7 +127,9 @@ def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
-    pairs = tuple((result, result.numel()) for result in results)
+    # Bytes of ones are NaN in whatever type.
+    flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
+    pairs = tuple((x, x.numel()) for x in flat)
     _end_kernel[(1,)](ws.signal_ptrs, ws.rank, pairs, num_warps=4)
 
 

@@ -235,7 +235,7 @@ def _pull(
                 ex.wait(peer)
                 of_holder[holder] = ex.peer(peer, step.source.shape_at(holder), local.dtype)
         blocks = [[of_holder[h][p.source] for h in p.holders] for p in pieces]
-        return _combine(step, local, pieces, blocks)
+        return ex.result(_combine(step, local, pieces, blocks))
 
 
 def _has_kernel(step: Step, local: torch.Tensor) -> bool:

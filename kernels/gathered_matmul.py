@@ -371,6 +371,8 @@ def _host_forward(
             for start, chunk in host.shards(ex, x, rows):
                 for z, w, bias in zip(zs, weights, biases, strict=True):
                     mm(chunk, w, bias, out=z[start : start + len(chunk)])
+        for made in zs if gathered is None else [*zs, gathered]:
+            ex.result(made)
     return _Made(epilogues.activate(zs, call.activation), zs, gathered)
 
 
@@ -406,10 +408,11 @@ def _host_backward(given: Gradient) -> _Gradients:
                 for _, grad, dy in pairs:
                     grad.add(chunk, dy[start : start + len(chunk)])
             for i, grad, _ in pairs:
-                dws[i] = grad.result()
+                dws[i] = gather.result(grad.result())
         if needs_x:
             start = offsets(rows)[group.rank]
             dx = host.reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
+            scatter.result(dx)
     return dx, dws
 
 

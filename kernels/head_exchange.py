@@ -279,7 +279,7 @@ def to_heads(
                 x if source == group.rank else ex.peer(source, (B, H, sizes[source], D), x.dtype)
             )
             _pick(out[:, :, rows], shown, mine)
-    return out
+        return ex.result(out)
 
 
 def to_tokens(
@@ -324,6 +324,7 @@ def to_tokens(
             take(
                 source, (x if source == group.rank else ex.peer(source, shape, x.dtype))[:, :, rows]
             )
+        ex.result(out)
     return out.to(x.dtype)
 
 

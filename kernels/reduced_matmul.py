@@ -199,11 +199,13 @@ def _host_forward(
             partial_mm(x, w, out=shown)
         ex.signal_all()
         if one_shot:
-            return reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)
+            y = reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)
+            return ex.result(y)
         part = reduce_rows(
             ex, shown[own], own.start, dtype, average=average, bias=bias,
             residual=None if residual is None else residual[own],
         )  # fmt: skip
+        ex.result(part)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         ex.local(tuple(part.shape), dtype).copy_(part)
@@ -213,7 +215,7 @@ def _host_forward(
             ex.wait(peer)
             into = y[starts[peer] : starts[peer] + rows[peer]]
             into.copy_(ex.peer(peer, tuple(into.shape), dtype))
-    return y
+        return ex.result(y)
 
 
 def _triton_forward(

@@ -64,6 +64,7 @@ from weft.kernels.ring_keys import (
     keys_of,
     no_arrivals,
     publish_keys,
+    rows_of,
     shape_for,
     signal_published,
     span_of,

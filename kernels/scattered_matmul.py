@@ -260,10 +260,11 @@ def _host_forward(
     op, nbytes = "matmul_reduce_scatter", M * N * sum_dtype(x).itemsize
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         own, overwrite = host.publish_product(ex, x, w, rows, scaling=scaling)
-        return host.reduce_rows(
+        y = host.reduce_rows(
             ex, own, offsets(rows)[group.rank], dtype, average=average, bias=bias,
             residual=residual, overwrite=overwrite,
         )  # fmt: skip
+        return ex.result(y)
 
 
 def _host_backward(given: Gradient) -> _Gradients:
@@ -292,8 +293,12 @@ def _host_backward(given: Gradient) -> _Gradients:
                 grad.add(x[start:stop], chunk)
             if db is not None:
                 db += chunk.sum(0, dtype=accumulator) * divisor
-    dw = None if grad is None else grad.result()
-    return dx, dw, None if db is None else db.to(w.dtype)
+        dw = None if grad is None else grad.result()
+        db = None if db is None else db.to(w.dtype)
+        for gradient in (dx, dw, db):
+            if gradient is not None:
+                ex.result(gradient)
+    return dx, dw, db
 
 
 def _triton_forward(

@@ -388,8 +388,8 @@ def _host_forward(
         for peer in ex.peers():
             if seen := pieces_between(geometry, rank, peer):
                 partial.add(*_peers_keys(ex, peer, k, geometry), seen)
-    out, lse = partial.result()
-    return out.to(q.dtype), lse
+        out, lse = partial.result()
+        return ex.result(out.to(q.dtype)), ex.result(lse)
 
 
 def _host_backward(call: Plan, saved: Saved) -> Gradients:
@@ -416,9 +416,13 @@ def _host_backward(call: Plan, saved: Saved) -> Gradients:
                 if pieces_between(geometry, source, rank):
                     ex.wait(source)
                     dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
-                    dk.add(slice(None), dk_part)
-                    dv.add(slice(None), dv_part)
-    return grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
+                    for total, part in ((dk, dk_part), (dv, dv_part)):
+                        total.add(slice(None), part)
+                        ex.result(total.result())
+        gradients = grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
+        for gradient in gradients:
+            keys.result(gradient)
+    return gradients
 
 
 def _triton_forward(
