@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all opinfo sweeps lint format bench gpu clean
+.PHONY: help demo test test-all test-oldest test-newest opinfo sweeps lint format bench gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -21,6 +21,15 @@ test: .venv/.installed  ## the tests, under 15 minutes on two cores
 
 test-all: .venv/.installed  ## the tests and the long sweeps over random shapes (hours)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not gpu'
+
+# constraints.txt has the versions between; these have environments of their own, in the user's cache.
+LANE = PYTHON=$(PYTHON) tools/lane.sh $(1) -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu' $(ARGS)
+
+test-oldest:  ## the tests with the oldest torch and Triton that weft works with
+	$(call LANE,oldest)
+
+test-newest:  ## the tests with the newest ones that it is tested with
+	$(call LANE,newest)
 
 opinfo: .venv/.installed  ## count the ops of torch's database that are right on DTensors
 	$(BIN)/python tests/opinfo.py --out out/opinfo.json

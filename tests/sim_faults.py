@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import triton.language as tl
 from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
@@ -58,9 +59,11 @@ def fault(name: str, module: ModuleType, old: str, new: str, cases: tuple[str, .
     return Fault(name, module, ((old, new),), cases, *rest, **more)
 
 
-SIGNAL = 'tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")'
-LOCAL_SIGNAL = 'tl.atomic_xchg(ptr, value, sem="release", scope="gpu")'
-ACQUIRE = 'tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope=scope)'
+# In the branch that this Triton runs: 3.9 has loads and stores that are atomic.
+_WRITE, _READ = ("store", "load(ptr,") if hasattr(tl, "atomic_load") else ("xchg", "add(ptr, 0,")
+SIGNAL = f'tl.atomic_{_WRITE}(ptr, value, mask=mask, sem="release", scope="sys")'
+LOCAL_SIGNAL = f'tl.atomic_{_WRITE}(ptr, value, sem="release", scope="gpu")'
+ACQUIRE = f'tl.atomic_{_READ} mask=mask, sem="acquire", scope=scope)'
 SIGNAL_PEERS = "words = slot_ptr(signal_ptrs, peers, WORLD_SIZE, phase, rank, program)"
 WAIT = "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)"
 WAIT_PEERS = "words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)"

@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton.language as tl
 from needs import needs_interpreter
 from sim_faults import Fault
 from sim_planting import FAULTS, PAGE, found_in, moved_texts, with_table
-
-needs_older_triton = pytest.mark.skipif(
-    hasattr(tl, "atomic_load"), reason="faults are planted in what Triton before 3.9 runs"
-)
 
 # One kernel a fault in `make test`, the others in `make test-all`.
 TABLE = [
@@ -32,7 +27,6 @@ def test_every_fault_finds_the_text_that_it_replaces() -> None:
 
 
 @needs_interpreter
-@needs_older_triton
 @pytest.mark.parametrize("planted, case", TABLE)
 def test_planted_faults_are_found(planted: Fault, case: str) -> None:
     found = found_in(planted, case)
