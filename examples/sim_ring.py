@@ -39,16 +39,18 @@ def _ring_sum_kernel(
     left = (rank + W - 1) % W
     mine = signals.peer_ptr(buffer_ptrs, rank, tl.float32)
     theirs = signals.peer_ptr(buffer_ptrs, right, tl.float32)
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     part = tl.load(x_ptr + offs)
     total = part
     for step in range(1, W):
         slot = (step & 1) * SIZE
         if CREDIT and step > 2:
             read = signals.slot_ptr(signal_ptrs, rank, W, 1, right, 0)
-            signals.wait(read, step - 2, 1 << 30)
+            signals.wait(own_pad, read, step - 2, 1 << 30)
         tl.store(theirs + slot + offs, part)
         signals.signal(signals.slot_ptr(signal_ptrs, right, W, 0, rank, 0), step)
-        signals.wait(signals.slot_ptr(signal_ptrs, rank, W, 0, left, 0), step, 1 << 30)
+        arrived = signals.slot_ptr(signal_ptrs, rank, W, 0, left, 0)
+        signals.wait(own_pad, arrived, step, 1 << 30)
         part = tl.load(mine + slot + offs)
         signals.signal(signals.slot_ptr(signal_ptrs, left, W, 1, rank, 0), step)
         total += part

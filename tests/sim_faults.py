@@ -105,7 +105,7 @@ IN_SIGNALS = [
         "no wait for peers",
         signals,
         (
-            ("arrived = wait(slot, generation, patience(own_pad, timeout_ns))", "arrived = True"),
+            ("arrived = wait(own_pad, slot, generation, timeout_ns)", "arrived = True"),
             ("missing = awaited\n", "missing = awaited & (value < 0)\n"),
         ),
         EVERY,

@@ -340,8 +340,8 @@ IN_COPY_ENGINES = [
     fault(
         "a copied chunk is not announced",
         copy_engines,
-        "    if peer != rank:",
-        "    if peer < 0:",
+        "    if (peer != rank) & ",
+        "    if (peer < 0) & ",
         ENGINES,
         DEADLOCK,
     ),

@@ -282,7 +282,8 @@ def test_foreign_spin_loops(programs: sim.Programs) -> None:
 def _backwards_kernel(signal_ptrs, rank) -> None:
     """Program 0 waits for program 1 of the other rank. Grid: 2."""
     if tl.program_id(0) == 0:
-        signals.wait(signals.slot_ptr(signal_ptrs, rank, 2, 0, 1 - rank, 0), 1, 1 << 30)
+        slot = signals.slot_ptr(signal_ptrs, rank, 2, 0, 1 - rank, 0)
+        signals.wait(signals.peer_ptr(signal_ptrs, rank, tl.int64), slot, 1, 1 << 30)
     else:
         signals.signal(signals.slot_ptr(signal_ptrs, 1 - rank, 2, 0, rank, 0), 1)
 

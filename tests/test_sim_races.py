@@ -36,6 +36,7 @@ def _hand_over_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, FAULT: tl.constex
     data = signals.peer_ptr(buffer_ptrs, 1, tl.float32) + offs
     ready = signals.slot_ptr(signal_ptrs, 1, 2, 0, 0, 0)
     done = signals.slot_ptr(signal_ptrs, 0, 2, 0, 1, 0)
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     for turn in range(1, 3):
         if rank == 0:
             if FAULT == "signal first":
@@ -51,7 +52,7 @@ def _hand_over_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, FAULT: tl.constex
             elif FAULT != "no signal" and FAULT != "signal first":
                 signals.signal(ready, turn)
             if FAULT != "overwrite":
-                signals.wait(done, turn, 1 << 30)
+                signals.wait(own_pad, done, turn, 1 << 30)
         else:
             if FAULT == "relaxed wait":
                 while tl.atomic_add(ready, 0, sem="relaxed", scope="sys") < turn:
@@ -60,7 +61,7 @@ def _hand_over_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, FAULT: tl.constex
                 while tl.load(ready) < turn:
                     pass
             elif FAULT != "no wait":
-                signals.wait(ready, turn, 1 << 30)
+                signals.wait(own_pad, ready, turn, 1 << 30)
             tl.store(out_ptr + offs, tl.load(data))
             signals.signal(done, turn)
 
@@ -231,7 +232,8 @@ def _spin_kernel(buffer_ptrs, signal_ptrs, rank, HOW: tl.constexpr) -> None:
         while tl.atomic_add(word, 0, sem="acquire", scope="sys") != 7:
             pass
     else:
-        signals.wait(signals.slot_ptr(signal_ptrs, rank, 2, 1, 1 - rank, 3), 5, 1 << 30)
+        slot = signals.slot_ptr(signal_ptrs, rank, 2, 1, 1 - rank, 3)
+        signals.wait(signals.peer_ptr(signal_ptrs, rank, tl.int64), slot, 5, 1 << 30)
 
 
 @needs_interpreter

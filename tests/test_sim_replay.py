@@ -89,7 +89,7 @@ def _either_kernel(buffer_ptrs, signal_ptrs, out_ptr, rank, COUNT: tl.constexpr)
         tl.store(data + rank, 5.0)
         signals.signal_add(word, 1)
     else:
-        signals.wait(word, COUNT, 1000)
+        signals.wait(signals.peer_ptr(signal_ptrs, rank, tl.int64), word, COUNT, 1000)
         tl.store(out_ptr, tl.load(data))
 
 
