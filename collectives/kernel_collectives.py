@@ -37,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft import settings
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, either_ptr, element, rounded
 from weft.collectives.movement import offsets
@@ -78,6 +79,11 @@ _MOST_BYTES = 4 << 20
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
 
 
+def within_budget(programs: int) -> int:
+    """A grid of so many programs on a GPU, or what WEFT_SMS leaves of it."""
+    return min(programs, settings.sms() or programs)
+
+
 def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> Config:
     """The launch of `op`, from what is the same on every rank.
 
@@ -88,7 +94,7 @@ def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> C
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
     piece = -(-nbytes // world_size) if two_shot else nbytes
-    block, most = _BLOCK_BYTES, _PROGRAMS
+    block, most = _BLOCK_BYTES, within_budget(_PROGRAMS)
     if interpreted:
         # Up to eight blocks a program: an interpreted block takes equally long however wide it is.
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3

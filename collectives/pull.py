@@ -31,7 +31,13 @@ import triton.language as tl
 
 from weft.collectives import signals
 from weft.collectives.device_math import cdiv, divided, either_ptr, rounded
-from weft.collectives.kernel_collectives import REDUCED, as_words, combined, has_nan
+from weft.collectives.kernel_collectives import (
+    REDUCED,
+    as_words,
+    combined,
+    has_nan,
+    within_budget,
+)
 from weft.collectives.symmetric import persistent
 from weft.collectives.workspace import Workspace, check_room, link_of
 
@@ -318,7 +324,7 @@ def launch_pull(
     """
     interpreted = x.device.type == "cpu"
     block = _INTERPRETED_BLOCK if interpreted else _BLOCK
-    most = _INTERPRETED_PROGRAMS if interpreted else _PROGRAMS
+    most = _INTERPRETED_PROGRAMS if interpreted else within_budget(_PROGRAMS)
     given, into = x.view(-1), out.view(-1)
     if table.op == "copy":
         given, into = as_words(x, table.word), as_words(out, table.word)

@@ -30,7 +30,7 @@ kernel, holds its core. The smaller numbers have finished by the choice of p. So
 one core is not held by the other kernel; what p then waits for, the p of its peers and smaller
 numbers of its own, has finished or runs likewise, and p finishes. All of them do, by induction,
 though the other kernel may wait for ranks on which it has not started: it costs a second wave, and
-no deadlock, as long as it leaves a core on each rank. WEFT_SMS leaves it as many as it wants.
+no deadlock, as long as it leaves a core on each rank. WEFT_SMS spares it as many as it wants.
 
 What was not computed is never taken for a result: a program that ends after a wait of its rank has
 failed fills the results of the call with NaN (`end_call`, `spoil`).
@@ -44,7 +44,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy
-import torch
 import triton
 import triton.language as tl
 
@@ -197,7 +196,7 @@ def begin_call(signal_ptrs, rank):
     """
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
     generation = tl.load(own_pad + _GENERATION) + 1
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == 0:  # noqa: SIM102  # `and` would evaluate both
         if tl.atomic_xchg(own_pad + _CLAIM, 1, sem="relaxed", scope="gpu") != 0:
             _record(own_pad, _OVERLAPPED, rank, rank, generation)
     return generation
@@ -339,10 +338,7 @@ def _now(own_pad):
     """Time in ns, the same for all threads of a program: each would read another one, so what
     thread 0 has read goes through memory.
     """
-    if _target() == "cuda":
-        now = tl.extra.cuda.globaltimer()
-    else:
-        now = tl.extra.hip.memrealtime() * 10
+    now = tl.extra.cuda.globaltimer() if _target() == "cuda" else tl.extra.hip.memrealtime() * 10
     tl.atomic_max(own_pad + _CLOCK, now, sem="relaxed", scope="gpu")
     return tl.atomic_add(own_pad + _CLOCK, 0, sem="relaxed", scope="gpu")
 
@@ -551,7 +547,13 @@ def signal_peers(
 
 @triton.jit
 def wait_for_peers(
-    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, timeout_ns
+    signal_ptrs,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    phase: tl.constexpr,
+    program,
+    generation,
+    timeout_ns,
 ):
     """Wait until every peer has announced `phase` of call `generation`. False on a time-out."""
     lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
@@ -564,7 +566,13 @@ def wait_for_peers(
 
 @triton.jit
 def barrier(
-    signal_ptrs, rank, WORLD_SIZE: tl.constexpr, phase: tl.constexpr, program, generation, timeout_ns
+    signal_ptrs,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    phase: tl.constexpr,
+    program,
+    generation,
+    timeout_ns,
 ):
     """Wait for the same-numbered program of every peer; what each stored before, all see after."""
     signal_peers(signal_ptrs, rank, WORLD_SIZE, phase, program, generation)

@@ -85,7 +85,9 @@ def _wait_kernel(
     lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
     words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
     generation = tl.load(own_pad + GENERATION_WORD)
-    signals.wait_for_lanes(own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys")
+    signals.wait_for_lanes(
+        own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys"
+    )
 
 
 @triton.jit(do_not_specialize=["rank"])

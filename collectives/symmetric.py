@@ -205,7 +205,10 @@ class SymmetricBuffer:
                 f"fused ops use the process group instead."
             )
         if group.world_size > 1:
-            _agree_on_spec(group, (shape, str(dtype), device.type), error)
+            spec: tuple[Any, ...] = shape, str(dtype), device.type
+            if device.type == "cuda":  # kernels' grids follow from it
+                spec += (f"WEFT_SMS={settings.sms() or 'all'}",)
+            _agree_on_spec(group, spec, error)
         elif error:
             raise ValueError(error)
 

@@ -154,7 +154,8 @@ def _config(
     # A link of 450 GB/s and 2 us latency is full with 0.9 MB in flight: a load of 64 KiB (8 warps)
     # on each of an eighth of the cores. With one rank nothing is fetched.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
-    copy_programs = choice.copy_programs or copy_programs
+    # A table is of whole chips.
+    copy_programs = min(choice.copy_programs or copy_programs, max(1, chip.programs // 2))
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
     copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
     # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from weft import settings
 from weft.collectives.group import here
 from weft.collectives.pad import MAX_PROGRAMS
 
@@ -76,20 +77,22 @@ def known(name: str) -> Chip:
 
 def chip_of(device: torch.device) -> Chip:
     """The chip behind `device`, or the one that virtual ranks stand for; a rank's share of it where
-    they run on one at the same time.
+    they run on one at the same time, and no more than WEFT_SMS.
 
     Compute capabilities with the same major number count as one family.
     """
     ranks = here.world and here.world.virtual
     if ranks and ranks.chip:
         return known(ranks.chip)
-    return _share(_chip_behind(device), ranks.sharing if ranks else 1)
+    return _share(_chip_behind(device), ranks.sharing if ranks else 1, settings.sms())
 
 
 @lru_cache(maxsize=64)
-def _share(chip: Chip, ranks: int) -> Chip:
-    # The interpreter stays itself.
-    return chip if ranks == 1 or chip is INTERPRETER else replace(chip, cores=chip.cores // ranks)
+def _share(chip: Chip, ranks: int, sms: int) -> Chip:
+    """What a rank counts on of a chip that several use, or others (`sms`, if not 0)."""
+    if chip is INTERPRETER or (ranks == 1 and not sms):
+        return chip
+    return replace(chip, cores=min(sms or chip.cores, chip.cores // ranks))
 
 
 @lru_cache(maxsize=64)

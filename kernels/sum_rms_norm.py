@@ -75,7 +75,7 @@ def config_for(
     rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config:
     """The launch for `rows` rows of H elements, of which each rank keeps `share` or fewer."""
-    programs, one_shot_bytes, part = _PROGRAMS, _ONE_SHOT_BYTES, _PART
+    programs, one_shot_bytes, part = min(_PROGRAMS, chip.cores // 2), _ONE_SHOT_BYTES, _PART
     if chip is INTERPRETER:
         programs, one_shot_bytes, part = 4, 256, max(16, triton.next_power_of_2(H) // 2)
     one_shot = world_size <= 2 or rows * H * dtype.itemsize <= one_shot_bytes

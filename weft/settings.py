@@ -7,6 +7,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
     WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
+    WEFT_SMS         SMs (CUs) of a GPU that kernels count on; the rest is left to others (all)
     WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
     WEFT_TUNED       folder of the tables that `weft tune` has written (weft/kernels/tuned)
 """
@@ -68,6 +69,7 @@ VARIABLES = (
     "WEFT_ENGINE",
     "WEFT_DIRECT",
     "WEFT_MULTIMEM",
+    "WEFT_SMS",
     "WEFT_CACHE_DIR",
     "WEFT_TUNED",
 )
@@ -118,6 +120,25 @@ def direct_reads() -> bool:
 def multimem() -> bool:
     """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
     return _flag("WEFT_MULTIMEM", "0")
+
+
+_LEAST_SMS = 8
+
+
+def sms() -> int:
+    """How many SMs of a GPU kernels count on; 0: all of them. The same on every rank.
+
+    Raises:
+        ValueError: WEFT_SMS is not a whole number of 8 or more.
+    """
+    text = _variable("WEFT_SMS", "")
+    if not text:
+        return 0
+    if not text.isdecimal() or int(text) < _LEAST_SMS:
+        raise ValueError(
+            f"WEFT_SMS must be a whole number of SMs, {_LEAST_SMS} or more, got {text!r}"
+        )
+    return int(text)
 
 
 def cache_dir() -> Path:

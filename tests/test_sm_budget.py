@@ -1,0 +1,72 @@
+"""WEFT_SMS: kernels leave SMs to others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft import settings
+from weft.collectives import kernel_collectives, symmetric
+from weft.errors import MismatchError
+from weft.kernels import chips
+
+# What interpreted kernels are launched with is not what a GPU gets.
+_GRIDS = """
+import torch, weft
+from weft.kernels import aot_cases, chips
+
+for name in ("sm_90", "gfx942"):
+    for dtype in (torch.bfloat16, torch.float32):
+        for case, launch in aot_cases.launches(chips.known(name), dtype, wide=True):
+            print(launch.grid[0], launch.kernel.__name__, case, sep="\\t")
+"""
+
+
+def grids(sms: str) -> dict[str, int]:
+    env = os.environ | {"TRITON_INTERPRET": "0", "WEFT_SMS": sms}
+    done = subprocess.run(
+        [sys.executable, "-c", _GRIDS], env=env, capture_output=True, text=True, check=True
+    )
+    largest: dict[str, int] = {}
+    for line in done.stdout.splitlines():
+        grid, kernel, case = line.split("\t")
+        if "norm of 65536" not in case:  # needs 64 programs a row, and 64 more to normalize it
+            largest[kernel] = max(int(grid), largest.get(kernel, 0))
+    return largest
+
+
+def test_no_grid_is_larger_than_the_budget() -> None:
+    free, small = grids(""), grids("16")
+    assert free.keys() == small.keys() and len(small) > 15
+    assert max(small.values()) == 16 and min(free.values()) < 24 < max(free.values())
+
+
+def test_a_chip_has_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, gpu = chips.known("sm_90"), torch.device("cuda", 0)
+    monkeypatch.setattr(chips, "_chip_behind", lambda device: whole)
+    assert chips.chip_of(gpu) is whole
+    monkeypatch.setenv("WEFT_SMS", "100")
+    assert chips.chip_of(gpu).cores == 100
+    assert kernel_collectives.config_for("all_gather", 1 << 20, 8, gpu).programs == 64
+    monkeypatch.setenv("WEFT_SMS", "20")
+    assert kernel_collectives.config_for("all_gather", 1 << 20, 8, gpu).programs == 20
+    monkeypatch.setenv("WEFT_SMS", "1000")
+    assert chips.chip_of(gpu).cores == 132
+    for wrong in ("few", "7", "-8", "8.5"):
+        monkeypatch.setenv("WEFT_SMS", wrong)
+        with pytest.raises(ValueError, match="WEFT_SMS must be a whole number of SMs, 8 or more"):
+            settings.sms()
+
+
+def test_ranks_with_different_budgets_are_told_so() -> None:
+    """Their grids would differ, and programs wait for those of the same number."""
+    specs = [(((4,), "torch.int8", "cuda", f"WEFT_SMS={sms}"), "") for sms in ("all", "64")]
+    group: Any = SimpleNamespace(gather_objects=lambda mine, what: specs)
+    with pytest.raises(MismatchError, match=r"WEFT_SMS=all.*rank 1 for .*WEFT_SMS=64"):
+        symmetric._agree_on_spec(group, specs[0][0], "")
