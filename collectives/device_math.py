@@ -37,6 +37,14 @@ def either_ptr(condition, ptr, other):
     return address.to(ptr.dtype)
 
 
+# Not mask & condition: the interpreter makes int32 of a comparison of numbers that is spread over
+# lanes, which that of Triton 3.9 refuses as a mask.
+@triton.jit
+def mask_if(condition, mask):
+    """`mask` if `condition`, else nothing."""
+    return tl.where(condition, mask, False)
+
+
 @triton.jit
 def divided(x, BY: tl.constexpr):
     """x / BY, in fp32 rounded to nearest even as torch does."""

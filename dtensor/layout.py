@@ -538,7 +538,7 @@ def check_partials(placements: Placements, dtype: torch.dtype) -> None:
                 REDUCE[kind](one, one.clone())
                 if kind == "avg":
                     divide_(one, 2)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:  # by torch 2.15 of complex numbers
                 raise ValueError(
                     f"{show(placements)} of {dtype} cannot be reduced: torch has no such {kind} "
                     f"({error}). Make it of another dtype, by to(dtype) of the local tensors"

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
+from weft.collectives.device_math import mask_if
 from weft.collectives.profiled import profiled
 from weft.collectives.workspace import link_of
 from weft.kernels import tiles
@@ -388,7 +389,7 @@ def _append_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     for start in range(0, H_kv, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
-        mask = ((heads < H_kv) & inside)[:, None] & (offs_d < D)[None, :]
+        mask = mask_if(inside, heads < H_kv)[:, None] & (offs_d < D)[None, :]
         heads = heads.to(tl.int64)
         k_rows = k.ptr + row * k.stride_b + t * k.stride_m + heads * k.stride_h
         v_rows = v.ptr + row * v.stride_b + t * v.stride_m + heads * v.stride_h

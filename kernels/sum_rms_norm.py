@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives import Group, Workspace, signals, workspace
-from weft.collectives.device_math import either_ptr, rounded
+from weft.collectives.device_math import either_ptr, mask_if, rounded
 from weft.collectives.kernel_collectives import alignment
 from weft.collectives.profiled import profiled
 from weft.collectives.workspace import check_room, link_of
@@ -163,13 +163,13 @@ def _sum_rms_norm_kernel(
                 term = tl.load(_at(x_ptr, i, H) + columns, mask=inside)
                 _send(term, columns, inside, slot, link, rank, H, generation, WORLD_SIZE)
                 if residual_ptr is not None:
-                    own = inside & (i >= first) & (i < first + own_rows)
+                    own = mask_if((i >= first) & (i < first + own_rows), inside)
                     kept = tl.load(_at(residual_ptr, i - first, H) + columns, mask=own)
                     _send(kept, columns, own, rest + i, link, rank, H, generation, WORLD_SIZE)
             else:
                 for step in range(1, WORLD_SIZE):
                     peer = (rank + step) % WORLD_SIZE
-                    there = inside & (peer * share + i < T)
+                    there = mask_if(peer * share + i < T, inside)
                     term = tl.load(_at(x_ptr, peer * share + i, H) + columns, mask=there)
                     into = _row_ptr(link, peer, slot, H, generation, dtype)
                     tl.store(into + columns, term, mask=there)
@@ -227,8 +227,9 @@ def _sum_rms_norm_kernel(
                 for step in range(1, WORLD_SIZE):
                     row = (rank + step) % WORLD_SIZE * share + i
                     finished = _row_ptr(link, rank, rest + row, H, generation, dtype)
-                    y = tl.load(finished + columns, mask=inside & (row < T))
-                    tl.store(_at(y_ptr, row, H) + columns, y, mask=inside & (row < T))
+                    there = mask_if(row < T, inside)
+                    y = tl.load(finished + columns, mask=there)
+                    tl.store(_at(y_ptr, row, H) + columns, y, mask=there)
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
         signals.spoil(sums_ptr, tl.cast(made, tl.int64) * H)

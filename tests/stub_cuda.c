@@ -13,6 +13,7 @@ int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "the stub refuses"; return 0; }
 int cuCtxGetCurrent(void **context) { *context = &functions; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
@@ -22,6 +23,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
   return 0;
 }
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)image; return 0; }
+int cuModuleUnload(void *module) { return 0; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
   *function = (void *)++functions;
   return 0;
