@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
+from weft.collectives.peer_access import why_gpus_do_not_reach
 from weft.errors import MismatchError, PeerTimeout
 
 if TYPE_CHECKING:
@@ -444,27 +445,9 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
-    if moves_gpu_tensors(pg) and (why := _why_gpus_do_not_reach(unknown_yet)):
+    if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why)
     return Group(pg, rank, world_size, ranks, tuple(processes))
-
-
-def _why_gpus_do_not_reach(group: Group) -> str:
-    """Why a rank's GPU cannot address another's memory, the same on every rank; empty if all can.
-
-    For a GPU that this process does not see, torch finds out later.
-    """
-    numbers = {_gpu(i): i for i in range(torch.cuda.device_count())}
-    own, why = torch.cuda.current_device(), ""
-    for uuid in group.gather_objects(_gpu(own), "the GPUs of the ranks"):
-        peer = numbers.get(uuid, own)
-        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
-            why = f"GPU {own} has no peer access to GPU {peer}"
-    return next(filter(None, group.gather_objects(why, "the GPUs of the ranks")), "")
-
-
-def _gpu(number: int) -> str:
-    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def moves_gpu_tensors(pg: Any) -> bool:

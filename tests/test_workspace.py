@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from weft import collectives
-from weft.collectives import group as groups
 from weft.collectives import pad, reports, stream_signals, symmetric
 from weft.collectives import workspace as asked
 from weft.collectives.group import alone
@@ -218,29 +217,3 @@ def test_ranks_may_share_a_gpu_where_there_are_too_few(
     group: Any = SimpleNamespace(world_size=2, gather_objects=lambda mine, what: gpus)
     _allow_shared_gpus(group, GPU)
     assert (os.environ.get(ours) == "1", os.environ.get(off) != "1") == (allowed, multicast)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "reached", "why"),
-    [
-        (["GPU-0", "GPU-1"], True, ""),
-        (["GPU-0", "GPU-0"], False, ""),  # they share one
-        (["GPU-0", "hidden"], False, ""),  # CUDA_VISIBLE_DEVICES names one for each rank
-        (["GPU-0", "GPU-1"], False, "GPU 0 has no peer access to GPU 1"),
-    ],
-)
-def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
-    monkeypatch: pytest.MonkeyPatch, gpus: list[str], reached: bool, why: str
-) -> None:
-    def properties(number: int) -> Any:
-        return SimpleNamespace(uuid=f"GPU-{number}")
-
-    def gathered(mine: str, what: str) -> list[str]:
-        return gpus if mine.startswith("GPU-") else [mine, ""]
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reached)
-    group: Any = SimpleNamespace(gather_objects=gathered)
-    assert groups._why_gpus_do_not_reach(group) == why

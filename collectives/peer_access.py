@@ -1,0 +1,95 @@
+"""Whether GPUs of ranks can address each other's memory as symmetric memory needs it.
+
+Loads and stores go over NVLink and over PCIe alike. Triton before 3.9 spells the release store of a
+signal as an atomic exchange, though, and PCIe carries no atomics between most GPUs: there such a
+Triton leaves calls to the process group. NVML knows, for GPUs too that this process does not see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
+_WHAT = "the GPUs of the ranks"
+
+
+class Gathers(Protocol):
+    """What is needed of a `Group` that is being made."""
+
+    def gather_objects(self, mine: str, what: str) -> list[str]: ...
+
+
+def why_gpus_do_not_reach(group: Gathers) -> str:
+    """Why a rank's GPU cannot address another's memory, the same on every rank; empty if all can.
+
+    For a GPU that neither this process nor NVML sees, torch finds out later.
+    """
+    numbers = {_uuid(i): i for i in range(torch.cuda.device_count())}
+    own, why = torch.cuda.current_device(), ""
+    for uuid in group.gather_objects(_uuid(own), _WHAT):
+        peer = numbers.get(uuid, own)
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            why = f"GPU {own} has no peer access to GPU {peer}"
+        elif uuid != _uuid(own) and not why and not _signals_arrive(_uuid(own), uuid):
+            there = f"GPU {peer}" if peer != own else f"GPU {uuid}"
+            why = (
+                f"GPU {own} has no native atomics on {there}, as over PCIe, and signals of Triton "
+                f"before 3.9 are atomics: install triton >= 3.9"
+            )
+    return next(filter(None, group.gather_objects(why, _WHAT)), "")
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def _signals_arrive(own: str, peer: str) -> bool:
+    import triton.language as tl
+
+    return hasattr(tl, "atomic_store") or native_atomics(own, peer) is not False
+
+
+def native_atomics(own: str, peer: str) -> bool | None:
+    """Whether a GPU's atomics work in another's memory; None if it cannot be told.
+
+    Args:
+        own, peer: their uuids, with or without NVML's "GPU-" in front.
+    """
+    if torch.version.hip:
+        return None
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        handles = []
+        for uuid in (own, peer):
+            handle = ctypes.c_void_p()
+            name = f"GPU-{uuid.removeprefix('GPU-')}".encode()
+            if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+                return None
+            handles.append(handle)
+        status = ctypes.c_int()
+        if nvml.nvmlDeviceGetP2PStatus(*handles, _ATOMICS, ctypes.byref(status)):
+            return None
+        return status.value == 0
+
+
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """The library of NVIDIA's driver, ready to be asked; None if there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if nvml.nvmlInit_v2():
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
