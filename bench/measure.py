@@ -145,7 +145,7 @@ def _checked(
     value, failure, decisions = _attempt(lambda: prepared.observe(call(0)), ranks)
     timing = Timing(failure=failure, engine=decisions[0].engine if decisions else "")
     if expected is not None and not failure:
-        deviation = _deviation(_listed(value), expected) / prepared.tolerance
+        deviation = deviation(_listed(value), expected) / prepared.tolerance
         timing.error = max(ranks.gather(deviation))
         if not timing.error <= 1:
             timing.failure = (
@@ -159,7 +159,7 @@ def _listed(value: Tensors) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-def _deviation(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def deviation(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest deviation, relative to each tensor's largest value; inf for NaN, other shapes."""
     if [each.shape for each in got] != [each.shape for each in expected]:
         return math.inf
