@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import selectors
@@ -41,7 +41,7 @@ import torch
 
 from weft.bench import gpu_page, gpu_steps
 from weft.bench.gpu_steps import STEPS, Plan, append
-from weft.cli import EXTRAS, make_folder
+from weft.cli import make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_TO_DO = (
@@ -381,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda step, case: case in wanted[step], bool(args.case),
     )  # fmt: skip
     log(f"weft bench gpu {shlex.join(sys.argv[1:] if argv is None else argv)}: results in {folder}")
-    if missing := [name for name in EXTRAS[1:3] if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("pytest_benchmark", "rich") if not _is_there(name)]:
         log(f"without {' and '.join(missing)}: no bars, no statistics of rounds; else the same")
     try:
         this.go(steps)
@@ -415,6 +415,14 @@ def _chosen(names: Sequence[str] | None, cases: dict[str, list[str]]) -> dict[st
         step: [case for case in each if any(name in case for name in names)]
         for step, each in cases.items()
     }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def _stay_on_this_host() -> None:

@@ -112,7 +112,7 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
          "why": "Traceback\nWrong: by 7", "launches": launches.read()},
         "cuda", False,
     )  # fmt: skip
-    assert "WrongError: by 7" in said and "num_warps=8" in said
+    assert "    Wrong: by 7\n" in said and "num_warps=8" in said
     again = said.splitlines()[-1].partition("again: python -m weft bench gpu ")[2].split()
     assert again[:4] == ["--only", "proof", "--case", "W4/plain/norm"]
 
@@ -223,3 +223,26 @@ def _parsed(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found
+
+
+_HIDE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("rich", "pytest_benchmark", "matplotlib", "yaml", "pytest"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def test_what_only_draws_may_be_missing(tmp_path: Path) -> None:
+    """A machine's own torch has no rich and no pytest-benchmark with it."""
+    (tmp_path / "sitecustomize.py").write_text(_HIDE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        command(*QUICK, "--only", "plain", "--out", str(tmp_path / "out")),
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "without pytest_benchmark and rich" in run.stdout
+    assert "torch.mm" in (tmp_path / "out" / "page.md").read_text()
