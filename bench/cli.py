@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.bench.problem import Options
     from weft.bench.rows import Case
 
-_COMMANDS = ("compare", "explain", "calibrate", "gpu", "memory")
+_COMMANDS = ("compare", "explain", "calibrate", "gpu", "memory", "solo")
 _WITH_ENGINES = {"ops", "scaling"}
 _EPILOG = """\
 suites (`all` runs every one):
@@ -27,7 +27,8 @@ suites (`all` runs every one):
 commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
-  gpu                 proofs and figures of all that needs a GPU, in slices (`make gpu`)
+  gpu                 tests and figures of all that needs a GPU (`make gpu`)
+  solo                a rank's true kernels of a group of W, alone on a whole chip
   memory              peak memory of a rank in attention over longer and longer sequences
   calibrate           measure this machine's rates again, from which auto chooses
 

@@ -83,7 +83,7 @@ def run_case(suite: Suite, spec: Spec, options: Options, ranks: Ranks) -> Case:
     calls: dict[str, Call] = {}
     oracle = None
     if (expect := prepared.expected) is not None:
-        oracle, case.failure, _ = _attempt(lambda: _listed(expect()), ranks)
+        oracle, case.failure, _ = _attempt(lambda: listed(expect()), ranks)
         if case.failure:
             return case
     for name, call in prepared.variants.items():
@@ -145,8 +145,7 @@ def _checked(
     value, failure, decisions = _attempt(lambda: prepared.observe(call(0)), ranks)
     timing = Timing(failure=failure, engine=decisions[0].engine if decisions else "")
     if expected is not None and not failure:
-        off = deviation(_listed(value), expected) / prepared.tolerance
-        timing.error = max(ranks.gather(off))
+        timing.error = max(ranks.gather(deviation(listed(value), expected) / prepared.tolerance))
         if not timing.error <= 1:
             timing.failure = (
                 f"wrong: {timing.error:.3g} times the tolerance, {prepared.tolerance:.1e} of the "
@@ -155,7 +154,8 @@ def _checked(
     return timing
 
 
-def _listed(value: Tensors) -> list[torch.Tensor]:
+def listed(value: Tensors) -> list[torch.Tensor]:
+    """One tensor or several, as a list."""
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
@@ -192,7 +192,7 @@ def _time(
     rounds = _rounds(options, took)
     own = torch.zeros(rounds, len(every), 2, dtype=torch.float64)
     for number in range(rounds):
-        for i in _order(len(every), number):
+        for i in order(len(every), number):
             own[number, i] = torch.tensor(ranks.seconds(every[i], number % inputs))
         ranks.alive()
     table = torch.stack(ranks.gather(own)) * (1e6 / prepared.repeats)
@@ -204,7 +204,7 @@ def _time(
         timing.waited_us = float(medians[:, i, 1].max()) or None
 
 
-def _order(count: int, number: int) -> list[int]:
+def order(count: int, number: int) -> list[int]:
     """Who runs after whom in a round: over `count` rounds each follows each equally often.
 
     What ran before decides what is in the caches and whose threads still wind down. (A Williams

@@ -148,7 +148,8 @@ def _exposed(case: Case, scale: float) -> str:
 def _rate(case: Case, of: str, scale: float) -> str:
     """How much of a parameter ours does in a unit of `scale` per us."""
     ours = case.timed.get(case.main)
-    return "" if ours is None else figure(case.params[of] / ours.us / scale)
+    amount = case.params.get(of)
+    return figure(amount / ours.us / scale) if ours is not None and amount else ""
 
 
 def _gain(case: Case) -> str:

@@ -133,8 +133,7 @@ class Workspace:
         """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
         if self._on_host:
             self.waiter.check(op)
-        else:
-            self.buffer.check_report(op)
+        self.buffer.check_report(op)
 
     def launched(self, op: str) -> None:
         """The end of a call on the host; call it after launching kernels."""

@@ -242,7 +242,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
 def test_nobody_follows_one_and_the_same_in_every_round(count: int) -> None:
-    rounds = [measure._order(count, number) for number in range(2 * count)]
+    rounds = [measure.order(count, number) for number in range(2 * count)]
     assert all(sorted(order) == list(range(count)) for order in rounds)
     followed = Counter(pair for order in rounds for pair in pairwise(order))
     assert len(followed) == count * (count - 1) and set(followed.values()) <= {2}
