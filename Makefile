@@ -52,9 +52,10 @@ bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the 
 	$(BIN)/python -m weft.bench.readme
 
 # A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
-OWN_TORCH := import torch, triton, numpy, rich, pytest, pytest_benchmark as _; 1 / torch.cuda.is_available()
+# Without rich and pytest-benchmark it has no bars and no report: nothing that is needed here.
+OWN_TORCH := import torch, triton, numpy; 1 / torch.cuda.is_available()
 
-gpu:  ## what needs a GPU: tests, then figures into bench/results and docs/gpu.md
+gpu:  ## proofs and figures on GPUs, in slices: ARGS="--minutes 9 --out DIR", then --resume DIR
 	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu $(ARGS); \
 	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu $(ARGS); fi
 

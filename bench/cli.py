@@ -27,7 +27,7 @@ suites (`all` runs every one):
 commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
-  gpu                 tests and figures of all that needs a GPU (`make gpu`)
+  gpu                 proofs and figures of all that needs a GPU, in slices (`make gpu`)
   solo                a rank's true kernels of a group of W, alone on a whole chip
   memory              peak memory of a rank in attention over longer and longer sequences
   calibrate           measure this machine's rates again, from which auto chooses

@@ -145,7 +145,8 @@ def _checked(
     value, failure, decisions = _attempt(lambda: prepared.observe(call(0)), ranks)
     timing = Timing(failure=failure, engine=decisions[0].engine if decisions else "")
     if expected is not None and not failure:
-        timing.error = max(ranks.gather(deviation(listed(value), expected) / prepared.tolerance))
+        off = deviation(listed(value), expected) / prepared.tolerance
+        timing.error = max(ranks.gather(off))
         if not timing.error <= 1:
             timing.failure = (
                 f"wrong: {timing.error:.3g} times the tolerance, {prepared.tolerance:.1e} of the "

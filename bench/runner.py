@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from weft import settings
 from weft.bench.environment import environment
@@ -31,6 +25,9 @@ from weft.bench.measure import Ranks, run_case, short
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
 from weft.launch import RankError, launch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def run(
@@ -53,7 +50,7 @@ def run(
         wanted: which cases to run; all by default.
     """
     results: list[Result] = []
-    with _progress(console or Console(stderr=True)) as progress:
+    with _progress(console) as progress:
         try:
             for world, ranks in (("ranks", options.ranks), ("one", 1)):
                 some = [suite for suite in suites if world == suite.WORLD]
@@ -73,18 +70,36 @@ def run(
     return results
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[case]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
+def _progress(console: Console | None) -> Any:
+    """A bar that shows how far a run is, on stderr unless told; without rich, errors alone."""
+    try:
+        from rich import console as terminal
+        from rich import progress as bars
+    except ModuleNotFoundError:
+        return nullcontext(_NoBar())
+    return bars.Progress(
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[case]}"),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("left"),
+        bars.TimeRemainingColumn(),
+        console=console or terminal.Console(stderr=True),
         transient=True,
     )
+
+
+class _NoBar:
+    """What a run needs of a bar."""
+
+    console = SimpleNamespace(print=lambda text, **style: print(text, file=sys.stderr))
+
+    def add_task(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def update(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def remove_task(self, *args: Any) -> None: ...
 
 
 class _Run:
@@ -96,7 +111,7 @@ class _Run:
         ranks: int,
         options: Options,
         command: str,
-        progress: Progress,
+        progress: Any,
         on_result: Callable[[Result], None],
         on_case: Callable[[Case], None],
         results: list[Result],

@@ -29,6 +29,7 @@ from weft.collectives import direct
 from weft.collectives.exchange import Exchange, exchange
 from weft.collectives.group import Group
 from weft.collectives.profiled import profiled
+from weft.collectives.reports import check_all
 from weft.collectives.workspace import workspace
 from weft.errors import MismatchError
 
@@ -430,6 +431,7 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
     """How a collective runs: by kernels, from the host through symmetric memory, or by the process
     group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
     """
+    check_all()
     engine = settings.current_engine()
     way: Way
     if group.why:

@@ -114,6 +114,7 @@ _last_poll = (0, 0, 0.0)  # address, value, time
 
 def _sleep(address: int, value: int) -> int:
     global _last_poll
+    reports.watch_all()
     time.sleep(50e-6)
     now, last = time.perf_counter(), _last_poll
     _last_poll = (address, value, now)

@@ -133,7 +133,8 @@ class Workspace:
         """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
         if self._on_host:
             self.waiter.check(op)
-        self.buffer.check_report(op)
+        else:
+            self.buffer.check_report(op)
 
     def launched(self, op: str) -> None:
         """The end of a call on the host; call it after launching kernels."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from weft.collectives.group import forget_meshes, is_plain
+from weft.collectives.reports import check_all
 from weft.dtensor.call import Op, leaves, map_tree
 from weft.dtensor.explicit import check_explicit
 from weft.dtensor.grad_recording import no_function
@@ -183,6 +184,7 @@ def dispatch(
     Args:
         known: `func` is a torch function: NotImplemented unless `learn` has seen such a call.
     """
+    check_all()
     key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
     try:
         plan = _plans.get(key)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.collectives.reports import check_all
 from weft.dtensor.agreement import all_agree
 from weft.dtensor.call import Call, Choices, Decomposed, Op, Strategy, rule
 from weft.dtensor.dispatch import dispatch
@@ -372,7 +373,9 @@ def item(call: Call) -> Decomposed:
     """The global tensor's one element: a Partial is reduced first."""
 
     def run(x: DTensor) -> Any:
-        return local_as(x, x._layout.replicated()).item()
+        number = local_as(x, x._layout.replicated()).item()
+        check_all()  # of what the host has just waited for
+        return number
 
     return Decomposed(run)
 

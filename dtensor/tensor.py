@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.collectives.reports import check_all
 from weft.dtensor import checkpoint_items
 from weft.dtensor.exporting import refuse_export
 from weft.dtensor.grad_recording import (
@@ -194,7 +195,9 @@ class DTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The numbers of the whole tensor. Collective."""
-        return self.full_tensor().tolist()
+        numbers = self.full_tensor().tolist()
+        check_all()  # of what the host has just waited for
+        return numbers
 
     def redistribute(
         self,

@@ -19,6 +19,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.group import kept_by_group
+from weft.collectives.reports import check_all
 from weft.kernels.chips import ONE_SHOT_BYTES, chip_of, gathers_by_copy_engines
 
 RunnableEngine = Literal["triton", "host", "generic"]
@@ -83,6 +84,7 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
     Raises:
         NotImplementedError: the engine asked for cannot run it.
     """
+    check_all()
     asked = settings.current_engine()
     why = "asked for"
     if asked == "auto":

@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WEFT_TIMEOUT_S", "60")
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -117,51 +116,6 @@ def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
     ranks = GpuRanks(request.param)
     yield ranks
     ranks.close()
-
-
-# Where the outcomes of GPU tests are kept as they come, and read from: `weft.bench.gpu_tests`.
-_RECORD = os.environ.get("GPU_RECORD", "")
-
-
-def _record(**entry: Any) -> None:
-    # One write a line: several processes append to the file, and it outlives them all.
-    line = json.dumps({"ranks": _GPU_RANKS[0], **entry}) + "\n"
-    file = os.open(_RECORD, os.O_WRONLY | os.O_APPEND)
-    os.write(file, line.encode())
-    os.close(file)
-
-
-@pytest.hookimpl(trylast=True)  # after -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has passed with these ranks, as the record tells."""
-    if not _RECORD:
-        return
-    with open(_RECORD) as record:
-        # The last one may be half written.
-        entries = [json.loads(line) for line in record if line.endswith("\n")]
-    last = {
-        entry["test"]: entry["outcome"]
-        for entry in entries
-        if entry["ranks"] == _GPU_RANKS[0] and "test" in entry
-    }
-    done = [item for item in items if last.get(item.nodeid) in ("passed", "skipped")]
-    _record(tests=[item.nodeid for item in items])
-    config.hook.pytest_deselected(items=done)
-    items[:] = sorted((item for item in items if item not in done), key=_order)
-
-
-def _order(item: Any) -> int:
-    """Of tests on a GPU, kernels and graphs come first, then ranks as threads, then the rest."""
-    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    threads = item.path.name == "test_sim_gpu.py"
-    return 1 if threads else {"host": 2, "generic": 3}.get(engine, 0)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if _RECORD and (report.when == "call" or report.outcome != "passed"):
-        why = str(report.longrepr)[-4000:] if report.failed else ""
-        _record(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=why)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from weft.kernels import (
     splits,
     tiles,
 )
+from weft.sim.vector_clocks import BARRIER_BEFORE_ATOMICS
 
 RACE, DEADLOCK, BOUNDS = sim.RaceError, sim.DeadlockError, sim.OutOfBoundsError
 EVERY = tuple(name for name in KERNELS | COLLECTIVES if "copy engines" not in name)
@@ -44,7 +45,10 @@ def but(*cases: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Fault:
-    """Edits of the text of a module, the cases that they break, and what is found."""
+    """Edits of the text of a module, the cases that they break, and what is found.
+
+    `barrier`: one before an atomic is taken away. Triton 3.9 puts its own there: it is no fault.
+    """
 
     name: str
     module: ModuleType
@@ -53,6 +57,13 @@ class Fault:
     found: type[Exception] | tuple[type[Exception], ...] = RACE
     message: str = ""
     programs: sim.Programs = "sequential"
+    barrier: bool = False
+
+    def is_what(self, found: Exception | None) -> bool:
+        """Whether this is what has to be found."""
+        if self.barrier and BARRIER_BEFORE_ATOMICS:
+            return found is None
+        return isinstance(found, self.found) and self.message in str(found)
 
 
 def fault(name: str, module: ModuleType, old: str, new: str, cases: tuple[str, ...], *rest, **more):
@@ -86,6 +97,7 @@ IN_SIGNALS = [
         'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
         but(*GATHERS, *PULLS, "gather of rows, direct", "reduce-scatter"),
+        barrier=True,
     ),
     fault(
         "a wait that acquires nothing",
@@ -174,6 +186,7 @@ IN_SIGNALS = [
         "    tl.debug_barrier()\n    last =",
         "    last =",
         GATHERS[:1],
+        barrier=True,
     ),
     fault(
         "the ticket is not reset",

@@ -164,7 +164,7 @@ def plant(names: str) -> Iterator[str]:
             line = f"{planted.name}, in {case}"
             if re.search(names, line):
                 start, found = time.process_time(), found_in(planted, case)
-                right = isinstance(found, planted.found) and planted.message in str(found)
+                right = planted.is_what(found)
                 what = "nothing" if found is None else _FOUND[type(found)]
                 schedule = getattr(found, "schedule", "")
                 seconds = time.process_time() - start

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from needs import needs_interpreter
 
+import weft
 from weft.collectives import pad, reports, signals
+from weft.collectives.group import alone, virtual_rank
 from weft.collectives.symmetric import told_by
+from weft.dtensor import Replicate, distribute_tensor
 from weft.errors import PeerTimeout
 
 pytestmark = needs_interpreter
@@ -103,6 +109,11 @@ def report(request):
     line.close()
 
 
+def check_as_another_rank(virtual: bool) -> None:
+    with virtual_rank(alone()) if virtual else nullcontext():
+        reports.check_all()
+
+
 def test_a_failed_wait_is_told_to_the_host_which_any_call_sees(report, caplog):
     line, _ = report
     ranks, out = pads(2), torch.zeros(2, dtype=torch.int64)
@@ -114,8 +125,8 @@ def test_a_failed_wait_is_told_to_the_host_which_any_call_sees(report, caplog):
     with pytest.raises(PeerTimeout):
         reports.check_all()
     with pytest.raises(PeerTimeout):
-        reports.check_all(lambda each: each is line)
-    reports.check_all(lambda each: each is not line)
+        check_as_another_rank(False)
+    check_as_another_rank(True)
     line.watch()
     line.look()
     line.look()
@@ -149,6 +160,36 @@ def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
     assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.GONE, 1, 0, 6]
     with pytest.raises(PeerTimeout, match="waited in vain for rank 0"):
         line.check()
+
+
+@pytest.mark.ranks(2)
+def test_any_call_tells_of_a_failure_on_a_gpu() -> None:
+    """One that reaches no peer may work on what a call that has failed has left."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    x, plain = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]), torch.ones(4, 4)
+    line = reports.Report(dist.get_rank(), {}, False, told_by)
+    try:
+        word = ctypes.c_int64.from_address(line.address)
+        alarm = ctypes.c_int64.from_address(line.address + 8 * reports.ALARM_WORD)
+        first = ctypes.c_int64.from_address(alarm.value)
+        calls = (
+            lambda: x + x,
+            lambda: x[0, 0].item(),
+            lambda: x.tolist(),
+            lambda: weft.matmul_all_reduce(plain, plain),
+            lambda: weft.ring_attention(*[torch.ones(1, 1, 4, 4)] * 3),
+            lambda: weft.collectives.all_reduce(plain),
+        )
+        for call in calls:
+            call()
+        word.value, first.value = pad.TIMED_OUT | 1 << 8 | 9 << 32, 1  # as `tell_host` does
+        for call in calls:
+            with pytest.raises(PeerTimeout, match=r"\(call 9\)"):
+                call()
+    finally:
+        line.close()
+    for call in calls:
+        call()
 
 
 @triton.jit

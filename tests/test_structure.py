@@ -25,7 +25,9 @@ BELOW = {
     "bench": {"collectives", "kernels", "dtensor"},
 }
 # Modules of bench that may import sim.
-ON_VIRTUAL_RANKS = ("virtual", "scaling_page", "scaling_tables", "solo_cases", "solo_measure")
+ON_VIRTUAL_RANKS = (
+    "virtual", "scaling_page", "scaling_tables", "gpu_steps", "solo_cases", "solo_measure",
+)  # fmt: skip
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
