@@ -249,11 +249,13 @@ def end_call(signal_ptrs, rank, generation):
     that do is the one that should have computed what is missing.
     """
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
-    in_vain = failed(own_pad)
+    status = tl.load(own_pad + _STATUS, volatile=True)  # on its way while the ticket is
     if is_last_program(signal_ptrs, rank, tl.num_programs(0)):
         set_generation(signal_ptrs, rank, generation)
         release_claim(own_pad)
-    return in_vain
+    if status != 0:
+        tell_host(own_pad)
+    return status != 0
 
 
 @triton.jit

@@ -59,7 +59,7 @@ def _scatter_norm_kernel(
     Example: 2 ranks with x = [[3, 4]] * 2, residual 0: 6, 8 on both, and y = 0.85, 1.13.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.last_generation(signal_ptrs, rank) + 1
+    generation = signals.begin_call(signal_ptrs, rank)
     block, columns = tl.arange(0, BLOCK_M), tl.arange(0, D)
     size = tl.cast(rows, tl.int64) * D  # of a slot
     for step in range(1, WORLD_SIZE):
@@ -88,8 +88,9 @@ def _scatter_norm_kernel(
             tl.store(residual_ptr + offs, total, mask=inside)
             scale = tl.rsqrt(tl.sum(total * total, axis=1) / D + eps)
             tl.store(y_ptr + offs, total * scale[:, None] * weight[None, :], mask=inside)
-    if signals.is_last_program(signal_ptrs, rank, programs):
-        signals.set_generation(signal_ptrs, rank, generation)
+    if signals.end_call(signal_ptrs, rank, generation):  # a peer did not come
+        signals.spoil(y_ptr, size)
+        signals.spoil(residual_ptr, size)
 
 
 def scatter_norm(

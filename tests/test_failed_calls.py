@@ -31,7 +31,7 @@ def in_a_stream(ws: Workspace, op: str, *_: Any) -> StreamExchange:
 
 @contextmanager
 def _nobody_fills() -> Iterator[None]:
-    """New memory is of zeros, as it may be by chance; kernels wait for 4 us, that is 4 polls."""
+    """New memory is of zeros, as it may be by chance; kernels wait for 4 us."""
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(*args, **kwargs)

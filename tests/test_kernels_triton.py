@@ -536,7 +536,8 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
     dist.barrier()
     if rank != absent:
         names = ("rank", "world_size", "device", "buffer_ptrs", "signal_ptrs", "half_bytes")
-        impatient = SimpleNamespace(timeout_ns=4000, **{name: getattr(ws, name) for name in names})
+        told = {name: getattr(ws, name) for name in names}
+        impatient = SimpleNamespace(timeout_ns=200_000_000, **told)
         launch(impatient)
         with pytest.raises(PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):
             ws.check(which)

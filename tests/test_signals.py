@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -104,9 +108,10 @@ def report(request):
     """The line of rank 1 of 2, and the process of rank 0."""
     process = Gone()
     line = reports.Report(1, {0: process}, False, told_by)
-    line.op = "all_reduce"
+    line.op, line._page.pinned = "all_reduce", True  # as that of a GPU
     yield line, process
     line.close()
+    line._page.pinned = False
 
 
 def check_as_another_rank(virtual: bool) -> None:
@@ -168,6 +173,7 @@ def test_any_call_tells_of_a_failure_on_a_gpu() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     x, plain = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]), torch.ones(4, 4)
     line = reports.Report(dist.get_rank(), {}, False, told_by)
+    line._page.pinned = True  # as that of a GPU
     try:
         word = ctypes.c_int64.from_address(line.address)
         alarm = ctypes.c_int64.from_address(line.address + 8 * reports.ALARM_WORD)
@@ -188,6 +194,7 @@ def test_any_call_tells_of_a_failure_on_a_gpu() -> None:
                 call()
     finally:
         line.close()
+        line._page.pinned = False
     for call in calls:
         call()
 
@@ -291,3 +298,25 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
     monkeypatch.setattr(signals, "time", fake)
     _wait_kernel[(1,)](ranks.table, out, 1, signals.nanoseconds(0.25))
     assert clock.now - 1 == pytest.approx(2 * 0.25, rel=0.02)  # two waits
+
+
+_COMPILED = """
+import torch, triton, weft
+from weft.kernels import aot, aot_cases, chips
+
+chip = chips.known("sm_90")
+for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):
+    if launch.kernel.__name__ == "_announce_kernel":  # one wait, for one word
+        target = aot._TARGETS[chip.name]
+        print(triton.compile(aot.source(launch), target, launch.options).asm["ptx"])
+        break
+"""
+
+
+def test_a_compiled_wait_polls_by_loads_and_is_bounded_by_the_clock():
+    """A read-modify-write for each poll would keep the L2's atomic units busy."""
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", _COMPILED]
+    ptx = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\bld\.[\w.]*acquire", ptx) and "%globaltimer" in ptx
+    assert not re.search(r"\batom\.[\w.]*acquire", ptx)
