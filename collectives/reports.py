@@ -130,8 +130,10 @@ class Report:
 
 
 def check_all() -> None:
-    """Raise what a kernel of this rank has told of on a GPU, on whatever buffer. Every call begins
-    so, even one that reaches no peer: what it works on may be the result of one that failed. 0.1 us.
+    """Raise what a kernel of this rank has told of on a GPU, on whatever buffer.
+
+    Every call begins so, even one that reaches no peer: what it works on may be the result of one
+    that failed. It takes 0.1 us.
     """
     for page in _pages:
         if page.pinned and page.words[0]:  # calls on a CPU have raised themselves
