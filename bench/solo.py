@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts", action="store_true", help="also time kernels without waits, and without status"
     )
+    parser.add_argument(
+        "--rates", type=Path, metavar="DIR",
+        help="also write the kernels' rates that follow, beside the tuned launches in DIR, where "
+        "the cost model finds them (kernels/tuned, or what WEFT_TUNED names)",
+    )  # fmt: skip
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--list", action="store_true", help="print the names of the cases")
     only.add_argument(

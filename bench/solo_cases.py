@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
@@ -28,8 +29,7 @@ from weft.sim.solo import SoloWorld
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, FP8: 2e-2}
-SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
-MATMULS = ("all_gather_matmul", *SUMS)
+_SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 Tensors = list[torch.Tensor]
 
@@ -175,7 +175,7 @@ def build(spec: Spec, rank: int, device: torch.device) -> Problem:
     op, W = params["op"], params["ranks"]
     if op == "all_gather_matmul":
         return _gathered(params, W, rank, randoms)
-    if op in SUMS:
+    if op in _SUMS:
         return _summed(params, W, rank, randoms)
     if op == "weight gradient":
         return _weight_gradient(params, W, rank, randoms)
@@ -437,9 +437,14 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
         x[:, :n].contiguous().requires_grad_(backward)
         for x, n in zip(map(whole, ("q", "k", "v")), (heads, kv_heads, kv_heads), strict=True)
     ]
+    # Not all of the library's kernels take several query heads for one of keys.
+    repeated = [local[0]] + [
+        x.detach().repeat_interleave(heads // kv_heads, 1).requires_grad_(backward)
+        for x in local[1:]
+    ]
     dout = whole("dout")[:, :heads].contiguous()
 
-    def step(forward: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+    def step(forward: Callable[..., torch.Tensor], local: Tensors) -> Callable[[], Any]:
         if not backward:
             return lambda: forward(*local)
         made: Tensors = []
@@ -454,6 +459,7 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     flop = 4 * S * S / 2 * D * heads * (2.5 if backward else 1.0)
     moved = S - S // W
     one = partial(weft.ring_attention, group=alone(), causal=True)
+    libraries = _library_attention(randoms.device)
     return Problem(
         run,
         expected,
@@ -461,14 +467,14 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
         prepare=prepare,
         flop=flop,
         nbytes=2 * moved * D * dtype.itemsize * (H_kv if ring else (H + H_kv) // W),
-        libraries={name: step(forward) for name, forward in _library_attention().items()},
-        alone=step(one),
+        libraries={name: step(way, repeated) for name, way in libraries.items()},
+        alone=step(one, local),
     )
 
 
-def _library_attention() -> dict[str, Callable[..., torch.Tensor]]:
+def _library_attention(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
     """torch's attention, by each of its implementations that this device has."""
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         return {"SDPA": partial(_sdpa, None)}
     from torch.nn.attention import SDPBackend
 
@@ -481,13 +487,9 @@ def _library_attention() -> dict[str, Callable[..., torch.Tensor]]:
 def _sdpa(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     from torch.nn.attention import sdpa_kernel
 
-    call = partial(functional.scaled_dot_product_attention, is_causal=True)
-    if q.shape[1] != k.shape[1]:
-        call = partial(call, enable_gqa=True)
-    if backend is None:
-        return call(q, k, v)
-    with sdpa_kernel(backend):
-        return call(q, k, v)
+    call = functional.scaled_dot_product_attention
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return call(q, k, v, is_causal=True)
 
 
 def causal_attention(

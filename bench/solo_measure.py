@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import triton
 
 import weft
 from weft.bench import solo_cases, terminal
+from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.gpu import said, time_limit
 from weft.bench.measure import deviation, listed, order, short
@@ -29,12 +31,16 @@ from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.tables import table_of
 from weft.cli import make_folder
+from weft.kernels import kernel_rates
+from weft.kernels.chips import chip_of
+from weft.kernels.tuning import OPS
 from weft.launch import cores
 from weft.sim import solo, unwaited
 from weft.sim.unwaited import PARTS
 
-MAIN = "weft"
+MAIN, COPYING = "weft", "copying inside the chip"
 _WARMUP = 2
+_LEAST_US = 100.0  # of calls whose rate counts
 _Step = Callable[[], Any]
 _MARGIN_S = 5.0  # before the limit
 _WORKER_BYTES = 10 << 30  # of the GPU's memory, for a process that compiles
@@ -46,6 +52,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self._cycles = 1_000_000  # for which the GPU waits while the host enqueues a call
+        self._begin: Any = None
         if self.on_gpu:
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
             self._other = torch.empty(2 * l2, dtype=torch.uint8, device=device)
@@ -68,13 +75,20 @@ class Clock:
             start = time.perf_counter()
             call()
             return (time.perf_counter() - start) * 1e6
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(self._cycles)
-        begin.record()
+        self._begin.record()
         call()
         end.record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
+        us = float(self._begin.elapsed_time(end)) * 1e3
+        self._begin = None
+        return us
+
+    def restart(self) -> None:
+        """Let the call that is timed begin now."""
+        if self._begin is not None:
+            self._begin.record()
 
     def host_us(self, call: Callable[[], Any], calls: int) -> float:
         """What the host takes for one of `calls` calls in a row, which the GPU need not end."""
@@ -100,13 +114,13 @@ def measured(spec: Spec, device: torch.device, quick: bool, part: str = "") -> C
     case.params |= {"rank": rank}
     world = solo.SoloWorld(W, device)
     try:
-        with weft.engine("triton"):
+        with weft.engine("triton"), own_stream(device), solo.copied_first():
             problem = solo_cases.build(spec, rank, device)
             case.params |= {"flop": problem.flop, "link_bytes": problem.nbytes}
             problem.prepare(world)
             world.learn(problem.run, problem.depth)
-            with world.at(rank):
-                _Measurement(case, problem, world, rank, quick).take(part)
+        with weft.engine("triton"), own_stream(device), world.at(rank):
+            _Measurement(case, problem, world, rank, quick).take(part)
     except Exception as error:  # whatever a case raises is its row, not the end of the run
         case.failure = f"{type(error).__name__}: {short(str(error))}"
     finally:
@@ -116,6 +130,19 @@ def measured(spec: Spec, device: torch.device, quick: bool, part: str = "") -> C
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return case
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A stream that a graph can be captured in, with gradients whose forward ran there."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(_stream(device))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Measurement:
@@ -132,6 +159,7 @@ class _Measurement:
         self.case, self.problem, self.world, self.rank = case, problem, world, rank
         self.clock = Clock(world.device)
         self.rounds = 3 if quick else 21
+        self.copies = False  # whether copy engines are at work
 
     def run(self) -> Any:
         """The call that is measured."""
@@ -139,33 +167,52 @@ class _Measurement:
 
     def take(self, part: str) -> None:
         """Compare and time everything, or what is left without a `part`."""
-        post = self.world.post
-        if part:
-            self._time({PARTS[part]: (self.run, self._cold)})
-            return
-        expected = self.problem.expected(self.rank)
-        post()
-        error = self._compare(self.run(), expected)
-        hosted = 2 if self.rounds <= 3 else 20
-        post(2 * hosted)
-        self.clock.host_us(self.run, hosted)
-        self.case.params["host_us"] = self.clock.host_us(self.run, hosted)
+        with solo.copied_first(self._copied):
+            if part:
+                self._time({PARTS[part]: (self.run, self._cold)})
+                return
+            self.expected = self.problem.expected(self.rank)
+            self.world.post()
+            error = self._compare(self.run())
+            self._host()
+            calls = {MAIN: (self.run, self._cold), "warm L2": (self.run, self._warm)}
+            if self.problem.alone and (alone := self._attempt("alone", self._alone)) is not None:
+                calls["alone"] = alone, self.clock.flush
+            for name, library in self.problem.libraries.items():
+                if self._attempt(name, library) is not None:
+                    calls[name] = library, self.clock.flush
+            self.case.peer = next((n for n in self.problem.libraries if n in calls), "")
+            calls["posting"] = self.world.post, self.clock.flush
+            captures = self.clock.on_gpu and not self.copies
+            if captures and (replay := self._attempt("graph", self._graph)) is not None:
+                calls["graph"] = replay, self._cold
+            self._time(calls)
+            self.case.variants[MAIN].error = error
+            self._profile()
+            self.world.post()
+            self._compare(self.run())  # still
+        if self.copies:
+            self.case.notes.append(
+                f"{self.case.name}: the shards lie there when the time begins, as copy engines are "
+                f"the link; publishing them is not in it"
+            )
+            self._attempt(COPYING, self._copying)
+
+    def _copying(self) -> None:
+        self._host()
+        self._time({COPYING: (self.run, self._cold)})
+
+    def _copied(self) -> None:
+        self.copies = True
+        self.clock.restart()
+
+    def _host(self) -> None:
+        """What the host takes, if the GPU is not what it waits for."""
+        calls = 2 if self.rounds <= 3 else 20
+        self.world.post(2 * calls)
+        self.clock.host_us(self.run, calls)
+        self.case.params["host_us"] = self.clock.host_us(self.run, calls)
         self.world.check()
-        calls = {MAIN: (self.run, self._cold), "warm L2": (self.run, self._warm)}
-        if self.clock.on_gpu and (replay := self._attempt("graph", self._graph)) is not None:
-            calls["graph"] = replay, self._cold
-        if self.problem.alone and (alone := self._attempt("alone", self._alone)) is not None:
-            calls["alone"] = alone, self.clock.flush
-        for name, library in self.problem.libraries.items():
-            if self._attempt(name, library) is not None:
-                calls[name] = library, self.clock.flush
-        self.case.peer = next((n for n in self.problem.libraries if n in calls), "")
-        calls["posting"] = post, self.clock.flush
-        self._time(calls)
-        self.case.variants[MAIN].error = error
-        self._profile()
-        post()
-        self._compare(self.run(), expected)  # still
 
     def _cold(self) -> None:
         self.world.post()
@@ -175,13 +222,14 @@ class _Measurement:
         self.world.post(2)
         self.run()
 
-    def _compare(self, made: Any, expected: solo_cases.Tensors) -> float:
-        """The deviation, in units of the tolerance.
+    def _compare(self, made: Any, expected: solo_cases.Tensors | None = None) -> float:
+        """The deviation from the oracle, or `expected`, in units of the tolerance.
 
         Raises:
             ValueError: it is more than that.
         """
         self.world.check()
+        expected = self.expected if expected is None else expected
         error = deviation(listed(made), expected) / self.problem.tolerance
         if not error <= 1:
             raise ValueError(f"wrong: {error:.3g} times the tolerance away from the oracle")
@@ -202,18 +250,18 @@ class _Measurement:
     def _alone(self) -> Callable[[], Any]:
         alone = self.problem.alone
         assert alone is not None
-        made = alone()
+        made = listed(alone())[:1]  # libraries may return gradients for more heads of keys
         if "epilogue" not in self.case.params:
-            self._compare(made, listed(next(iter(self.problem.libraries.values()))()))
+            self._compare(made, listed(next(iter(self.problem.libraries.values()))())[:1])
         return alone
 
     def _graph(self) -> Callable[[], Any]:
         self.world.post()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             made = self.run()
         graph.replay()
-        self._compare(made, self.problem.expected(self.rank))
+        self._compare(made)
         return graph.replay
 
     def _time(self, calls: dict[str, tuple[_Step, _Step]]) -> None:
@@ -309,9 +357,33 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
     keep()
     if result.cases and not args.part:
         terminal.show(table_of(result))
+    if args.rates:
+        path = kernel_rates.write(args.rates, chip_of(device).name, rates_of(result, device))
+        print(f"wrote {path}")
     if result.interrupted:
         return 130
-    return int(any(case.failure or not case.variants[case.main].ok for case in result.cases))
+    return int(any(failed(case) for case in result.cases))
+
+
+def rates_of(
+    result: Result, device: torch.device, least_us: float = _LEAST_US
+) -> list[tuple[kernel_rates.Tile, float]]:
+    """How fast the plain fused matmuls were relative to the library's, by their tiles.
+
+    Args:
+        least_us: shorter ones do not count, as signals and launches are in their times.
+    """
+    found, chip = [], chip_of(device)
+    for case in result.cases:
+        p, timed = case.params, case.timed
+        plain = p["op"] in OPS and "epilogue" not in p
+        if not plain or not {MAIN, case.peer} <= timed.keys() or timed[MAIN].us < least_us:
+            continue
+        W, gathers = p["ranks"], p["op"] == "all_gather_matmul"
+        N, K = (p["N"] // W, p["K"]) if gathers else (p["N"], p["K"] // W)
+        tile = kernel_rates.tile_of(p["op"], chip, p["M"], N, K, getattr(torch, p["dtype"]), W)
+        found.append((tile, timed[case.peer].us / timed[MAIN].us))
+    return found
 
 
 def _add_part(args: argparse.Namespace, part: str, result: Result, until: float | None) -> None:

@@ -35,7 +35,7 @@ from weft.collectives.workspace import Workspace, link_of
 from weft.kernels import gathers
 from weft.kernels.host import SideStreams
 
-_STREAMS = 3
+STREAMS = 3
 _DATA_WORD = signals.Constant(stream_signals.DATA_WORD)
 
 
@@ -101,9 +101,9 @@ def fetching(
                 to_factors = gathered_scales[mine]
             for chunk, first in enumerate(range(0, sizes[peer], chunk_rows)):
                 rows = slice(first, first + chunk_rows)
-                with beside.stream(turn % _STREAMS):
+                with beside.stream(turn % STREAMS):
                     parts = 1
-                    if turn < _STREAMS:
+                    if turn < STREAMS:
                         parts += turn
                         announce(ws, ws.rank, 0, peer)
                     if gathered_scales is not None:
@@ -112,7 +112,7 @@ def fetching(
                         into[rows].chunk(parts), shard[rows].chunk(parts), strict=True
                     ):
                         here.copy_(there)
-                    later = turn + _STREAMS
+                    later = turn + STREAMS
                     following = order[later] if later < len(order) else peer
                     announce(ws, peer, chunk, ws.rank if following == peer else following)
                 turn += 1

@@ -20,6 +20,7 @@ from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.group import kept_by_group
 from weft.collectives.reports import check_all
+from weft.kernels import kernel_rates, tuning
 from weft.kernels.chips import ONE_SHOT_BYTES, chip_of, gathers_by_copy_engines
 
 RunnableEngine = Literal["triton", "host", "generic"]
@@ -198,9 +199,7 @@ def _on_gpus(
     """
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     moved, (packed, start) = _moved(rates, problem.moved_bytes), _fused(problem, W, device, rates)
-    kernel = Part(
-        "matmul", matmul.us / _KERNEL_RATE, f"{matmul.how}, at {_KERNEL_RATE:.0%} of that"
-    )
+    kernel = _by_kernel(problem, matmul, W, device)
     # Each signal of the host engine is a kernel there.
     signals = Part("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
     first = Part("first shard", moved.us / W, f"1/{W} of the transfers, which nothing hides")
@@ -249,8 +248,17 @@ def _fused(
     return _moved(rates, nbytes), start
 
 
+def _by_kernel(problem: Problem, matmul: Part, W: int, device: torch.device) -> Part:
+    """The matmul of the fused kernel."""
+    op, M, N, K, dtype = problem.op, problem.M, problem.N, problem.K, problem.dtype
+    rate, told = kernel_rates.GUESS, "assumed"
+    if op in tuning.OPS:
+        chip = chip_of(device)
+        rate, told = kernel_rates.rate_of(chip, kernel_rates.tile_of(op, chip, M, N, K, dtype, W))
+    return Part("matmul", matmul.us / rate, f"{matmul.how}, at {rate:.0%} of that ({told})")
+
+
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
-_KERNEL_RATE = 0.95  # relative to the library's matmul
 
 
 def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:

@@ -34,7 +34,7 @@ from weft.errors import WeftError
 from weft.kernels.chips import Chip, Tiling
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-_OWN_FOLDER = Path(__file__).resolve().parent / "tuned"
+OWN_FOLDER = Path(__file__).resolve().parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def trying(choice: Choice) -> Iterator[None]:
 
 def folder() -> Path:
     """Where the tables are."""
-    return Path(settings.tuned() or _OWN_FOLDER)
+    return Path(settings.tuned() or OWN_FOLDER)
 
 
 @lru_cache(maxsize=64)
@@ -110,7 +110,7 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
     Raises:
         ValueError: the file is not such a table.
     """
-    path = (Path(where) if where else _OWN_FOLDER) / f"{chip}.json"
+    path = (Path(where) if where else OWN_FOLDER) / f"{chip}.json"
     if not path.exists():
         return {}
     try:

@@ -37,6 +37,8 @@ from weft.collectives.group import Group, here, virtual_rank
 from weft.collectives.symmetric import SymmetricBuffer, Waiter, open_buffers, told_by
 from weft.collectives.workspace import forget
 from weft.errors import MismatchError
+from weft.kernels import copy_engines
+from weft.kernels.host import copy_stream
 from weft.sim.team import VirtualMemory
 
 _FAR = 1 << 62  # more than any generation, and than what `kernels.turns` makes of one
@@ -286,3 +288,26 @@ class SoloWorld:
             with virtual_rank(self.groups[rank]):
                 forget(rank)
         self.team.buffers.clear()
+
+
+@contextmanager
+def copied_first(then: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """What copy engines would fetch lies there before the kernel that waits for it is launched.
+
+    They are the link of such a kernel. Copies inside of one chip take cores from it instead.
+    `then` is called between the two, with the kernel's stream as the current one.
+    """
+    fetching = copy_engines.fetching
+
+    @contextmanager
+    def before(x: torch.Tensor, *args: Any) -> Iterator[None]:
+        with fetching(x, *args):
+            if x.is_cuda:
+                for number in range(copy_engines.STREAMS):
+                    beside = copy_stream(x.device, number)
+                    torch.cuda.current_stream(x.device).wait_stream(beside)
+            then()
+            yield
+
+    with patch.object(copy_engines, "fetching", before):
+        yield

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from weft import settings, sim
 from weft.bench import scaling_page
 from weft.collectives import Group, cost, resolve
 from weft.dtensor import DTensor, Shard
-from weft.kernels import chips, engines, scaled
+from weft.kernels import chips, engines, kernel_rates, scaled
 from weft.sim.hardware import H100, named
 
 PAGE_ROWS = Path(__file__).parent.parent / "bench" / "results" / "scaling_page.json"
@@ -200,6 +200,27 @@ def round_rates(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(cost, "machine", lambda *_: machine)
     monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[1])
     return Group(None, 0, 4, (0, 1, 2, 3), ())
+
+
+def test_a_measured_rate_of_the_kernels_is_used_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    group, gpu = round_rates(monkeypatch), torch.device("cuda")
+    call = engines.Problem("matmul_reduce_scatter", 4000, 4000, 1000, torch.bfloat16, 0)
+    narrow = replace(call, N=8)
+
+    def matmul(problem: engines.Problem) -> engines.Part:
+        return engines.predict(problem, group, gpu)["triton"].parts[0]
+
+    assert matmul(call).us == pytest.approx(16_000 / 0.95)
+    assert "at 95% of that (assumed: not measured on sm_90)" in matmul(call).how
+    tile = kernel_rates.tile_of(call.op, chips.KNOWN[1], 4000, 4000, 1000, call.dtype, 4)
+    assert tile == ("bfloat16", 128, 256, 64)
+    kernel_rates.write(tmp_path, "sm_90", [(tile, 0.8)])
+    monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
+    assert matmul(call).us == pytest.approx(16_000 / 0.8)
+    assert "at 80% of that (measured on sm_90, tiles of 128x256x64)" in matmul(call).how
+    assert "assumed" in matmul(narrow).how  # other tiles
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import weft
 from weft.bench import solo, solo_cases, solo_measure
 from weft.bench.measure import deviation, listed
 from weft.bench.problem import Spec
-from weft.bench.rows import Result
+from weft.bench.rows import Case, Result, Timing
 from weft.collectives.pad import pad_bytes
 from weft.errors import MismatchError, PeerTimeout
+from weft.kernels import kernel_rates
+from weft.kernels.chips import INTERPRETER, known
 from weft.sim.solo import SoloWorld
+from weft.sim.unwaited import PARTS
 
 pytestmark = needs_interpreter
 
@@ -177,3 +182,57 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert solo.main([*tiny, "--filter", "all_to_all", "--resume"]) == 0
     kept, new = Result.read(out).cases
     assert kept.variants == first and new.name.startswith("all_to_all") and new.failure == ""
+
+
+def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any) -> None:
+    def case(op: str, W: int, weft: float, library: float, **more: str) -> Case:
+        params = {"op": op, "M": 4096, "N": 4096, "K": 4096, "dtype": "bfloat16", "ranks": W}
+        timings = {"weft": weft, "cuBLAS": library}
+        variants = {name: Timing([us], [us]) for name, us in timings.items()}
+        return Case("solo", op, params | more, variants, main="weft", peer="cuBLAS")
+
+    sums = "matmul_all_reduce"
+    cases = [
+        case(sums, 8, 200.0, 160.0),
+        case(sums, 4, 200.0, 40.0),
+        case(sums, 2, 50.0, 1.0),  # too short
+        case(sums, 2, 200.0, 1.0, epilogue="bias"),
+        Case("solo", "norm", {"op": "norm"}, {"weft": Timing([200.0], [200.0])}, main="weft"),
+    ]
+    found = solo_measure.rates_of(Result("solo", {}, cases), CPU)
+    tile = kernel_rates.Tile("bfloat16", 32, 32, 32)
+    assert found == [(tile, 0.8), (tile, 0.2)]
+    path = kernel_rates.write(tmp_path, "interpreter", found)
+    assert path == tmp_path / "interpreter.rates.json"
+
+    monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
+    assert kernel_rates.rate_of(INTERPRETER, tile)[0] == 0.4  # the geometric mean
+    other, told = kernel_rates.rate_of(INTERPRETER, tile._replace(dtype="float32"))
+    assert other == kernel_rates.GUESS and "not measured on interpreter" in told
+    assert kernel_rates.rate_of(known("sm_90"), tile)[0] == kernel_rates.GUESS
+
+    kernel_rates.load.cache_clear()
+    path.write_text(path.read_text().replace("0.4", "-1"))
+    with pytest.raises(ValueError, match=r"interpreter\.rates\.json is not a table of rates"):
+        kernel_rates.rate_of(INTERPRETER, tile)
+
+
+def test_kernels_without_waits_wait_for_nothing() -> None:
+    """In a process of its own, as all of its kernels lack their waits."""
+    code = """
+import torch, weft
+from weft.sim import unwaited
+from weft.kernels import kernel_rates
+from weft.kernels.chips import INTERPRETER, known
+from weft.sim.solo import SoloWorld
+from weft.sim.unwaited import PARTS
+unwaited.leave_out({!r})
+with weft.engine("triton"), SoloWorld(2) as world:
+    fn = lambda rank: weft.collectives.all_reduce(torch.ones(64))
+    world.learn(fn)
+    with world.at(0):
+        fn(0)
+        world.check()
+"""
+    for part in PARTS:
+        subprocess.run([sys.executable, "-c", code.format(part)], check=True)

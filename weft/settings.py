@@ -9,7 +9,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
     WEFT_SMS         SMs (CUs) of a GPU that kernels count on; the rest is left to others (all)
     WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
-    WEFT_TUNED       folder of the tables that `weft tune` has written (weft/kernels/tuned)
+    WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
 """
 
 from __future__ import annotations
