@@ -643,10 +643,8 @@ def _suites(plan: Plan, report: Report) -> None:
     """Cases of suites; each keeps its row."""
     from weft.bench import runner
     from weft.bench.cli import failed
+    from weft.bench.measure import time_limit
 
-    # The runner keeps what is finished at a Ctrl-C.
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, max(report.left_s - 3, 0.1))
     for options in _options(plan.step, plan.device, plan.quick):
         suffix = _suffix(options)
 
@@ -670,7 +668,8 @@ def _suites(plan: Plan, report: Report) -> None:
             )  # fmt: skip
             start = time.monotonic()
 
-        results = runner.run(_suites_of(plan.step), options, on_case=keep, wanted=wanted)
+        with time_limit(time.monotonic() + report.left_s - 3):
+            results = runner.run(_suites_of(plan.step), options, on_case=keep, wanted=wanted)
         if any(result.interrupted for result in results):
             return
 

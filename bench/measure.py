@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +30,21 @@ from weft.settings import Decision
 _WARMUP = 2
 _ROUNDS = (7, 101)
 _LONGEST = 300  # characters of a reason
+
+
+@contextmanager
+def time_limit(until: float | None) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at `until`, of time.monotonic(): as Ctrl-C would."""
+    if until is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Ranks:

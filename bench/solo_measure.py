@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,10 +25,10 @@ import weft
 from weft.bench import solo_cases, terminal
 from weft.bench.cli import failed
 from weft.bench.environment import environment
-from weft.bench.measure import deviation, listed, order, short
+from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
-from weft.bench.tables import figure, table_of
+from weft.bench.tables import said, table_of
 from weft.cli import make_folder
 from weft.kernels import kernel_rates
 from weft.kernels.chips import chip_of
@@ -364,30 +362,6 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
     if result.interrupted:
         return 130
     return int(any(failed(case) for case in result.cases))
-
-
-def said(case: Case) -> str:
-    """A case in a line: times in us, and what has none."""
-    cells = [
-        f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
-        for name, timing in case.variants.items()
-    ]
-    return f"{case.name}: {case.failure or ', '.join(cells)}"
-
-
-@contextmanager
-def time_limit(until: float | None) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block at `until`, of time.monotonic(): as Ctrl-C would."""
-    if until is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def rates_of(

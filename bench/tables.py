@@ -51,6 +51,15 @@ def figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def said(case: Case) -> str:
+    """A case in a line: times in us, and what has none."""
+    cells = [
+        f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
+        for name, timing in case.variants.items()
+    ]
+    return f"{case.name}: {case.failure or ', '.join(cells)}"
+
+
 def variants_of(cases: Sequence[Case]) -> list[str]:
     """The variants that have a time in one of the cases, ours first, in the suite's order."""
     return list(dict.fromkeys(name for case in cases for name in case.timed))
