@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.bench import solo_page
 from weft.bench.environment import environment
 from weft.bench.gpu_steps import STEPS
 from weft.bench.tables import LEGEND, figure, markdown_lines, table_of
@@ -91,7 +92,7 @@ def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result:
         "",
         *_steps(found),
         *_failures(found),
-        *_solo(folder / "solo.json"),
+        *solo_page.lines(folder / "solo.json"),
     ]
     for suite in dict.fromkeys(case.suite for case in result.cases):
         cases = [case for case in result.cases if case.suite == suite]
@@ -130,10 +131,6 @@ def _failures(found: _Found) -> list[str]:
         *(["", "## What failed", "", *lines] if lines else []),
         *(["", "## What was skipped", "", *told] if told else []),
     ]
-
-
-def _solo(path: Path) -> list[str]:
-    return []
 
 
 def publish(folder: Path, root: Path) -> None:

@@ -22,13 +22,13 @@ import torch
 import triton
 
 import weft
-from weft.bench import solo_cases, terminal
+from weft.bench import solo_cases, solo_page, terminal
 from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
-from weft.bench.tables import said, table_of
+from weft.bench.tables import said
 from weft.cli import make_folder
 from weft.kernels import kernel_rates
 from weft.kernels.chips import chip_of
@@ -355,7 +355,8 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
         print("not all cases were measured: --resume goes on", flush=True)
     keep()
     if result.cases and not args.part:
-        terminal.show(table_of(result))
+        for table in solo_page.tables(result):
+            terminal.show(table)
     if args.rates:
         path = kernel_rates.write(args.rates, chip_of(device).name, rates_of(result, device))
         print(f"wrote {path}")

@@ -16,6 +16,7 @@ _SPREAD = 0.2
 # Params of a case that are shown beside its name, by suite.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "redistribute": ("bytes", "steps", "torch collectives"),
+    "solo": ("host_us",),
 }
 
 LEGEND = (
@@ -80,7 +81,7 @@ def table_of(result: Result) -> Table:
     header = ["case", *params, *(title for title, _ in columns)]
     rows = []
     for case in cases:
-        row = [case.name, *(str(case.params.get(key, "")) for key in params)]
+        row = [case.name, *(_param(case.params.get(key, "")) for key in params)]
         if case.failure:
             row += ["failed"] + [""] * (len(columns) - 1)
         else:
@@ -115,6 +116,10 @@ def _columns(
     if any(case.params.get("at_most") for case in cases):
         columns.append(("wanted", _wanted))
     return columns
+
+
+def _param(value: Any) -> str:
+    return figure(value) if isinstance(value, float) else str(value)
 
 
 def _is_virtual(result: Result) -> bool:

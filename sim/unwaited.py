@@ -33,8 +33,17 @@ def _never(own_pad):
     return tl.program_id(0) < 0
 
 
+@triton.jit
+def _end(signal_ptrs, rank, generation):
+    """`signals.end_call` where no wait has failed."""
+    if signals.is_last_program(signal_ptrs, rank, tl.num_programs(0)):
+        signals.set_generation(signal_ptrs, rank, generation)
+        signals.release_claim(signals.peer_ptr(signal_ptrs, rank, tl.int64))
+    return tl.program_id(0) < 0
+
+
 def leave_out(part: str) -> None:
     """Have kernels lack a part of `PARTS`, and those before it."""
     signals._wait, signals.wait_for_lanes = _come, _all_come
     if part == "status":
-        signals.failed = _never
+        signals.failed, signals.end_call = _never, _end

@@ -13,7 +13,7 @@ import torch
 from needs import needs_interpreter
 
 import weft
-from weft.bench import solo, solo_cases, solo_measure
+from weft.bench import solo, solo_cases, solo_measure, solo_page
 from weft.bench.measure import deviation, listed
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
@@ -182,6 +182,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert solo.main([*tiny, "--filter", "all_to_all", "--resume"]) == 0
     kept, new = Result.read(out).cases
     assert kept.variants == first and new.name.startswith("all_to_all") and new.failure == ""
+    page = solo_page.lines(out)
+    assert "### collectives" in page and sum(line.startswith("| all_") for line in page) == 2
+    assert solo_page.lines(tmp_path / "none.json") == []
+    assert {spec.params["op"] for spec in QUICK} == set(sum(solo_page.KINDS.values(), ()))
 
 
 def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any) -> None:
