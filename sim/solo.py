@@ -67,8 +67,9 @@ class _Buffer:
         self.segments = [segment[: pad_bytes + data_bytes] for segment in memory]
         pads = memory[:, :pad_bytes].view(torch.int64)
         self.generations = pads[:, pad.GENERATION : pad.GENERATION + 1]
-        # What hosts signal is up to `_SoloWaiter`.
-        self.slots = pads[:, pad.KERNEL_SLOTS if device.type == "cpu" else pad.HOST_SLOTS :]
+        # On a CPU, what hosts signal is up to `_SoloWaiter`.
+        first = pad.KERNEL_SLOTS if device.type == "cpu" else pad.HOST_SLOTS
+        self.slots, self._of_hosts = pads[:, first:], pads[:, pad.HOST_SLOTS : first]
         self.posted = torch.zeros_like(self.slots, dtype=torch.bool)
         self.own = torch.zeros_like(self.posted)
         self.beyond = torch.zeros_like(self.slots)
@@ -78,6 +79,7 @@ class _Buffer:
         """Let nothing wait, and forget what was learned. All ranks have made as many calls."""
         self.generations.fill_(int(self.generations.max()))
         self.slots.fill_(_FAR)
+        self._of_hosts.zero_()
         self.posted.fill_(False)
         self.own.fill_(False)
 
@@ -137,12 +139,12 @@ class SoloTeam:
             self.buffers.append(buffer)
         return VirtualMemory(self.buffers[number].segments)
 
-    def agree(self, key: Any, value: Any) -> None:
-        """Raise MismatchError unless all ranks tell the same `value` in what `key` names."""
-        if self.learning and self._told.setdefault(key, value) != value:
+    def agree(self, message: Any, words: list[int]) -> None:
+        """Raise MismatchError unless all ranks have the same `words` in a `message`."""
+        if self._told.setdefault(message, words) != words:
             raise MismatchError(
-                f"ranks by themselves need equal shards: {key} is {value} on one and "
-                f"{self._told[key]} on another"
+                f"a rank by itself needs peers with equal shards, that make the same calls: the "
+                f"ranks tell each other {self._told[message]} and {words}"
             )
 
     def waiter(self, buffer: SymmetricBuffer) -> Waiter:
@@ -165,20 +167,24 @@ class SoloTeam:
 
 
 class _SoloWaiter(Waiter):
-    """Peers that have told what this rank tells."""
+    """Each peer has told this rank what this rank tells it."""
 
     def __init__(self, team: SoloTeam, buffer: SymmetricBuffer) -> None:
         super().__init__(buffer)
         self._team = team
+        self._name = buffer.buffer_ptrs[0].item()
 
-    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
-        """Write what `peer` would tell: the same message."""
-        line = pad.HOST_SLOTS + pad.LINE * self.rank
-        theirs = pad.HOST_SLOTS + pad.LINE * peer
-        told = self.own[line + 1 : line + pad.LINE]
-        self.own[theirs + 1 : theirs + pad.LINE] = told
-        self.own[theirs + word] = value
-        self._team.agree((op, value, word), told.tolist())
+    def post(self, peer: int, value: int, word: int = 0) -> None:
+        """Tell `peer` that this rank has reached `value`; the peer has just told the same."""
+        super().post(peer, value, word)
+        mine, theirs = (pad.HOST_SLOTS + pad.LINE * rank for rank in (self.rank, peer))
+        self.own[theirs : theirs + pad.LINE] = self.words[peer][mine : mine + pad.LINE]
+        if self._team.learning:
+            told = self.own[mine + 1 : mine + pad.LINE].tolist()
+            self._team.agree((self._name, value, word), told)
+
+    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
+        self.give_up(peer, value, op, 0.0)
 
 
 class SoloWorld:

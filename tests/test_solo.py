@@ -19,7 +19,7 @@ from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
 from weft.collectives.pad import pad_bytes
 from weft.errors import MismatchError, PeerTimeout
-from weft.kernels import kernel_rates
+from weft.kernels import all_gather_gemm, kernel_rates
 from weft.kernels.chips import INTERPRETER, known
 from weft.sim.solo import SoloWorld
 from weft.sim.unwaited import PARTS
@@ -73,6 +73,23 @@ def test_every_kind_of_call_of_two_ranks(spec: Spec) -> None:
 )
 def test_larger_worlds(name: str, world_size: int) -> None:
     assert max(errors(spec_of(name, world_size), world_size - 1, calls=2)) <= 1
+
+
+def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config_for = all_gather_gemm.config_for
+
+    def by_copy_engines(M: int, N: int, K: int, dtype: Any, W: int, *args: Any, **more: Any) -> Any:
+        config = config_for(M, N, K, dtype, W, *args, **more)
+        if W == 1:
+            return config
+        return all_gather_gemm.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
+
+    monkeypatch.setattr(all_gather_gemm, "config_for", by_copy_engines)
+    spec = spec_of("all_gather_matmul", 3)
+    assert max(errors(spec, 1)) <= 1
+    case = solo_measure.measured(spec, CPU, quick=True)
+    assert case.failure == "" and "copying inside the chip" in case.timed
+    assert "as copy engines are the link" in case.notes[0]
 
 
 def small(world_size: int = 2) -> tuple[SoloWorld, Callable[[int], Any], torch.Tensor]:
@@ -226,7 +243,7 @@ def test_kernels_without_waits_wait_for_nothing() -> None:
     code = """
 import torch, weft
 from weft.sim import unwaited
-from weft.kernels import kernel_rates
+from weft.kernels import all_gather_gemm, kernel_rates
 from weft.kernels.chips import INTERPRETER, known
 from weft.sim.solo import SoloWorld
 from weft.sim.unwaited import PARTS
