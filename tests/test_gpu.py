@@ -459,8 +459,9 @@ def absent_body() -> None:
                 dist.barrier()
                 if rank == 0:
                     os.environ["WEFT_TIMEOUT_S"] = "0.2"
-                    calls[name]()
+                    made = calls[name]()
                     torch.cuda.synchronize()
+                    assert made.isnan().all(), name
                     with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0\.2 s for rank"):
                         calls[name]()
                     os.environ["WEFT_TIMEOUT_S"] = patience
