@@ -7,7 +7,6 @@ memory and with right results; 1 if they cannot.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft import versions
 from weft.cli import EXTRAS, INSTALL_EXTRAS, several
 
 Mark = Literal["ok", "--", "!!"]
 
-_OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
 _TORCH_FOR_GPUS = "a driver is installed: get torch for it, see https://pytorch.org/get-started"
 
 
@@ -85,26 +84,22 @@ def sections(ranks: int) -> list[tuple[str, list[Finding]]]:
     return found
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-
-
 def _versions() -> list[Finding]:
     import weft
 
     findings = [Finding("ok", "weft", weft.__version__)]
-    for name, oldest in _OLDEST.items():
-        wanted = ".".join(map(str, oldest))
-        try:
-            here = (
-                platform.python_version() if name == "python" else importlib.metadata.version(name)
-            )
-        except importlib.metadata.PackageNotFoundError:
+    for name, oldest in versions.OLDEST.items():
+        here, wanted = versions.installed(name), versions.told(oldest)
+        if here is None:
             findings.append(Finding("!!", name, "is not installed", f"pip install {name}"))
-            continue
-        old = _version(here) < oldest
-        cure = f"weft needs {wanted} or later: pip install -U {name}" if old else ""
-        findings.append(Finding("!!" if old else "ok", name, here, cure))
+        elif versions.release(here) < oldest:
+            cure = f"weft needs {wanted} or later: pip install -U {name}"
+            findings.append(Finding("!!", name, here, cure))
+        elif versions.release(here) > versions.NEWEST[name]:
+            newest = versions.told(versions.NEWEST[name])
+            findings.append(Finding("--", name, here, f"weft is tested with {wanted} to {newest}"))
+        else:
+            findings.append(Finding("ok", name, here))
     return findings
 
 

@@ -16,6 +16,7 @@ import torch as _torch
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
 
+from weft import versions as _versions
 from weft.collectives import library as library  # registers torch.ops.weft
 from weft.collectives.collective_ops import (
     all_gather,
@@ -54,3 +55,5 @@ __all__ = [
     "wait_seconds",
     "workspace",
 ]
+
+_versions.warn_if_untested()

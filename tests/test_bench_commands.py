@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft import settings
+from weft import settings, versions
 from weft.bench import cli, compare, doctor, explain, rows, tune
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
@@ -128,21 +127,18 @@ def test_explain_tells_what_could_not_be_timed() -> None:
 
 
 def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    versions = {"torch": "2.9.1+cpu", "triton": "3.7.1"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    here = {"python": "3.11.7", "torch": "2.9.1+cpu", "triton": "3.7.1"}
+    monkeypatch.setattr(versions, "installed", here.get)
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     assert "!! torch             2.9.1+cpu" in out and "weft needs 2.11 or later" in out
     assert "trial" not in out  # it would only fail
-    del versions["triton"]
+    del here["triton"]
     assert doctor.main([]) == 1
     assert "pip install triton" in capsys.readouterr().out
+    here |= {"torch": "2.99.0", "triton": "3.7.1"}
+    findings = {finding.what: finding for finding in doctor._versions()}
+    assert findings["torch"].mark == "--" and "tested with 2.11 to 2.15" in findings["torch"].cure
 
 
 def test_doctor_knows_what_weft_reads(monkeypatch: pytest.MonkeyPatch) -> None:

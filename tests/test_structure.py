@@ -16,7 +16,7 @@ from needs import needs_interpreter
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # What each may import of ours; the face and the tests may import everything.
-GROUND = {"weft.errors", "weft.settings"}
+GROUND = {"weft.errors", "weft.settings", "weft.versions"}
 BELOW = {
     "collectives": set(),
     "kernels": {"collectives"},
@@ -59,7 +59,7 @@ def test_imports_run_downwards(folder: str) -> None:
 
 
 def test_the_ground_imports_nothing_of_ours() -> None:
-    for name in ("errors", "settings"):
+    for name in ("errors", "settings", "versions"):
         assert not list(imports(ROOT / "weft" / f"{name}.py"))
 
 
