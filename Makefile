@@ -37,7 +37,7 @@ opinfo: .venv/.installed  ## count the ops of torch's database that are right on
 lint: .venv/.installed  ## ruff, ruff format, mypy --strict, of tests too that only a GPU runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weft
+	$(BIN)/mypy -p weft -p tools
 	$(BIN)/mypy --follow-imports silent tests/test_gpu.py tests/test_gpu_dtensor.py tests/test_sim_gpu.py
 
 format: .venv/.installed  ## rewrite the sources as ruff formats them
@@ -49,15 +49,15 @@ bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the 
 	$(BIN)/weft bench mlp --seconds 6 --out out/bench
 	$(BIN)/weft bench ops collectives dispatch redistribute loss layers attention scaling model --out out/bench
 	cp out/bench/*.json out/bench/*.md bench/results/
-	$(BIN)/python -m weft.bench.readme
+	$(BIN)/python -m tools.readme
 
 # A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
 # Without rich and pytest-benchmark it has no bars and no report: nothing that is needed here.
 OWN_TORCH := import torch, triton, numpy; 1 / torch.cuda.is_available()
 
 gpu:  ## proofs and figures on GPUs, in slices: ARGS="--minutes 9 --out DIR", then --resume DIR
-	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m weft bench gpu $(ARGS); \
-	else $(MAKE) --quiet .venv/.installed && $(BIN)/weft bench gpu $(ARGS); fi
+	@if $(PYTHON) -c '$(OWN_TORCH)' 2>/dev/null; then $(PYTHON) -m tools.gpu $(ARGS); \
+	else $(MAKE) --quiet .venv/.installed && $(BIN)/python -m tools.gpu $(ARGS); fi
 
 sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (an hour; goes on where it was)
 	$(BIN)/python tests/sweeps.py --page docs/sweeps.md

@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.bench import shapes
-from weft.bench.suites import SUITES
+from weft.bench.registry import SUITES
 from weft.cli import at_least, device_and_ranks, make_folder, several
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options
     from weft.bench.rows import Case
 
-_COMMANDS = ("compare", "explain", "calibrate", "gpu", "memory", "solo")
+_COMMANDS = {
+    "compare": "weft.bench.report.compare",
+    "explain": "weft.bench.commands.explain",
+    "calibrate": "weft.bench.commands.calibrate",
+    "memory": "weft.bench.commands.memory",
+    "solo": "weft.bench.solo.command",
+}
 _WITH_ENGINES = {"ops", "scaling"}
 _EPILOG = """\
 suites (`all` runs every one):
@@ -27,7 +33,6 @@ suites (`all` runs every one):
 commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
-  gpu                 proofs and figures of all that needs a GPU, in slices (`make gpu`)
   solo                a rank's true kernels of a group of W, alone on a whole chip
   memory              peak memory of a rank in attention over longer and longer sequences
   calibrate           measure this machine's rates again, from which auto chooses
@@ -60,15 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in _COMMANDS:
-        command: Callable[[list[str]], int] = importlib.import_module(f"weft.bench.{given[0]}").main
+        command: Callable[[list[str]], int] = importlib.import_module(_COMMANDS[given[0]]).main
         return command(given[1:])
     return _run(given)
 
 
 def _run(given: list[str]) -> int:
-    from weft.bench import report, runner, suites, terminal
+    from weft.bench import registry, runner
+    from weft.bench.report import report, terminal
+    from weft.bench.report.tables import table_of
     from weft.bench.rows import Result
-    from weft.bench.tables import table_of
 
     parser = _parser()
     args = parser.parse_args(given)
@@ -84,7 +90,7 @@ def _run(given: list[str]) -> int:
     if args.engines and SUITES.keys() - _WITH_ENGINES >= set(named):
         parser.error(f"--engines is of ops and scaling: {', '.join(named)} would not heed it")
     try:
-        wanted = suites.named(named)
+        wanted = registry.named(named)
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
@@ -97,9 +103,9 @@ def _run(given: list[str]) -> int:
         if result.cases:
             terminal.show(table_of(result))
         if result.suite == "ops":
-            from weft.bench import ops_suite
+            from weft.bench.suites import ops
 
-            print(ops_suite.verdict(result.cases))
+            print(ops.verdict(result.cases))
 
     command = shlex.join(["weft", "bench", *given])
     results = runner.run(wanted, options, command=command, on_result=show)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.suites import SUITES
+from weft.bench.registry import SUITES
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options

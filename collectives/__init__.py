@@ -7,17 +7,18 @@ if not __name__.startswith("weft."):
     )
 
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
 
 # Kernels are interpreted where there is no GPU. Triton decides this when a kernel is decorated, for
 # its own functions on import: hence here, before any of our modules can import it.
-# `python -m weft.kernels.aot` opts out with TRITON_INTERPRET=0.
+# `python -m weft.kernels.compile.aot` opts out with TRITON_INTERPRET=0.
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
 
 from weft import versions as _versions
-from weft.collectives import library as library  # registers torch.ops.weft
+from weft.collectives import custom_ops as custom_ops  # registers torch.ops.weft
 from weft.collectives.collective_ops import (
     all_gather,
     all_reduce,
@@ -26,11 +27,11 @@ from weft.collectives.collective_ops import (
     broadcast,
     reduce_scatter,
 )
-from weft.collectives.exchange import Exchange, agree, exchange
-from weft.collectives.group import Group, ranks_group, resolve, spanning_group
-from weft.collectives.movement import chunk_sizes
-from weft.collectives.symmetric import SymmetricBuffer, empty, wait_seconds
-from weft.collectives.workspace import Workspace, check_peers, close, workspace
+from weft.collectives.memory.exchange import Exchange, agree, exchange
+from weft.collectives.memory.symmetric import SymmetricBuffer, empty, wait_seconds
+from weft.collectives.memory.workspace import Workspace, check_peers, close, workspace
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import Group, ranks_group, resolve, spanning_group
 
 __all__ = [
     "Exchange",
@@ -57,3 +58,16 @@ __all__ = [
 ]
 
 _versions.warn_if_untested()
+
+if _TYPE_CHECKING:
+    from weft.collectives.device import signals as signals
+
+
+def __getattr__(name: str) -> object:
+    if (
+        name == "signals"
+    ):  # for kernels of one's own; not before it is asked for, as it needs Triton
+        import weft.collectives.device.signals
+
+        return weft.collectives.device.signals
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives import movement
-from weft.collectives.exchange import agree, check_call, exchange
-from weft.collectives.group import Group, GroupLike, group_name, is_call_traced, resolve
+from weft.collectives.memory.exchange import agree, check_call, exchange
 from weft.collectives.movement import ReduceOp
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import Group, GroupLike, group_name, is_call_traced, resolve
 from weft.errors import MismatchError
 
 
@@ -165,10 +166,7 @@ def reduce_scatter(
     group = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    if sizes is None:
-        lengths = movement.chunk_sizes(x.shape[dim], group.world_size)
-    else:
-        lengths = _plain_sizes(sizes)
+    lengths = chunk_sizes(x.shape[dim], group.world_size) if sizes is None else _plain_sizes(sizes)
     check_call(
         group,
         lambda: (

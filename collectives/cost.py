@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from weft import settings
-from weft.collectives.exchange import exchange
-from weft.collectives.group import Group, kept_by_group, unwatched
-from weft.collectives.workspace import give_back
+from weft.collectives.memory.exchange import exchange
+from weft.collectives.memory.workspace import give_back
+from weft.collectives.ranks.group import Group, kept_by_group, unwatched
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}

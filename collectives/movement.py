@@ -18,19 +18,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from weft import settings
-from weft.collectives import direct
-from weft.collectives.exchange import Exchange, exchange
-from weft.collectives.group import Group
+from weft.collectives.memory import direct
+from weft.collectives.memory.exchange import Exchange, exchange
+from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
-from weft.collectives.reports import check_all
-from weft.collectives.workspace import workspace
+from weft.collectives.ranks.chunks import chunk_sizes, offsets
+from weft.collectives.ranks.group import Group
+from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
@@ -49,17 +50,6 @@ _DIST_OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-
-def chunk_sizes(length: int, world_size: int) -> list[int]:
-    """Lengths of the shards that torch.chunk cuts `length` into, 0 for the ranks that get none."""
-    full = -(-length // world_size)
-    return [max(0, min(full, length - rank * full)) for rank in range(world_size)]
-
-
-def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each shard begins."""
-    return list(accumulate(sizes, initial=0))[:-1]
 
 
 @profiled("all_gather")
@@ -451,8 +441,8 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
 def _kernel_or_not(
     op: str, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
 ) -> tuple[Way, str]:
-    from weft.collectives import kernel_collectives as kernels
-    from weft.collectives import signals
+    from weft.collectives.device import signals
+    from weft.collectives.kernels import kernel_collectives as kernels
 
     instead: Way = "generic" if x.is_cuda else "host"
     reduces = op in ("all_reduce", "reduce_scatter")
@@ -471,7 +461,7 @@ def _kernel_or_not(
 @contextmanager
 def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tuple[Any, ...]]:
     """The kernels, a workspace and a configuration for a call of `op`."""
-    from weft.collectives import kernel_collectives as kernels
+    from weft.collectives.kernels import kernel_collectives as kernels
 
     config = kernels.config_for(op, nbytes, group.world_size, x.device)
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
@@ -482,7 +472,7 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
 
 def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
     """Have the switch add up every rank's x if it can; the same answer on every rank."""
-    from weft.collectives import multimem
+    from weft.collectives.kernels import multimem
 
     if not x.is_cuda or x.dtype not in multimem.DTYPES:
         return False

@@ -11,20 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-# These register themselves: the rules in `dispatch`, the functions in `DTensor`, hooks of steps.
-from weft.dtensor import fully_sharded as fully_sharded
-from weft.dtensor import functional as functional
-from weft.dtensor import optimizer_step as optimizer_step
-from weft.dtensor import rules_index as rules_index
-from weft.dtensor import rules_matmul as rules_matmul
-from weft.dtensor import rules_nn as rules_nn
-from weft.dtensor import rules_norm as rules_norm
-from weft.dtensor import rules_pointwise as rules_pointwise
-from weft.dtensor import rules_random as rules_random
-from weft.dtensor import rules_reduce as rules_reduce
-from weft.dtensor import rules_view as rules_view
-from weft.dtensor import rules_window as rules_window
-from weft.dtensor import state_dicts as state_dicts
+from weft.dtensor import rules as rules
 from weft.dtensor.api import (
     distribute_module,
     distribute_tensor,
@@ -37,9 +24,15 @@ from weft.dtensor.api import (
     randn,
     zeros,
 )
-from weft.dtensor.interop import from_torch, to_torch
-from weft.dtensor.layout import layout_of
-from weft.dtensor.redistribute import redistribute_plan
+from weft.dtensor.fused import functional as functional
+
+# These register themselves: the rules in `dispatch`, the functions in `DTensor`, hooks of steps.
+from weft.dtensor.interop import fully_sharded as fully_sharded
+from weft.dtensor.interop import optimizer_step as optimizer_step
+from weft.dtensor.interop import state_dicts as state_dicts
+from weft.dtensor.interop.torch_dtensor import from_torch, to_torch
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.move.redistribute import redistribute_plan
 from weft.dtensor.tensor import DTensor, rebuild
 
 # So that torch.load(weights_only=True) takes a DTensor.

@@ -13,9 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.dtensor.exporting import refuse_export
-from weft.dtensor.graph_breaks import unless_traced
-from weft.dtensor.layout import (
+from weft.dtensor.layout.boxes import (
     Layout,
     Ranks,
     check_dense,
@@ -25,9 +23,11 @@ from weft.dtensor.layout import (
     normalize,
     show,
 )
+from weft.dtensor.move.redistribute import move
 from weft.dtensor.random import drawn
-from weft.dtensor.redistribute import move
 from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tracing.exporting import refuse_export
+from weft.dtensor.tracing.graph_breaks import unless_traced
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

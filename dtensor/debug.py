@@ -13,9 +13,9 @@ from torch.distributed.tensor.debug import CommDebugMode as _TorchCommDebugMode
 from torch.distributed.tensor.debug._comm_mode import _CommModeModuleTracker
 
 from weft import settings
-from weft.collectives.group import here
-from weft.dtensor.explicit import ExplicitRedistributionContext
-from weft.dtensor.layout import Run
+from weft.collectives.ranks.group import here
+from weft.dtensor.layout.boxes import Run
+from weft.dtensor.move.explicit import ExplicitRedistributionContext
 from weft.dtensor.tensor import DTensor
 
 __all__ = ["CommDebugMode", "ExplicitRedistributionContext", "visualize_sharding"]

@@ -16,10 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.dtensor.call import Call, Choices, Meta, Strategy, rules_of_overloads
-from weft.dtensor.context_parallel import context_parallel, context_parallel_unshard
-from weft.dtensor.dispatch import forget_plans
-from weft.dtensor.layout import Layout, normalize, show
+from weft.dtensor.dispatch.call import Call, Choices, Meta, Strategy, rules_of_overloads
+from weft.dtensor.dispatch.dispatch import forget_plans
+from weft.dtensor.fused.context_parallel import context_parallel, context_parallel_unshard
+from weft.dtensor.layout.boxes import Layout, normalize, show
 from weft.dtensor.tensor import DTensor
 
 __all__ = [

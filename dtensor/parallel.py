@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module
 from weft.dtensor.api import distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
-from weft.dtensor.layout import mesh_or_current
+from weft.dtensor.layout.boxes import mesh_or_current
 
 __all__ = [
     "ColwiseParallel",

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.collectives import Group, spanning_group
-from weft.dtensor.layout import Box, Layout
-from weft.dtensor.transfers import cut_box
+from weft.dtensor.layout.boxes import Box, Layout
+from weft.dtensor.move.transfers import cut_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,8 +1,9 @@
 """`DTensor`: a tensor that knows its global shape, and holds this rank's part of it.
 
 It is a wrapper: shape, stride and dtype are the global tensor's, the data is a plain local tensor.
-`weft.dtensor.dispatch` runs operations on it; `weft.dtensor.functional` runs calls that are better
-seen before autograd decomposes them (matmul, attention). Both install themselves here.
+`weft.dtensor.dispatch.dispatch` runs operations on it; `weft.dtensor.fused.functional` runs calls
+that are better seen before autograd decomposes them (matmul, attention). Both install themselves
+here.
 """
 
 from __future__ import annotations
@@ -15,17 +16,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.collectives.reports import check_all
-from weft.dtensor import checkpoint_items
-from weft.dtensor.exporting import refuse_export
-from weft.dtensor.grad_recording import (
-    check_untransformed,
-    is_nothing,
-    needs_grad,
-    no_function,
-    record,
-)
-from weft.dtensor.layout import (
+from weft.collectives.ranks.reports import check_all
+from weft.dtensor.checkpoint import items
+from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
     Shape,
@@ -36,9 +29,17 @@ from weft.dtensor.layout import (
     normalize,
     show,
 )
-from weft.dtensor.local_parts import check_parts, layout_of_parts
-from weft.dtensor.open_layout import relate
-from weft.dtensor.redistribute import Arriving, move, move_async
+from weft.dtensor.layout.symbolic import relate
+from weft.dtensor.move.local_parts import check_parts, layout_of_parts
+from weft.dtensor.move.redistribute import Arriving, move, move_async
+from weft.dtensor.tracing.exporting import refuse_export
+from weft.dtensor.tracing.grad_recording import (
+    check_untransformed,
+    is_nothing,
+    needs_grad,
+    no_function,
+    record,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -325,13 +326,13 @@ class DTensor(torch.Tensor):
 
     # What torch.distributed.checkpoint asks of a tensor that it saves or loads.
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint_items.write_items(self, fqn)
+        return items.write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint_items.chunks(self)
+        return items.chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint_items.shard_at(self, index)
+        return items.shard_at(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         layout = self._layout  # a graph takes its sizes from the tensor

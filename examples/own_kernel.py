@@ -29,7 +29,7 @@ from weft.bench import bounds
 from weft.bench.problem import INPUTS, Options, Prepared, Spec
 from weft.bench.shapes import sized
 from weft.collectives import signals
-from weft.kernels.chips import chip_of
+from weft.kernels.engine.chips import chip_of
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

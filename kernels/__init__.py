@@ -24,22 +24,22 @@ if not __name__.startswith("weft."):
         "install weft (pip install -e .) rather than have its checkout on the path"
     )
 
-from weft.kernels import library as library  # registers torch.ops.weft
-from weft.kernels import library_attention as library_attention
-from weft.kernels.cached_attention import append_to_cache, flash_decode
-from weft.kernels.gathered_matmul import all_gather_matmul
-from weft.kernels.head_exchange import ulysses_attention
-from weft.kernels.normalized_sum import reduce_scatter_rms_norm_all_gather
-from weft.kernels.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from weft.kernels.reduced_matmul import matmul_all_reduce
-from weft.kernels.scattered_matmul import matmul_reduce_scatter
-from weft.kernels.sequence_attention import ring_attention
-from weft.kernels.sharded_sequence import from_zigzag, to_zigzag, zigzag_sizes
-from weft.kernels.vocabulary import (
+from weft.kernels import custom_ops as custom_ops  # they register torch.ops.weft
+from weft.kernels.attention import custom_ops as _attention_ops  # noqa: F401
+from weft.kernels.attention.decode import append_to_cache, flash_decode
+from weft.kernels.attention.ring import ring_attention
+from weft.kernels.attention.ulysses import ulysses_attention
+from weft.kernels.flash.geometry import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.kernels.layers.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
 )
+from weft.kernels.matmul.all_gather import all_gather_matmul
+from weft.kernels.matmul.all_reduce import matmul_all_reduce
+from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
+from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 
 __all__ = [
     "ColumnParallelLinear",

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from weft.collectives import pad
-from weft.sim import compiling
+from weft.collectives.ranks import pad
 from weft.sim.errors import SimError
-from weft.sim.gpu import run_on_gpu
-from weft.sim.hardware import PRESETS
-from weft.sim.runner import run
-from weft.sim.schedules import parse
-from weft.sim.timeline import Timeline
-from weft.sim.world import Programs
+from weft.sim.run.gpu import run_on_gpu
+from weft.sim.run.runner import run
+from weft.sim.run.world import Programs
+from weft.sim.schedule.schedules import parse
+from weft.sim.time import compiling
+from weft.sim.time.hardware import PRESETS
+from weft.sim.time.timeline import Timeline
 
 _EXAMPLES = """\
 examples:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives import signals
+from weft.collectives.device import signals
 
 # What kernels may lack, and how figures call what is left.
 PARTS = {"waits": "without waits", "status": "without status"}

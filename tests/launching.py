@@ -24,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.aot_cases import Launch, launches
-from weft.kernels.chips import known
-from weft.sim.compiling import with_tensors
+from weft.kernels.compile.aot_cases import Launch, launches
+from weft.kernels.engine.chips import known
+from weft.sim.time.compiling import with_tensors
 
 _BYTES = {"i1": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
 _HOOK = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.collectives import signals
+from weft.collectives.device import signals
 
 _ready, _why = signals.interpreter_ready()
 needs_interpreter = pytest.mark.skipif(not _ready, reason=_why)

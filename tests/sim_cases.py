@@ -14,48 +14,50 @@ import torch
 
 import weft
 from weft import collectives
-from weft.collectives import kernel_collectives, movement, pull, resolve, workspace
-from weft.collectives.movement import chunk_sizes
-from weft.kernels import (
-    all_gather_contract,
-    all_gather_gemm,
-    flash_decoding,
-    gemm_all_reduce,
-    gemm_one_shot,
-    gemm_reduce_scatter,
-    heads_flash,
-    heads_flash_backward,
-    ring_flash,
-    ring_flash_backward,
-    sum_rms_norm,
-    to_zigzag,
-    zigzag_sizes,
+from weft.collectives import movement, resolve, workspace
+from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.ranks.chunks import chunk_sizes, offsets
+from weft.kernels import to_zigzag, zigzag_sizes
+from weft.kernels.attention.decode import Cache, flash_decode_reference
+from weft.kernels.attention.ring import Saved, attention_reference
+from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.flash import (
+    decode_kernel,
+    heads_grad_kernel,
+    heads_kernel,
+    ring_grad_kernel,
+    ring_kernel,
 )
-from weft.kernels.cached_attention import Cache, flash_decode_reference
-from weft.kernels.chips import INTERPRETER
-from weft.kernels.sequence_attention import Saved, attention_reference
-from weft.kernels.sharded_sequence import Geometry, Visibility
-from weft.sim.mutants import mutant
+from weft.kernels.flash.geometry import Geometry, Visibility
+from weft.kernels.matmul import (
+    all_gather_kernel,
+    contract_kernel,
+    one_shot_kernel,
+    reduce_scatter_kernel,
+    two_shot_kernel,
+)
+from weft.kernels.norm import rms_norm_kernel
+from weft.sim.check.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
 
 
 @dataclass(frozen=True)
 class Modules:
-    gather: Any = all_gather_gemm
-    contract: Any = all_gather_contract
-    one_shot: Any = gemm_one_shot
-    scatter: Any = gemm_reduce_scatter
-    reduce: Any = gemm_all_reduce
+    gather: Any = all_gather_kernel
+    contract: Any = contract_kernel
+    one_shot: Any = one_shot_kernel
+    scatter: Any = reduce_scatter_kernel
+    reduce: Any = two_shot_kernel
     movement: Any = movement
     collective: Any = kernel_collectives
     pull: Any = pull
-    ring: Any = ring_flash
-    ring_backward: Any = ring_flash_backward
-    heads: Any = heads_flash
-    heads_backward: Any = heads_flash_backward
-    decode: Any = flash_decoding
-    norm: Any = sum_rms_norm
+    ring: Any = ring_kernel
+    ring_backward: Any = ring_grad_kernel
+    heads: Any = heads_kernel
+    heads_backward: Any = heads_grad_kernel
+    decode: Any = decode_kernel
+    norm: Any = rms_norm_kernel
 
 
 OURS = Modules()
@@ -186,7 +188,7 @@ def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
     W = resolve(None).world_size
     K, N, sizes = 40, 5, [4 if r % 2 else 9 for r in range(W)]
     config = ours.one_shot.config_for(sum(sizes), N, torch.float32, INTERPRETER)
-    count = gemm_one_shot.tile_count(sum(sizes), N, config.tiling)
+    count = one_shot_kernel.tile_count(sum(sizes), N, config.tiling)
     config = replace(config, split=2, programs=2 * count)
     nbytes = ours.one_shot.workspace_bytes(9 * W, N, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="straddling")
@@ -215,7 +217,7 @@ def exchanged(rank: int, ours: Modules = OURS) -> None:
         xs = [torch.arange(float(sum(table[r]))) + 100 * r + call for r in range(W)]
         receives = [table[r][rank] for r in range(W)]
         out = torch.full((sum(receives),), -1.0)
-        starts = movement.offsets(table[rank])
+        starts = offsets(table[rank])
         op.launch_exchange(xs[rank], out, ws, starts, table[rank], receives, 9, config)
         torch.testing.assert_close(out, torch.cat([xs[r].split(table[r])[rank] for r in range(W)]))
 
@@ -253,7 +255,7 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
     first, wide = 3 * rank, (width, 1)
     of_one = [
         op.Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
-        for r, start in enumerate(movement.offsets(rows))
+        for r, start in enumerate(offsets(rows))
     ]
     of_all = [op.Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
     device = torch.device("cpu")
@@ -341,8 +343,8 @@ def heads_copied_by_several(rank: int) -> None:
     sizes = W, W, 17, 4, q.dtype, W, INTERPRETER
     several = {"copy_programs": 2, "programs": 3, "copy_m": 4}
     for op, run, launch in (
-        (heads_flash, forward, heads_flash.launch_head_attention),
-        (heads_flash_backward, backward, heads_flash_backward.launch_head_attention_backward),
+        (heads_kernel, forward, heads_kernel.launch_head_attention),
+        (heads_grad_kernel, backward, heads_grad_kernel.launch_head_attention_backward),
     ):
         ws = op.workspace_for(q, k, resolve(None), geometry)
         config = replace(op.config_for(*sizes), **several)
@@ -451,7 +453,7 @@ def moved(rank: int, ours: Modules = OURS) -> None:
     group, move = resolve(None), ours.movement
     W = group.world_size
     sizes = [1 + r for r in range(W)]
-    starts = movement.offsets(sizes)
+    starts = offsets(sizes)
     for call in range(2):
         every = [torch.arange(6.0) + 10 * r + call for r in range(W)]
         whole = torch.arange(float(sum(sizes))) + call

@@ -13,18 +13,16 @@ import triton.language as tl
 from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
-from weft.collectives import signals
-from weft.kernels import (
-    all_gather_contract,
-    all_gather_gemm,
-    gathers,
-    gemm_all_reduce,
-    gemm_one_shot,
-    gemm_reduce_scatter,
-    splits,
-    tiles,
+from weft.collectives.device import signals
+from weft.kernels.device import gathers, splits, tiles
+from weft.kernels.matmul import (
+    all_gather_kernel,
+    contract_kernel,
+    one_shot_kernel,
+    reduce_scatter_kernel,
+    two_shot_kernel,
 )
-from weft.sim.vector_clocks import BARRIER_BEFORE_ATOMICS
+from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS
 
 RACE, DEADLOCK, BOUNDS = sim.RaceError, sim.DeadlockError, sim.OutOfBoundsError
 EVERY = tuple(name for name in KERNELS | COLLECTIVES if "copy engines" not in name)
@@ -239,14 +237,14 @@ IN_KERNELS = [
     ),
     fault(
         "tiles do not wait for their rows",
-        all_gather_gemm,
+        all_gather_kernel,
         "if (step > 0) & (low < high):",
         "if (step < 0) & (low < high):",
         GATHERS[:1],
     ),
     fault(
         "tiles wait for a chunk too few",
-        all_gather_gemm,
+        all_gather_kernel,
         "(high - 1) // chunk_rows, part",
         "(high - 1) // chunk_rows - 1, part",
         GATHERS[:1],
@@ -254,7 +252,7 @@ IN_KERNELS = [
     ),
     fault(
         "tiles wait for the first part of their rows only",
-        all_gather_gemm,
+        all_gather_kernel,
         "link, offsets, first, last, gathered_part, chunk_rows",
         "link, offsets, first, last, 0, chunk_rows",
         GATHERS[:1],
@@ -262,7 +260,7 @@ IN_KERNELS = [
     ),
     fault(
         "a contraction waits for nobody",
-        all_gather_contract,
+        contract_kernel,
         "if (tile == first) & (source != rank) & (length > 0):",
         "if (tile < first) & (source != rank) & (length > 0):",
         GATHERS[1:],
@@ -301,21 +299,21 @@ IN_KERNELS = [
     ),
     fault(
         "partial sums do not wait for peers",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "return signals.wait_for_peers(",
         "return rank < WORLD_SIZE or signals.wait_for_peers(",
         ("reduce-scatter",),
     ),
     fault(
         "partial sums go to another rank's slot",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "slot += rank * slot_stride",
         "slot += owner * slot_stride",
         ("reduce-scatter",),
     ),
     fault(
         "partial sums are signalled to lower ranks only",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "lanes < WORLD_SIZE - 1)",
         "(lanes < WORLD_SIZE - 1) & (peers < rank))",
         ("reduce-scatter",),
@@ -323,7 +321,7 @@ IN_KERNELS = [
     ),
     fault(
         "the signal is that of another program",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "WORLD_SIZE, 0, rank, firsts)",
         "WORLD_SIZE, 0, rank, 0)",
         ("reduce-scatter",),
@@ -331,14 +329,14 @@ IN_KERNELS = [
     ),
     fault(
         "a program waits for the first one of its peers",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "WORLD_SIZE, 0, first, generation, link.timeout_ns",
         "WORLD_SIZE, 0, 0, generation, link.timeout_ns",
         ("reduce-scatter",),
     ),
     fault(
         "an own tile is read back without a barrier",
-        gemm_reduce_scatter,
+        reduce_scatter_kernel,
         "                    tl.debug_barrier()\n",
         "",
         ("reduce-scatter",),
@@ -346,28 +344,28 @@ IN_KERNELS = [
     ),
     fault(
         "one-shot does not wait",
-        gemm_one_shot,
+        one_shot_kernel,
         "complete &= signals.wait_for_peers(",
         "complete &= rank < WORLD_SIZE or signals.wait_for_peers(",
         ("one-shot all-reduce", "straddling reduce-scatter"),
     ),
     fault(
         "the own slot is everybody's",
-        gemm_one_shot,
+        one_shot_kernel,
         "offs = rank * slot_stride + tl.cast",
         "offs = 0 * slot_stride + tl.cast",
         ("one-shot all-reduce",),
     ),
     fault(
         "finished tiles do not wait",
-        gemm_all_reduce,
+        two_shot_kernel,
         "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns",
         "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.timeout_ns",
         ("two-shot all-reduce",),
     ),
     fault(
         "finished tiles are signalled as partial ones",
-        gemm_all_reduce,
+        two_shot_kernel,
         "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
         "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
         ("two-shot all-reduce",),
@@ -375,21 +373,21 @@ IN_KERNELS = [
     ),
     fault(
         "finished tiles overlap the slots",
-        gemm_all_reduce,
+        two_shot_kernel,
         "finished_at = WORLD_SIZE * slot_stride * 4",
         "finished_at = slot_stride * 4",
         ("two-shot all-reduce",),
     ),
     fault(
         "rows are read before their owners have shown them",
-        all_gather_gemm,
+        all_gather_kernel,
         "peers_came = signals.wait_for_peers(",
         "peers_came = rank < WORLD_SIZE or signals.wait_for_peers(",
         ("gather of rows, direct",),
     ),
     fault(
         "the first row of a chunk goes to the owner of the last",
-        gemm_one_shot,
+        one_shot_kernel,
         "offs_m >= offsets[owner]",
         "offs_m > offsets[owner]",
         ("straddling reduce-scatter",),

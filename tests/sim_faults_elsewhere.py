@@ -19,19 +19,15 @@ from sim_faults import (
     fault,
 )
 
-from weft.collectives import direct, kernel_collectives, movement, pull
-from weft.kernels import (
-    copy_engines,
-    flash_decoding,
-    heads_flash,
-    heads_flash_backward,
-    ring_dkv,
-    ring_keys,
-    sum_rms_norm,
-)
+from weft.collectives import movement
+from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.memory import direct
+from weft.kernels.flash import decode_kernel, heads_grad_kernel, heads_kernel, ring_dkv, ring_keys
+from weft.kernels.matmul import copy_engines
+from weft.kernels.norm import rms_norm_kernel
 
 # The package has a function of the same name.
-exchange = importlib.import_module("weft.collectives.exchange")
+exchange = importlib.import_module("weft.collectives.memory.exchange")
 
 PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
 SLOT = "*part(peer, window), peer * slot_bytes)"
@@ -254,42 +250,42 @@ IN_ATTENTION = [
     ),
     fault(
         "queries are published after the signal",
-        heads_flash,
+        heads_kernel,
         "    publish_keys(ring, SHAPE)\n",
         "    publish_keys(ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
         HEADS[:1],
     ),
     fault(
         "parts of all ranks go to one slot",
-        heads_flash_backward,
+        heads_grad_kernel,
         "slot = user - _first_user(kv_head, sharing, H, SHAPE)",
         "slot = 0 * user",
         HEADS[1:],
     ),
     fault(
         "parts are merged before they are there",
-        flash_decoding,
+        decode_kernel,
         "complete = signals.wait_for_own(",
         "complete = rank < WORLD_SIZE or signals.wait_for_own(",
         DECODING,
     ),
     fault(
         "ranks are merged before they are there",
-        flash_decoding,
+        decode_kernel,
         "        complete &= signals.wait_for_peers(",
         "        complete &= rank < WORLD_SIZE or signals.wait_for_peers(",
         DECODING,
     ),
     fault(
         "the result of a rank goes to the first slot",
-        flash_decoding,
+        decode_kernel,
         "place = rank * slot_stride",
         "place = 0 * slot_stride",
         DECODING,
     ),
     fault(
         "parts share a place",
-        flash_decoding,
+        decode_kernel,
         "tiles.store_block(parts + part * SIZE, acc)",
         "tiles.store_block(parts + 0 * SIZE, acc)",
         DECODING,
@@ -299,21 +295,21 @@ IN_ATTENTION = [
 IN_NORMS = [
     fault(
         "rows are normalized when one part of them is there",
-        sum_rms_norm,
+        rms_norm_kernel,
         "team * TEAM, team * TEAM + TEAM - 1,",
         "team * TEAM, team * TEAM,",
         NORMS,
     ),
     fault(
         "finished rows are copied before they are there",
-        sum_rms_norm,
+        rms_norm_kernel,
         "                arrived = signals.wait_for_peers(",
         "                arrived = rank < WORLD_SIZE or signals.wait_for_peers(",
         NORMS[1:],
     ),
     fault(
         "finished rows or residuals overlap the slots",
-        sum_rms_norm,
+        rms_norm_kernel,
         "rest = WORLD_SIZE * sent",
         "rest = sent",
         NORMS,

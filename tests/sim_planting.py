@@ -27,20 +27,12 @@ from sim_faults_elsewhere import (
 )
 
 from weft import sim
-from weft.collectives import movement, signals
-from weft.kernels import (
-    gathers,
-    gemm_one_shot,
-    head_units,
-    partial_sums,
-    ring_dkv,
-    ring_flash,
-    ring_flash_backward,
-    ring_keys,
-    splits,
-    tiles,
-)
-from weft.sim.mutants import mutant
+from weft.collectives import movement
+from weft.collectives.device import signals
+from weft.kernels.device import gathers, partial_sums, splits, tiles
+from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
+from weft.kernels.matmul import one_shot_kernel
+from weft.sim.check.mutants import mutant
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200
@@ -52,12 +44,12 @@ PARTS = (
     splits,
     gathers,
     partial_sums,
-    gemm_one_shot,
+    one_shot_kernel,
     ring_keys,
     ring_dkv,
     head_units,
-    ring_flash,
-    ring_flash_backward,
+    ring_kernel,
+    ring_grad_kernel,
 )
 
 

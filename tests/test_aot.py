@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from weft.kernels import aot
-from weft.kernels.aot import occupancy, widest_load
-from weft.kernels.chips import KNOWN
+from weft.kernels.compile import aot
+from weft.kernels.compile.aot import occupancy, widest_load
+from weft.kernels.engine.chips import KNOWN
 
 SHARED = {chip.name: chip.shared_bytes for chip in KNOWN}
 FP8 = {chip.name: chip.fp8 for chip in KNOWN}
@@ -60,7 +60,16 @@ WIDE = ("up", "gate and up", "weight gradient", "down", "two shots")
 
 def compiled(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict[str, Any]]:
     """In a process of its own, as kernels of this one are interpreted."""
-    command = [sys.executable, "-m", "weft.kernels.aot", "--json", "--arch", arch, "--dtype", dtype]
+    command = [
+        sys.executable,
+        "-m",
+        "weft.kernels.compile.aot",
+        "--json",
+        "--arch",
+        arch,
+        "--dtype",
+        dtype,
+    ]
     command += ["--case", *cases] if cases else []
     command += ["--wide"] if wide else []
     done = subprocess.run(
@@ -149,7 +158,7 @@ def test_another_process_gets_the_arguments(monkeypatch, given):
 
     monkeypatch.setattr(aot.subprocess, "run", run)
     assert aot.main(given) == 3
-    assert commands == [[sys.executable, "-m", "weft.kernels.aot", *given]]
+    assert commands == [[sys.executable, "-m", "weft.kernels.compile.aot", *given]]
 
 
 @pytest.mark.parametrize(("given", "named"), [("sm_90,sm_42", "'sm_42'"), (",", "','")])

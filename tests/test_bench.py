@@ -22,9 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench import bounds, measure, ops_suite, readme, rows, runner, shapes, tables
+from tools import readme
+from weft.bench import bounds, measure, rows, runner, shapes
 from weft.bench.problem import Options
-from weft.bench.suites import SUITES, suite
+from weft.bench.registry import SUITES, suite
+from weft.bench.report import tables
+from weft.bench.suites import ops
 from weft.collectives import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -278,7 +281,7 @@ def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:
     )
     mine, *sizes = shapes.parse(str(file))
     assert (mine.name, mine.ffn, sizes) == ("mine", 96, [(4, 8, 2), (1, 2, 3)])
-    specs = ops_suite.cases(Options(shapes=(mine,), full_size=True))
+    specs = ops.cases(Options(shapes=(mine,), full_size=True))
     assert [s.name for s in specs][:2] == [
         "all_gather_matmul 4096x128x64 (mine qkv)", "all_gather_matmul 4096x192x64 (mine gate+up)"
     ]  # fmt: skip

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from weft import settings, versions
-from weft.bench import cli, compare, doctor, explain, rows, tune
+from weft.bench import cli, rows
+from weft.bench.commands import doctor, explain, tune
+from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
 

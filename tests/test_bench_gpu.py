@@ -16,15 +16,15 @@ import pytest
 import torch
 from needs import needs_interpreter
 
-from weft.bench import gpu, gpu_cases, gpu_page, gpu_steps
-from weft.bench.gpu_steps import STEPS
+from tools import gpu, gpu_cases, gpu_page, gpu_steps
+from tools.gpu_steps import STEPS
 
 RUN = {"sources": "s", "cache": "c", "chip": "some-chip"}
 QUICK = ["--device", "cpu", "--quick"]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "weft", "bench", "gpu", *arguments]
+    return [sys.executable, "-m", "tools.gpu", *arguments]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
         "cuda", False,
     )  # fmt: skip
     assert "    Wrong: by 7\n" in said and "num_warps=8" in said
-    again = said.splitlines()[-1].partition("again: python -m weft bench gpu ")[2].split()
+    again = said.splitlines()[-1].partition("again: python -m tools.gpu ")[2].split()
     assert again[:4] == ["--only", "proof", "--case", "W4/plain/norm"]
 
 
@@ -123,14 +123,14 @@ def test_every_kernel_is_in_a_case(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from weft.bench import gpu_steps
-from weft.sim.gpu import rank_here
+from tools import gpu_steps
+from weft.sim.run.gpu import rank_here
 seen = set()
 launches = gpu_steps.Launches(Path(sys.argv[1]))
 launches.note = lambda rank, text: seen.add(text.partition("[")[0])
 plan = gpu_steps.Plan("proof", (), sys.argv[1], sys.argv[1], "cpu", True, 100)
 import torch
-from weft.bench import gpu_cases
+from tools import gpu_cases
 with launches.noting(rank_here):
     for call in gpu_cases.CALLS:
         W = 4 if call == "matmul_all_reduce" else 2  # two ranks need one exchange only

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.bench import memory
+from weft.bench.commands import memory
 from weft.launch import launch
 
 HEADS, HEAD_DIM = 1, 64

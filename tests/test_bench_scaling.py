@@ -8,11 +8,12 @@ import pytest
 import torch
 from needs import needs_interpreter
 
-from weft.bench import ops_suite, scaling_page, scaling_tables
+from tools import scaling_page, scaling_tables
 from weft.bench.problem import Options
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.shapes import Model
-from weft.sim.hardware import H100
+from weft.bench.suites import ops
+from weft.sim.time.hardware import H100
 
 pytestmark = needs_interpreter
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,15 +54,15 @@ def test_the_model_is_near_public_measurements() -> None:
 def test_what_was_measured_on_gpus_is_beside_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In files as `weft bench gpu` writes them; sizes in the suite "ops" are those of the layer."""
+    """In files as `make gpu` writes them; sizes in the suite "ops" are those of the layer."""
     monkeypatch.setattr(scaling_page, "_MEASURED_US", {})
     options = Options(dtype=torch.bfloat16, shapes=((4096, 14336, 4096),))
-    spec = next(s for s in ops_suite.cases(options) if s.params["op"] == "all_gather_matmul")
+    spec = next(s for s in ops.cases(options) if s.params["op"] == "all_gather_matmul")
 
     def measured(ranks: int) -> Case:
-        times = {name: Timing([200.0], [200.0, 210.0]) for name in (*ops_suite.ENGINES, "torch")}
+        times = {name: Timing([200.0], [200.0, 210.0]) for name in (*ops.ENGINES, "torch")}
         name = f"{spec.name}, {ranks} ranks"
-        return Case(ops_suite.NAME, name, {**spec.params, "ranks": ranks}, times)
+        return Case(ops.NAME, name, {**spec.params, "ranks": ranks}, times)
 
     cases = [measured(8), measured(16), Case("matmul", "one process", {"M": 8, "ranks": 1})]
     slug = "nvidia-h100-80gb-hbm3"
@@ -85,5 +86,5 @@ def test_the_page_is_made_of_the_kept_rows() -> None:
     kept = ROOT / "bench" / "results" / "scaling_page.json"
     text = (ROOT / "docs" / "scaling.md").read_text()
     rows = scaling_page.load(kept)
-    assert rows, "python -m weft.bench.scaling_page --page docs/scaling.md makes them"
+    assert rows, "python -m tools.scaling_page --page docs/scaling.md makes them"
     assert scaling_tables.tables(rows) in text

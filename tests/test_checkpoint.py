@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weft.cli import main
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.checkpoint import AtomicWriter, load, save
-from weft.dtensor.checkpoint_files import CheckpointError, Stored
+from weft.dtensor.checkpoint.files import CheckpointError, Stored
 
 STRIDED: Any = _StridedShard(0, split_factor=2)
 PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), STRIDED]
@@ -265,7 +265,7 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
 
 _LIMITED = """
 import resource, sys
-from weft.dtensor.checkpoint_cli import main
+from weft.dtensor.checkpoint.cli import main
 
 [taken] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData")]
 limit = (int(taken) << 10) + (48 << 20)

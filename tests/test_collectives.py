@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 import weft
 import weft.settings
 from weft import collectives
-from weft.collectives.group import alone
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import alone
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SHAPES = ((1,), (7,), (3, 5), (0, 4), (64, 33), (2, 3, 5))

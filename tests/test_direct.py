@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from weft import collectives
-from weft.collectives import direct, movement
-from weft.collectives.group import resolve
+from weft.collectives import movement
+from weft.collectives.memory import direct
+from weft.collectives.ranks.group import resolve
 
 _ROWS = 9 * movement._DIRECT_BYTES // 2 // 5 + 7  # of 5 numbers: what is copied is past the bound
 

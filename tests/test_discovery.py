@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 import weft
-from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, planning
-from weft.dtensor.call import Strategy
-from weft.dtensor.dispatch import forget_plans
+from weft.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor.dispatch import planning
+from weft.dtensor.dispatch.call import Strategy
+from weft.dtensor.dispatch.dispatch import forget_plans
 
 # (function, shape, sharded dim, the result's placement; None: no rule may be found)
 FOUND: dict[str, tuple[Callable[..., Any], tuple[int, ...], int, Any]] = {

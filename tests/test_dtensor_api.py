@@ -31,9 +31,9 @@ from weft.dtensor import (
     random,
     redistribute_plan,
 )
-from weft.dtensor.layout import layout_of
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.move.transfers import plan
 from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from weft.dtensor.transfers import plan
 
 
 @pytest.mark.ranks(2, 3)

@@ -24,8 +24,8 @@ from weft.dtensor import (
     init_device_mesh,
     redistribute_plan,
 )
-from weft.dtensor.layout import layout_of
-from weft.dtensor.redistribute import move
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.move.redistribute import move
 
 
 def all_pairs(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:

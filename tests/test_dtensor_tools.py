@@ -25,9 +25,9 @@ from weft.dtensor import (
     init_device_mesh,
     to_torch,
 )
-from weft.dtensor.call import rules_of_overloads
 from weft.dtensor.debug import CommDebugMode, visualize_sharding
-from weft.dtensor.dispatch import forget_plans
+from weft.dtensor.dispatch.call import rules_of_overloads
+from weft.dtensor.dispatch.dispatch import forget_plans
 from weft.dtensor.experimental import implicit_replication, local_map, register_sharding
 from weft.dtensor.parallel import (
     ColwiseParallel,

@@ -21,12 +21,12 @@ from needs import needs_interpreter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
+from tools import scaling_page
 from weft import settings, sim
-from weft.bench import scaling_page
 from weft.collectives import Group, cost, resolve
 from weft.dtensor import DTensor, Shard
-from weft.kernels import chips, engines, kernel_rates, scaled
-from weft.sim.hardware import H100, named
+from weft.kernels.engine import chips, engines, fp8, kernel_rates
+from weft.sim.time.hardware import H100, named
 
 PAGE_ROWS = Path(__file__).parent.parent / "bench" / "results" / "scaling_page.json"
 
@@ -316,10 +316,10 @@ def test_scaled_products_are_torchs_only_where_the_chip_has_fp8() -> None:
         patch.object(chips, "_chip_behind", lambda _: chips.known("gfx942")),
         patch.object(torch, "_scaled_mm", side_effect=AssertionError("asked for")),
     ):
-        x, w = (torch.empty(16, 16, dtype=scaled.FP8, device="cuda") for _ in range(2))
+        x, w = (torch.empty(16, 16, dtype=fp8.FP8, device="cuda") for _ in range(2))
         rows, columns = torch.empty(16, 1, device="cuda"), torch.empty(1, 16, device="cuda")
-        scaling = scaled.Scaling(rows, [columns], torch.bfloat16)
-        (y,) = scaled.scaled_products(x, [w], [None], scaling)
+        scaling = fp8.Scaling(rows, [columns], torch.bfloat16)
+        (y,) = fp8.scaled_products(x, [w], [None], scaling)
         assert y.dtype == torch.bfloat16
 
 

@@ -11,7 +11,7 @@ from test_matmul_ops import ENGINES, check, tensor
 from torch.nn import functional
 
 import weft
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 

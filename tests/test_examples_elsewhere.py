@@ -123,8 +123,8 @@ def test_distribute_modules() -> None:
 
 
 def colossalai_usage() -> None:
-    from weft.dtensor import colossalai
-    from weft.dtensor.colossalai import DeviceMesh, DTensor, ShardingSpec
+    from weft.dtensor.interop import colossalai
+    from weft.dtensor.interop.colossalai import DeviceMesh, DTensor, ShardingSpec
 
     colossalai.launch_from_torch(config={})
 
@@ -156,7 +156,7 @@ def colossalai_usage() -> None:
 
 def colossalai_pictures() -> list[list[float]]:
     """The matrix that its text draws, as [S0, R] and as [S01, R]."""
-    from weft.dtensor.colossalai import DeviceMesh, DTensor, ShardingSpec
+    from weft.dtensor.interop.colossalai import DeviceMesh, DTensor, ShardingSpec
 
     matrix = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]])
     mesh = DeviceMesh(torch.arange(4), (2, 2))
@@ -168,7 +168,7 @@ def colossalai_pictures() -> list[list[float]]:
 
 
 def colossalai_on(sizes: tuple[int, ...]) -> None:
-    from weft.dtensor.colossalai import DeviceMesh, DTensor, ShardingSpec
+    from weft.dtensor.interop.colossalai import DeviceMesh, DTensor, ShardingSpec
 
     count = torch.Size(sizes).numel()
     mesh = DeviceMesh(torch.arange(count), sizes)

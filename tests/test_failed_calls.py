@@ -16,9 +16,10 @@ from needs import needs_interpreter
 from triton.runtime.interpreter import GridExecutor
 
 import weft
-from weft.collectives import Workspace, reports
-from weft.collectives.exchange import StreamExchange
-from weft.kernels import copy_engines
+from weft.collectives import Workspace
+from weft.collectives.memory.exchange import StreamExchange
+from weft.collectives.ranks import reports
+from weft.kernels.matmul import copy_engines
 
 
 class Absent(BaseException):

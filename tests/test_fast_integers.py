@@ -11,7 +11,7 @@ import triton.language as tl
 from needs import needs_interpreter
 from triton.runtime import interpreter
 
-from weft.sim import fast_integers
+from weft.sim.hooks import fast_integers
 
 pytestmark = needs_interpreter
 BUILDER = interpreter.interpreter_builder

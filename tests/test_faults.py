@@ -19,8 +19,8 @@ from needs import needs_interpreter
 
 import weft
 from weft import collectives
-from weft.collectives.group import Process
-from weft.kernels import host
+from weft.collectives.ranks.group import Process
+from weft.kernels.engine import shards
 
 SOON_S = 10  # interpreted, on a busy machine; the usual time-out is 60
 
@@ -176,7 +176,7 @@ def failing_body(name: str) -> str:
     with weft.engine("host"):
         for turn in range(6):
             x, w = torch.full((2, 3), float(turn * 10 + rank)), torch.ones(3, 1)
-            failing = patch.object(host, name, side_effect=MemoryError("no room"))
+            failing = patch.object(shards, name, side_effect=MemoryError("no room"))
             with failing if rank == 0 and turn == 2 else nullcontext():
                 try:
                     y = weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w), w[:1])
@@ -244,12 +244,12 @@ def test_a_rank_that_is_interrupted_amid_a_call(own_ranks: Any, op: str, engine:
 
 def no_room_body(failing: tuple[int, ...]) -> list[float | str]:
     """Some ranks have no memory for the second of four launches, and go on to the third."""
-    from weft.kernels import gemm_all_reduce
+    from weft.kernels.matmul import two_shot_kernel
 
     rank = dist.get_rank()
     told: list[float | str] = []
     os.environ["WEFT_TIMEOUT_S"] = "2"
-    no_room = patch.object(gemm_all_reduce, "launch_matmul_all_reduce", side_effect=MemoryError)
+    no_room = patch.object(two_shot_kernel, "launch_matmul_all_reduce", side_effect=MemoryError)
     for turn in range(4):
         x = torch.full((2, 4), float(10 * turn + rank))
         with no_room if turn == 1 and rank in failing else nullcontext(), weft.engine("triton"):

@@ -594,7 +594,8 @@ def test_compiled_attention(gpu_ranks: GpuRanks) -> None:
 
 def switch_body() -> bool:
     """The switch's sums, where there is one: exact for small integers."""
-    from weft.collectives import multimem, workspace
+    from weft.collectives import workspace
+    from weft.collectives.kernels import multimem
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in multimem.DTYPES:

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import sim
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
 from weft.dtensor import init_device_mesh
-from weft.kernels import head_exchange
-from weft.kernels.sequence_attention import attention_reference
+from weft.kernels.attention import ulysses
+from weft.kernels.attention.ring import attention_reference
 
 
 def draw(rng: random.Random, world_size: int, engine: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_two_dims(layout: str) -> None:
 def test_schedules(engine: weft.settings.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On virtual ranks, checked for races: two calls on the same buffers, one key head for all."""
     if engine == "generic":
-        monkeypatch.delattr(head_exchange, "exchange")  # by the process group alone
+        monkeypatch.delattr(ulysses, "exchange")  # by the process group alone
     cases = []
     for seed in range(2):
         q, k, v = (whole((1, H, 9, 4), torch.float32, seed + H) for H in (3, 1, 1))

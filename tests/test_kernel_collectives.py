@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives import kernel_collectives, pull, resolve, workspace
-from weft.collectives.movement import chunk_sizes, offsets
+from weft.collectives import resolve, workspace
+from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
 

@@ -19,18 +19,18 @@ from needs import needs_interpreter
 from torch.nn import functional
 
 from weft.collectives import chunk_sizes, workspace
-from weft.collectives.pad import KERNEL_SLOTS, MAX_PROGRAMS
+from weft.collectives.ranks.pad import KERNEL_SLOTS, MAX_PROGRAMS
 from weft.errors import PeerTimeout
-from weft.kernels import (
-    all_gather_contract,
-    all_gather_gemm,
-    gathers,
-    gemm_all_reduce,
-    gemm_one_shot,
-    gemm_reduce_scatter,
+from weft.kernels.device import gathers
+from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling
+from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.matmul import (
+    all_gather_kernel,
+    contract_kernel,
+    one_shot_kernel,
+    reduce_scatter_kernel,
+    two_shot_kernel,
 )
-from weft.kernels.chips import INTERPRETER, KNOWN, Chip, Tiling
-from weft.kernels.scaled import Scaling
 
 pytestmark = needs_interpreter
 
@@ -77,13 +77,13 @@ WAYS = ("fetched", "direct", "split", "copy engines")
 
 def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, activation=None):
     """The launch of a gather whose shards come in by one of WAYS."""
-    config = all_gather_gemm.config_for(
+    config = all_gather_kernel.config_for(
         M, N, K, dtype, W, INTERPRETER, activation=activation, keep=True
     )
     if way == "fetched":
         return config
     if way == "copy engines":
-        return all_gather_gemm.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
+        return all_gather_kernel.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
     t, widths = config.tiling, N // 2 if activation == "swiglu" else N
     count = -(-M // t.block_m) * -(-widths // t.block_n)
     split = 3 if way == "split" else 1  # K may have fewer steps than that
@@ -114,7 +114,7 @@ def gather_rows(count: int, seed: int) -> None:
             time.sleep(0.02)
         way = WAYS[index % 4] if len(weights) == 1 or index % 4 != 2 else "direct"
         keep = "direct" not in way and way != "split" and index % 8 < 4
-        made = all_gather_gemm.launch_all_gather_matmul(
+        made = all_gather_kernel.launch_all_gather_matmul(
             x, weights, engines_ws if way == "copy engines" else ws, sizes, biases=biases,
             with_own=keep, config=gather_config(way, M, N, K, dtype, W),
         )  # fmt: skip
@@ -136,7 +136,7 @@ def gather_contraction(count: int, seed: int) -> None:
         sizes, full = chunk_sizes(K, W), matrix(K, M, dtype, index, layouts[0])
         x, w = full.split(sizes)[rank], matrix(K, N, dtype, 100 + rank, layouts[1])
         out = torch.empty(N, M, dtype=dtype).T if index % 4 == 2 else None
-        gathered, y = all_gather_contract.launch_all_gather_contract(
+        gathered, y = contract_kernel.launch_all_gather_contract(
             x, w, ws, sizes, out=out, with_own=index % 3 == 1
         )
         ws.check("gather_contraction")
@@ -146,9 +146,9 @@ def gather_contraction(count: int, seed: int) -> None:
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
-def one_shot_config(split: int, M: int, N: int, dtype: torch.dtype) -> gemm_one_shot.Config:
-    config = gemm_one_shot.config_for(M, N, dtype, INTERPRETER)
-    count = gemm_one_shot.tile_count(M, N, config.tiling)
+def one_shot_config(split: int, M: int, N: int, dtype: torch.dtype) -> one_shot_kernel.Config:
+    config = one_shot_kernel.config_for(M, N, dtype, INTERPRETER)
+    count = one_shot_kernel.tile_count(M, N, config.tiling)
     programs = max(1, count * split) if split > 1 else min(count, 3)
     return replace(config, split=split, programs=programs)
 
@@ -157,7 +157,7 @@ def scatter_config(index: int, chunk: int, N: int, dtype: torch.dtype, W: int):
     """Chunks of their own tiles, tiles that straddle chunks, and those split along K, in turn."""
     if index % 4 < 2:
         tiling = Tiling(16 if chunk <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
-        return gemm_reduce_scatter.Config(tiling, 3, 16, index % 2 == 0)
+        return reduce_scatter_kernel.Config(tiling, 3, 16, index % 2 == 0)
     config = one_shot_config(1 + index % 2, W * chunk, N, dtype)
     return replace(config, descriptors=index % 2 == 0)
 
@@ -186,7 +186,7 @@ def reduce_scatter(count: int, seed: int) -> None:
         scale = 1.0 if index % 5 else 1 / W
         config = scatter_config(index, max(sizes), N, dtype, W)
         residual = matrix(sizes[rank], N, dtype, 70 + rank, layouts[2]) if index % 2 else None
-        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+        y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
             xs[rank], weights[rank], ws, sizes, bias=bias, residual=residual, scale=scale,
             config=config,
         )  # fmt: skip
@@ -213,11 +213,11 @@ def all_reduce(count: int, seed: int) -> None:
         bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
         residual = matrix(M, N, dtype, 70, layouts[2]) if index % 2 else None
-        config = gemm_all_reduce.two_shot_config_for(M, N, dtype, INTERPRETER)
+        config = two_shot_kernel.two_shot_config_for(M, N, dtype, INTERPRETER)
         if index % 3 == 2:
             config = one_shot_config(1 + index % 2, M, N, dtype)
         config = replace(config, descriptors=index % 2 == 0)
-        y = gemm_all_reduce.launch_matmul_all_reduce(
+        y = two_shot_kernel.launch_matmul_all_reduce(
             xs[rank], weights[rank], ws, bias=bias, residual=residual, scale=scale, config=config
         )
         ws.check("all_reduce")
@@ -262,46 +262,46 @@ def test_gpu_like_tiles() -> None:
         weights = [matrix(K, N, dtype, 50 + r, layouts[1]) for r in range(W)]
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         close = tolerance(dtype, W * K)
-        scatter = gemm_reduce_scatter.Config(tiling, 3, 16, True)
+        scatter = reduce_scatter_kernel.Config(tiling, 3, 16, True)
         columns = torch.linspace(0.5, 1.0, N)
         scaling = Scaling(torch.ones(1), [columns], dtype)  # as fp8 has it
         chunk = want.split(chunk_sizes(M, W))[rank] * columns.double()
-        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+        y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
             [xs[rank]], [weights[rank]], ws, chunk_sizes(M, W), scaling=scaling, config=scatter
         )
         torch.testing.assert_close(y.double(), chunk, **close)
         # The same as a sum of two terms, or of three.
         terms = [slice(*ends) for ends in pairwise((0, 16, *[32] * (index % 2), K))]
-        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+        y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
             [xs[rank][:, part] for part in terms], [weights[rank][part] for part in terms],
             ws, chunk_sizes(M, W),
-            config=scatter if index % 2 else gemm_one_shot.Config(tiling, 12, 16, True, split=2),
+            config=scatter if index % 2 else one_shot_kernel.Config(tiling, 12, 16, True, split=2),
         )  # fmt: skip
         torch.testing.assert_close(y.double() * columns.double(), chunk, **close)
         for reduce in (
-            gemm_all_reduce.Config(tiling, 2, 16, True),
-            gemm_one_shot.Config(tiling, 12, 16, True, split=2),
+            two_shot_kernel.Config(tiling, 2, 16, True),
+            one_shot_kernel.Config(tiling, 12, 16, True, split=2),
         ):
-            y = gemm_all_reduce.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
+            y = two_shot_kernel.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
             torch.testing.assert_close(y.double(), want, **close)
-        gather = all_gather_gemm.Config(tiling, 4, 2, 8, 4, 32, descriptors=True)
+        gather = all_gather_kernel.Config(tiling, 4, 2, 8, 4, 32, descriptors=True)
         whole = torch.cat(xs).double()
-        (y,) = all_gather_gemm.launch_all_gather_matmul(
+        (y,) = all_gather_kernel.launch_all_gather_matmul(
             xs[rank], [weights[rank]], ws, [M] * W, config=gather
         ).ys
         torch.testing.assert_close(y.double(), whole @ weights[rank].double(), **close)
         if layouts[0] == layouts[1]:  # two weights by descriptor, or by descriptor of the transpose
             pair = [weights[rank] / 8, weights[1 - rank] / 8]
-            (y,) = all_gather_gemm.launch_all_gather_matmul(
+            (y,) = all_gather_kernel.launch_all_gather_matmul(
                 xs[rank], pair, ws, [M] * W, activation="swiglu",
                 config=replace(gather, tiling=replace(tiling, block_n=128)),
             ).ys  # fmt: skip
             gate, up = (whole @ w.double() for w in pair)
             torch.testing.assert_close(y.double(), functional.silu(gate) * up, **close)
-        contract = all_gather_contract.Config(tiling, 4, 2, 4, 32, descriptors=True)
+        contract = contract_kernel.Config(tiling, 4, 2, 4, 32, descriptors=True)
         for rows in (M, 32):  # w by descriptor only where shards are whole steps of the contraction
             dy, whole = matrix(rows * W, N, dtype, 9, layouts[1]), torch.cat([x[:rows] for x in xs])
-            _, y = all_gather_contract.launch_all_gather_contract(
+            _, y = contract_kernel.launch_all_gather_contract(
                 xs[rank][:rows], dy, ws, [rows] * W, config=contract
             )
             want = whole.T.double() @ dy.double()
@@ -321,7 +321,7 @@ def scaled_ways() -> None:
         mine = rows.split(sizes)[rank] if len(rows) > 1 else rows.expand(sizes[rank])
         want = rows.double()[:, None] * (whole.double() @ w.double()) * columns.double()
         for way in WAYS:
-            made = all_gather_gemm.launch_all_gather_matmul(
+            made = all_gather_kernel.launch_all_gather_matmul(
                 whole.split(sizes)[rank], [w], engines_ws if way == "copy engines" else ws, sizes,
                 scaling=Scaling(mine, [columns], torch.float32),
                 config=gather_config(way, sum(sizes), N, K, fp8, W),
@@ -361,7 +361,7 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
             rows, columns = torch.linspace(0.5, 2.0, 115), torch.linspace(0.5, 2.0, widths[0])
             scaling = Scaling(rows.split(sizes)[rank], [columns], torch.float32)
             sums = [z * rows.double()[:, None] * columns.double() for z in sums]
-        made = all_gather_gemm.launch_all_gather_matmul(
+        made = all_gather_kernel.launch_all_gather_matmul(
             whole.split(sizes)[rank], weights, ws, sizes, activation=activation,
             keep_sums=activation is not None, scaling=scaling,
             config=replace(config, programs=programs),
@@ -381,9 +381,9 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
 @pytest.mark.parametrize("case", IN_HALVES)
 def test_tiles_in_halves(virtual_ranks, monkeypatch, case):
     *launch, wanted = IN_HALVES[case]
-    counted, halved = [], all_gather_gemm._halved
+    counted, halved = [], all_gather_kernel._halved
     monkeypatch.setattr(
-        all_gather_gemm, "_halved", lambda *args: counted.append(halved(*args)) or counted[-1]
+        all_gather_kernel, "_halved", lambda *args: counted.append(halved(*args)) or counted[-1]
     )
     virtual_ranks(2, tiles_in_halves, *launch)
     assert counted == [wanted] * 4  # of two ranks in two calls
@@ -397,25 +397,25 @@ def test_which_tiles_are_made_in_halves():
         (224, 27, 0), (224, 28, 93), (224, 65, 93), (224, 66, 0),
         (5, 0, 5),
     ):  # fmt: skip
-        assert all_gather_gemm._halved(count, own, config) == wanted, (count, own)
-    assert all_gather_gemm._halved(196, 0, replace(config, halves=False)) == 0
+        assert all_gather_kernel._halved(count, own, config) == wanted, (count, own)
+    assert all_gather_kernel._halved(196, 0, replace(config, halves=False)) == 0
 
 
 def test_workspaces_hold_what_is_sent():
     """A slot a rank, of whole tiles; 24 bits of each sum for a result in half precision."""
     t, bf16, fp32 = Tiling(32, 64, 32), torch.bfloat16, torch.float32
-    scatter = gemm_reduce_scatter.Config(t, 3, 16, False)
-    one_shot = gemm_one_shot.Config(t, 3, 8, False)
-    two_shot = gemm_all_reduce.Config(t, 3, 16, False)
+    scatter = reduce_scatter_kernel.Config(t, 3, 16, False)
+    one_shot = one_shot_kernel.Config(t, 3, 8, False)
+    two_shot = two_shot_kernel.Config(t, 3, 16, False)
     tile = 32 * 64
     for dtype, sent in ((fp32, 4 * tile), (bf16, 3 * tile)):
         # 33 x 65: 2 x 2 tiles. Of 3 chunks, or in one: 99 x 65 is 4 x 2.
-        assert gemm_reduce_scatter.workspace_bytes(33, 65, dtype, 3, scatter) == 3 * 4 * sent
-        assert gemm_reduce_scatter.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 8 * sent
-        assert gemm_all_reduce.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 4 * sent
+        assert reduce_scatter_kernel.workspace_bytes(33, 65, dtype, 3, scatter) == 3 * 4 * sent
+        assert reduce_scatter_kernel.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 8 * sent
+        assert two_shot_kernel.workspace_bytes(33, 65, dtype, 3, one_shot) == 3 * 4 * sent
         # Of 4 tiles an owner has two at most; then the finished ones.
         finished = 4 * tile * dtype.itemsize
-        assert gemm_all_reduce.workspace_bytes(33, 65, dtype, 3, two_shot) == 6 * sent + finished
+        assert two_shot_kernel.workspace_bytes(33, 65, dtype, 3, two_shot) == 6 * sent + finished
 
 
 def parts_of_two_sums() -> None:
@@ -427,7 +427,7 @@ def parts_of_two_sums() -> None:
     config = gather_config(
         "split", M * len(xs), 2 * N, K, torch.float32, len(xs), activation="swiglu"
     )
-    made = all_gather_gemm.launch_all_gather_matmul(
+    made = all_gather_kernel.launch_all_gather_matmul(
         xs[ws.rank], pair, ws, [M] * len(xs), activation="swiglu", config=config
     )
     gate, up = (torch.cat(xs) @ w for w in pair)
@@ -445,7 +445,7 @@ def many_chunks() -> None:
     whole, w = matrix(rows * W, 4, torch.float32, 1), torch.eye(4)
     config = replace(gather_config("fetched", rows * W, 4, 4, torch.float32, W), chunk_rows=1)
     shard = whole.split(rows)[rank]
-    made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, [rows] * W, config=config)
+    made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, [rows] * W, config=config)
     assert torch.equal(made.ys[0], whole)
     # Behind the words of a peer are those of the next rank: on rank 1, which is the last one, its
     # own, and nobody announces those.
@@ -464,7 +464,7 @@ def weights_without_columns() -> None:
     for sizes in ([3, 0, 34], [0, 0, 0]):
         whole, w = matrix(sum(sizes), K, torch.float32, 1), matrix(K, 5 * rank, torch.float32, 2)
         for _ in range(2):
-            made = all_gather_gemm.launch_all_gather_matmul(
+            made = all_gather_kernel.launch_all_gather_matmul(
                 whole.split(sizes)[rank], [w], ws, sizes, with_own=True
             )
             ws.check("weights_without_columns")
@@ -491,12 +491,12 @@ def calls_in_a_row() -> list[torch.Tensor]:
             time.sleep(0.05)
         rounds.append(
             [
-                all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [20] * W).ys[0],
-                gemm_reduce_scatter.launch_matmul_reduce_scatter(
+                all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [20] * W).ys[0],
+                reduce_scatter_kernel.launch_matmul_reduce_scatter(
                     [x], [w], ws, chunk_sizes(len(x), ws.world_size)
                 ),
-                gemm_all_reduce.launch_matmul_all_reduce(x, w, ws),
-                all_gather_contract.launch_all_gather_contract(x, same, ws, [20] * W)[1],
+                two_shot_kernel.launch_matmul_all_reduce(x, w, ws),
+                contract_kernel.launch_all_gather_contract(x, same, ws, [20] * W)[1],
             ]
         )
     ws.check("calls_in_a_row")
@@ -523,13 +523,13 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
 
     def launch(ws: Any) -> None:
         if which == "rows":
-            all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [40] * W)
+            all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [40] * W)
         elif which == "contraction":
-            all_gather_contract.launch_all_gather_contract(x, w.repeat(W, 1), ws, [40] * W)
+            contract_kernel.launch_all_gather_contract(x, w.repeat(W, 1), ws, [40] * W)
         elif which == "scatter":
-            gemm_reduce_scatter.launch_matmul_reduce_scatter([x], [w], ws, [20, 20, 0])
+            reduce_scatter_kernel.launch_matmul_reduce_scatter([x], [w], ws, [20, 20, 0])
         else:
-            gemm_all_reduce.launch_matmul_all_reduce(x, w, ws)
+            two_shot_kernel.launch_matmul_all_reduce(x, w, ws)
 
     # A first launch takes long, and those who are there must not be taken for absent.
     launch(ws)
@@ -545,19 +545,19 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
 
 
 def test_configurations_do_not_depend_on_the_rank_or_on_k():
-    for op in (gemm_reduce_scatter, gemm_all_reduce):
+    for op in (reduce_scatter_kernel, two_shot_kernel):
         assert "K" not in inspect.signature(op.config_for).parameters
     for chip in (*KNOWN, Chip("sm_120", 170, 99 << 10, descriptors=True)):
         for M, N in itertools.product((1, 16, 100, 8192), (1, 64, 8192)):
             for dtype in (torch.bfloat16, torch.float32):
-                config = gemm_reduce_scatter.config_for(M, N, dtype, 8, chip)
+                config = reduce_scatter_kernel.config_for(M, N, dtype, 8, chip)
                 assert 1 <= config.programs <= min(chip.cores, MAX_PROGRAMS)
                 assert config.tiling.block_m % config.reduce_m == 0
                 t = config.tiling
                 stage_bytes = (t.block_m + t.block_n) * t.block_k * dtype.itemsize
                 assert stage_bytes * (t.num_stages - 1) <= chip.shared_bytes
                 for K in (64, 8192):
-                    gather = all_gather_gemm.config_for(M, N, K, dtype, 8, chip)
+                    gather = all_gather_kernel.config_for(M, N, K, dtype, 8, chip)
                     assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
                     assert gather.split == 1 or gather.direct
 
@@ -574,19 +574,19 @@ def test_sizes_of_zero() -> None:
         want = sum(
             matrix(M, K, torch.float32, r) @ matrix(K, N, torch.float32, r) for r in range(W)
         )
-        y = gemm_all_reduce.launch_matmul_all_reduce(x, w, ws)
+        y = two_shot_kernel.launch_matmul_all_reduce(x, w, ws)
         torch.testing.assert_close(y, want)
-        y = gemm_reduce_scatter.launch_matmul_reduce_scatter([x], [w], ws, sizes)
+        y = reduce_scatter_kernel.launch_matmul_reduce_scatter([x], [w], ws, sizes)
         torch.testing.assert_close(y, want.split(sizes)[rank])
         full = matrix(M, K, torch.float32, 9)
         shard = full.split(sizes)[rank]
-        made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, sizes, with_own=True)
+        made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, sizes, with_own=True)
         torch.testing.assert_close(made.matrix, full)
         torch.testing.assert_close(made.ys[0], full @ w)
-        made = all_gather_gemm.launch_all_gather_matmul(shard, [w], ws, sizes)
+        made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, sizes)
         torch.testing.assert_close(made.ys[0], full @ w)
         dy = matrix(M, N, torch.float32, rank)
-        _, y = all_gather_contract.launch_all_gather_contract(shard, dy, ws, sizes)
+        _, y = contract_kernel.launch_all_gather_contract(shard, dy, ws, sizes)
         torch.testing.assert_close(y, full.T @ dy)
     ws.check("nothing_to_do")
 
@@ -597,7 +597,7 @@ def test_example_of_the_contraction() -> None:
     ws = workspace(None, 1 << 12, channel="example")
     shards = torch.arange(1.0, 11.0).view(5, 2).split([3, 2])
     w = torch.eye(5)
-    gathered, y = all_gather_contract.launch_all_gather_contract(
+    gathered, y = contract_kernel.launch_all_gather_contract(
         shards[ws.rank], w, ws, [3, 2], with_own=True
     )
     assert torch.equal(gathered, torch.cat(shards))
@@ -609,10 +609,10 @@ def test_a_workspace_that_is_too_small_is_refused_before_any_signal() -> None:
     ws = workspace(None, 1, channel="small")
     x, w = torch.zeros(1 << 9, 1 << 9), torch.zeros(1 << 9, 1 << 9)
     with pytest.raises(ValueError, match="must hold 2097152 bytes"):
-        gemm_all_reduce.launch_matmul_all_reduce(x, w, ws)
+        two_shot_kernel.launch_matmul_all_reduce(x, w, ws)
     with pytest.raises(ValueError, match="must hold"):
-        gemm_reduce_scatter.launch_matmul_reduce_scatter(
+        reduce_scatter_kernel.launch_matmul_reduce_scatter(
             [x], [w], ws, chunk_sizes(len(x), ws.world_size)
         )
     with pytest.raises(ValueError, match="must hold"):
-        all_gather_gemm.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)
+        all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)

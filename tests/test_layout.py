@@ -14,10 +14,11 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor import Partial, Replicate, Shard, collective_plans
-from weft.dtensor.collective_plans import collective_plan
-from weft.dtensor.layout import Layout, chunk, contiguous_stride, layout_of, normalize
-from weft.dtensor.transfers import Plan, plan
+from weft.dtensor import Partial, Replicate, Shard
+from weft.dtensor.layout.boxes import Layout, chunk, contiguous_stride, layout_of, normalize
+from weft.dtensor.move import collective_plans
+from weft.dtensor.move.collective_plans import collective_plan
+from weft.dtensor.move.transfers import Plan, plan
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (3, 4), (5, 7), (8, 8), (2, 3, 5)]

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import weft
 import weft.collectives as c
 import weft.kernels
-from weft.collectives.group import group_name
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import group_name
 
 ops: Any = torch.ops.weft
 

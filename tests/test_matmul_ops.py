@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import weft
 import weft.settings
-from weft.collectives.movement import chunk_sizes
-from weft.kernels import dense
-from weft.kernels.gathered_matmul import all_gather_matmul_reference
-from weft.kernels.reduced_matmul import matmul_all_reduce_reference
-from weft.kernels.scattered_matmul import matmul_reduce_scatter_reference
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.kernels.engine import local_matmul
+from weft.kernels.matmul.all_gather import all_gather_matmul_reference
+from weft.kernels.matmul.all_reduce import matmul_all_reduce_reference
+from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter_reference
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,8 +189,8 @@ def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
     outs = []
     for case in cases:
         try:
-            library = case.get("onednn", dense.onednn_is_quicker())
-            with patch.object(dense, "onednn_is_quicker", lambda told=library: told):
+            library = case.get("onednn", local_matmul.onednn_is_quicker())
+            with patch.object(local_matmul, "onednn_is_quicker", lambda told=library: told):
                 if kind == "gather":
                     gather_case(case)
                 else:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.kernels import operands
-from weft.kernels.chips import Tiling
+from weft.kernels.device import operands
+from weft.kernels.engine.chips import Tiling
 
 
 def test_what_goes_by_descriptor() -> None:

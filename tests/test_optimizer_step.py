@@ -13,14 +13,8 @@ import torch
 from dtensors import world
 from torch import nn, optim
 
-from weft.dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    optimizer_step,
-)
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from weft.dtensor.interop import optimizer_step
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optim.SGD, {}),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import weft
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
 from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
 
 

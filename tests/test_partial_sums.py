@@ -12,7 +12,7 @@ from needs import needs_interpreter
 
 import weft
 from weft.collectives import resolve
-from weft.kernels import partial_sums
+from weft.kernels.device import partial_sums
 
 ROWS, COLUMNS = 16, 64
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from weft.collectives import peer_access
-from weft.collectives.peer_access import native_atomics, why_gpus_do_not_reach
+from weft.collectives.ranks import peer_access
+from weft.collectives.ranks.peer_access import native_atomics, why_gpus_do_not_reach
 
 NO_ATOMICS = (
     "GPU 0 has no native atomics on GPU 1, as over PCIe, and signals of Triton before 3.9 are "

@@ -17,7 +17,7 @@ from needs import needs_interpreter
 import weft
 from weft import sim
 from weft.collectives import resolve
-from weft.kernels import dense
+from weft.kernels.engine import local_matmul
 
 M, N, K = 32, 64, 2048
 _SLACK = {torch.float32: 1.25, torch.bfloat16: 1.08, torch.float16: 1.08}
@@ -67,7 +67,7 @@ def error_ratios(engine: Any, dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
 def test_errors_are_those_of_one_matmul(engine: str, dtype: torch.dtype) -> None:
-    with patch.object(dense, "onednn_is_quicker", lambda: False):
+    with patch.object(local_matmul, "onednn_is_quicker", lambda: False):
         ratios = error_ratios(engine, dtype)
     assert all(ratio <= _SLACK[dtype] for ratio in ratios.values()), ratios
 
@@ -75,48 +75,48 @@ def test_errors_are_those_of_one_matmul(engine: str, dtype: torch.dtype) -> None
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 @pytest.mark.ranks(2)
 def test_errors_of_onednn() -> None:
-    with patch.object(dense, "onednn_is_quicker", lambda: True):
+    with patch.object(local_matmul, "onednn_is_quicker", lambda: True):
         ratios = error_ratios("host", torch.float32)
     assert all(ratio <= _ONEDNN_SLACK for ratio in ratios.values()), ratios
 
 
 def test_slices_stay_with_the_library_that_takes_them() -> None:
     x, w = torch.ones(256, 512), torch.ones(512, 512)
-    with patch.object(dense, "onednn_is_quicker", lambda: True):
-        assert dense.allocates(x, w) and dense.allocates(x, w.t())
-        assert dense.allocates(x[:, :256], w[:256])
-        assert not dense.allocates(x, w[:, :256])
-        assert not dense.allocates(x[:, :256], w.t()[:256])
+    with patch.object(local_matmul, "onednn_is_quicker", lambda: True):
+        assert local_matmul.allocates(x, w) and local_matmul.allocates(x, w.t())
+        assert local_matmul.allocates(x[:, :256], w[:256])
+        assert not local_matmul.allocates(x, w[:, :256])
+        assert not local_matmul.allocates(x[:, :256], w.t()[:256])
 
 
 @pytest.mark.parametrize("gain", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_partial_sums_are_not_rounded(monkeypatch: Any, dtype: torch.dtype, gain: float) -> None:
     # The three ways in which CPUs of different speeds in bf16 make them.
-    monkeypatch.setattr(dense, "bfloat16_gain", lambda: gain)
+    monkeypatch.setattr(local_matmul, "bfloat16_gain", lambda: gain)
     for rows, columns, inner in [(5, 3, 7), (64, 48, 1000), (0, 4, 3), (4, 3, 0)]:
         x, w = matrix(rows, inner, dtype, 1), matrix(columns, inner, dtype, 2).t()
         plus = torch.ones(rows, columns, dtype=torch.float32)
         exact = x.double() @ w.double()
-        got = dense.partial_mm(x, w)
-        into = dense.partial_mm(x, w, plus=plus, out=plus)
+        got = local_matmul.partial_mm(x, w)
+        into = local_matmul.partial_mm(x, w, plus=plus, out=plus)
         assert got.dtype == into.dtype == torch.float32
         assert into is plus
         near = {"rtol": 2.0**-15, "atol": 2.0**-15 * max(inner, 1) ** 0.5}
         torch.testing.assert_close(got.double(), exact, **near)
         torch.testing.assert_close(into.double(), exact + 1, **near)
         torch.testing.assert_close(
-            dense.mm(x, w).double(), exact.to(dtype).double(), rtol=0.01, atol=0.01
+            local_matmul.mm(x, w).double(), exact.to(dtype).double(), rtol=0.01, atol=0.01
         )
 
 
 @pytest.mark.parametrize("gain", [0.5, 2.0, 9.0])
 def test_overflows_are_infinite(monkeypatch: Any, gain: float) -> None:
-    monkeypatch.setattr(dense, "bfloat16_gain", lambda: gain)
+    monkeypatch.setattr(local_matmul, "bfloat16_gain", lambda: gain)
     x, w = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16)
     x[0, 1], x[1, 1], x[2, 1] = torch.inf, -torch.inf, torch.nan
     assert torch.equal(
-        dense.partial_mm(x, w).nan_to_num(7.0), (x.float() @ w.float()).nan_to_num(7.0)
+        local_matmul.partial_mm(x, w).nan_to_num(7.0), (x.float() @ w.float()).nan_to_num(7.0)
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench import readme
+from tools import readme
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -15,17 +15,12 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives.movement import chunk_sizes
-from weft.kernels import (
-    heads_flash_backward,
-    ring_flash,
-    ring_flash_backward,
-    to_zigzag,
-    zigzag_sizes,
-)
-from weft.kernels.attention_tiles import contiguous_rows
-from weft.kernels.chips import KNOWN, known
-from weft.kernels.sequence_attention import attention_reference
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.kernels import to_zigzag, zigzag_sizes
+from weft.kernels.attention.ring import attention_reference
+from weft.kernels.engine.chips import KNOWN, known
+from weft.kernels.flash import heads_grad_kernel, ring_grad_kernel, ring_kernel
+from weft.kernels.flash.attention_tiles import contiguous_rows
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -309,13 +304,13 @@ def test_keys_that_no_query_sees_are_not_fetched() -> None:
     assert fetched(cu_seqlens=[0, 64, 128]) == 0
 
 
-@pytest.mark.parametrize("kernel", [ring_flash, ring_flash_backward, heads_flash_backward])
+@pytest.mark.parametrize("kernel", [ring_kernel, ring_grad_kernel, heads_grad_kernel])
 def test_launches_of_an_empty_batch(kernel: Any) -> None:
     for chip in KNOWN:
         assert kernel.config_for(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads == 1
 
 
-@pytest.mark.parametrize("kernel", [ring_flash, ring_flash_backward])
+@pytest.mark.parametrize("kernel", [ring_kernel, ring_grad_kernel])
 @pytest.mark.parametrize(
     ("name", "like"),
     [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("gfx950", "gfx942")],

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from weft.collectives.movement import chunk_sizes
-from weft.kernels import from_zigzag, ring_keys, to_zigzag, zigzag_sizes
-from weft.kernels.sharded_sequence import (
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.kernels import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.flash import ring_keys
+from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
     Piece,

@@ -19,9 +19,10 @@ import triton.language as tl
 from needs import needs_interpreter
 
 import weft
-from weft.collectives import pad, reports, signals
-from weft.collectives.group import alone, virtual_rank
-from weft.collectives.symmetric import told_by
+from weft.collectives.device import signals
+from weft.collectives.memory.symmetric import told_by
+from weft.collectives.ranks import pad, reports
+from weft.collectives.ranks.group import alone, virtual_rank
 from weft.dtensor import Replicate, distribute_tensor
 from weft.errors import PeerTimeout
 

@@ -21,9 +21,12 @@ from triton.runtime.errors import InterpreterError
 
 import weft
 from weft import collectives, sim
-from weft.collectives import exchange, resolve, signals, workspace
-from weft.sim import interpreter_hooks, progress_bar, runner
-from weft.sim.scheduler import Strand
+from weft.collectives import exchange, resolve, workspace
+from weft.collectives.device import signals
+from weft.sim import progress_bar
+from weft.sim.hooks import interpreter_hooks
+from weft.sim.run import runner
+from weft.sim.schedule.scheduler import Strand
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -58,7 +61,9 @@ def test_rings_are_of_as_many_ranks_as_a_word_has_bits() -> None:
 
 def test_the_triton_this_runs_on_has_all_that_is_hooked() -> None:
     missing = interpreter_hooks.requirements()
-    assert not missing, f"adapt sim/interpreter_hooks.py to Triton {triton.__version__}: {missing}"
+    assert not missing, (
+        f"adapt sim/hooks/interpreter_hooks.py to Triton {triton.__version__}: {missing}"
+    )
 
 
 @pytest.mark.parametrize("schedule", [0, 1])
@@ -410,7 +415,7 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_workspaces_are_dropped_at_the_end() -> None:
-    from weft.collectives.workspace import _workspaces
+    from weft.collectives.memory.workspace import _workspaces
 
     before = len(_workspaces)
     sim.run(2, mean)

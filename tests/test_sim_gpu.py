@@ -26,13 +26,13 @@ from triton.runtime.jit import JITFunction
 
 import weft
 from weft import collectives, sim
-from weft.collectives.group import Group, virtual_rank
+from weft.collectives.ranks.group import Group, virtual_rank
 from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.errors import MismatchError, PeerTimeout
-from weft.kernels import chips
-from weft.sim import gpu
+from weft.kernels.engine import chips
 from weft.sim.cli import main as sim_command
-from weft.sim.team import Members
+from weft.sim.run import gpu
+from weft.sim.run.team import Members
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,8 +21,8 @@ from sweeps import Key, row, wanted
 
 from weft import sim
 from weft.collectives import workspace
-from weft.kernels import gemm_reduce_scatter
-from weft.kernels.chips import Tiling
+from weft.kernels.engine.chips import Tiling
+from weft.kernels.matmul import reduce_scatter_kernel
 
 ALL_KERNELS = KERNELS | COLLECTIVES
 
@@ -30,11 +30,11 @@ ALL_KERNELS = KERNELS | COLLECTIVES
 def no_rows_on_the_last_rank(rank: int) -> None:
     """It has nothing to add up, and must not run ahead of those who read what it sends."""
     W, K, N, sizes = 3, 4, 17, [17, 16, 0]
-    config = gemm_reduce_scatter.Config(Tiling(16, 16, 32, group_m=2), 3, 16, False)
+    config = reduce_scatter_kernel.Config(Tiling(16, 16, 32, group_m=2), 3, 16, False)
     ws = workspace(None, 1 << 15, channel="no rows")
     xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
     for call in range(CALLS):
-        y = gemm_reduce_scatter.launch_matmul_reduce_scatter(
+        y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
             [xs[rank] * (call + 1)], [w], ws, sizes, config=config
         )
         torch.testing.assert_close(y, (sum(xs) @ w).split(sizes)[rank] * (call + 1))

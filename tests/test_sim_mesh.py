@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
 from weft import collectives, sim
-from weft.collectives.group import alone
+from weft.collectives.ranks.group import alone
 from weft.dtensor import (
     DTensor,
     Replicate,
@@ -29,7 +29,7 @@ from weft.dtensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from weft.sim import distributed_hooks
+from weft.sim.run import distributed_hooks
 
 
 def grid(world_size: int) -> tuple[int, int]:
@@ -381,7 +381,9 @@ def test_races_in_custom_ops_are_seen() -> None:
 
 def test_torch_has_all_that_is_hooked() -> None:
     missing = distributed_hooks.requirements()
-    assert not missing, f"adapt sim/distributed_hooks.py to torch {torch.__version__}: {missing}"
+    assert not missing, (
+        f"adapt sim/run/distributed_hooks.py to torch {torch.__version__}: {missing}"
+    )
 
 
 def test_what_is_compiled_runs_as_it_is() -> None:

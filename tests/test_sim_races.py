@@ -15,7 +15,7 @@ from needs import needs_interpreter
 from sim_cases import KERNELS
 
 from weft import collectives, sim
-from weft.collectives import signals
+from weft.collectives.device import signals
 
 
 def found(

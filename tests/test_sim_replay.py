@@ -16,9 +16,9 @@ from sim_cases import COLLECTIVES, HOST, KERNELS
 from sweeps import HEAD, rows_of, with_rows
 
 from weft import collectives, sim
-from weft.collectives import signals
-from weft.sim import runner
-from weft.sim.player import outcome
+from weft.collectives.device import signals
+from weft.sim.run import runner
+from weft.sim.schedule.player import outcome
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

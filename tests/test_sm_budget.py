@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from weft import settings
-from weft.collectives import kernel_collectives, symmetric
+from weft.collectives.kernels import kernel_collectives
+from weft.collectives.memory import symmetric
 from weft.errors import MismatchError
-from weft.kernels import chips
+from weft.kernels.engine import chips
 
 # What interpreted kernels are launched with is not what a GPU gets.
 _GRIDS = """

@@ -13,15 +13,18 @@ import torch
 from needs import needs_interpreter
 
 import weft
-from weft.bench import solo, solo_cases, solo_measure, solo_page
 from weft.bench.measure import deviation, listed
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
-from weft.collectives.pad import pad_bytes
+from weft.bench.solo import cases as solo_cases
+from weft.bench.solo import command, measure
+from weft.bench.solo import page as solo_page
+from weft.collectives.ranks.pad import pad_bytes
 from weft.errors import MismatchError, PeerTimeout
-from weft.kernels import all_gather_gemm, kernel_rates
-from weft.kernels.chips import INTERPRETER, known
-from weft.sim.solo import SoloWorld
+from weft.kernels.engine import kernel_rates
+from weft.kernels.engine.chips import INTERPRETER, known
+from weft.kernels.matmul import all_gather_kernel
+from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS
 
 pytestmark = needs_interpreter
@@ -76,18 +79,18 @@ def test_larger_worlds(name: str, world_size: int) -> None:
 
 
 def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config_for = all_gather_gemm.config_for
+    config_for = all_gather_kernel.config_for
 
     def by_copy_engines(M: int, N: int, K: int, dtype: Any, W: int, *args: Any, **more: Any) -> Any:
         config = config_for(M, N, K, dtype, W, *args, **more)
         if W == 1:
             return config
-        return all_gather_gemm.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
+        return all_gather_kernel.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
 
-    monkeypatch.setattr(all_gather_gemm, "config_for", by_copy_engines)
+    monkeypatch.setattr(all_gather_kernel, "config_for", by_copy_engines)
     spec = spec_of("all_gather_matmul", 3)
     assert max(errors(spec, 1)) <= 1
-    case = solo_measure.measured(spec, CPU, quick=True)
+    case = measure.measured(spec, CPU, quick=True)
     assert case.failure == "" and "copying inside the chip" in case.timed
     assert "as copy engines are the link" in case.notes[0]
 
@@ -177,7 +180,7 @@ def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
         post(world, calls)
 
     monkeypatch.setattr(SoloWorld, "post", corrupt)
-    case = solo_measure.measured(spec_of("reduce_scatter", 2), CPU, quick=True)
+    case = measure.measured(spec_of("reduce_scatter", 2), CPU, quick=True)
     assert "times the tolerance" in case.failure and not case.variants
 
 
@@ -185,18 +188,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "solo.json"
     tiny = ["--quick", "--device", "cpu", "--out", str(out)]
     with pytest.raises(SystemExit):
-        solo.main(["--quick", "--device", "cpu", "--filter", "no such case"])
-    assert solo.main(["--quick", "--device", "cpu", "--list"]) == 0
+        command.main(["--quick", "--device", "cpu", "--filter", "no such case"])
+    assert command.main(["--quick", "--device", "cpu", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [spec.name for spec in QUICK]
-    assert solo.main([*tiny, "--filter", "all_gather "]) == 0
+    assert command.main([*tiny, "--filter", "all_gather "]) == 0
     (case,) = Result.read(out).cases
     assert case.failure == "" and case.params["host_us"] > 0 and case.peer == "copy"
     assert {"weft", "warm L2", "copy", "posting"} <= case.timed.keys()
     first = case.variants
 
-    assert solo.main([*tiny, "--filter", "all_", "--resume", "--minutes", "0.0001"]) == 130
+    assert command.main([*tiny, "--filter", "all_", "--resume", "--minutes", "0.0001"]) == 130
     assert [case.variants for case in Result.read(out).cases] == [first]
-    assert solo.main([*tiny, "--filter", "all_to_all", "--resume"]) == 0
+    assert command.main([*tiny, "--filter", "all_to_all", "--resume"]) == 0
     kept, new = Result.read(out).cases
     assert kept.variants == first and new.name.startswith("all_to_all") and new.failure == ""
     page = solo_page.lines(out)
@@ -220,7 +223,7 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         case(sums, 2, 200.0, 1.0, epilogue="bias"),
         Case("solo", "norm", {"op": "norm"}, {"weft": Timing([200.0], [200.0])}, main="weft"),
     ]
-    found = solo_measure.rates_of(Result("solo", {}, cases), CPU)
+    found = measure.rates_of(Result("solo", {}, cases), CPU)
     tile = kernel_rates.Tile("bfloat16", 32, 32, 32)
     assert found == [(tile, 0.8), (tile, 0.2)]
     path = kernel_rates.write(tmp_path, "interpreter", found)
@@ -244,8 +247,8 @@ def test_kernels_without_waits_wait_for_nothing() -> None:
 import torch, weft
 from weft.sim import unwaited
 from weft.kernels import all_gather_gemm, kernel_rates
-from weft.kernels.chips import INTERPRETER, known
-from weft.sim.solo import SoloWorld
+from weft.kernels.engine.chips import INTERPRETER, known
+from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS
 unwaited.leave_out({!r})
 with weft.engine("triton"), SoloWorld(2) as world:

@@ -15,47 +15,144 @@ from needs import needs_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
-# What each may import of ours; the face and the tests may import everything.
+# The face and the tests may import everything, everything may import the ground.
 GROUND = {"weft.errors", "weft.settings", "weft.versions"}
 BELOW = {
-    "collectives": set(),
+    "collectives": set[str](),
     "kernels": {"collectives"},
     "dtensor": {"collectives", "kernels"},
     "sim": {"collectives", "kernels", "dtensor"},
-    "bench": {"collectives", "kernels", "dtensor"},
+    # Virtual time is what `weft bench scaling` times; the others do without sim.
+    "bench": {"collectives", "kernels", "dtensor", "sim"},
 }
-# Modules of bench that may import sim.
-ON_VIRTUAL_RANKS = (
-    "virtual", "scaling_page", "scaling_tables", "gpu_steps", "solo_cases", "solo_measure",
-)  # fmt: skip
+# Within a folder, the rooms, and the files that stand beside them, from the lowest to the highest;
+# "." is the folder's own `__init__`. Each may import what stands in lines before its own.
+LEVELS = {
+    "collectives": """
+        ranks profiled
+        device
+        memory
+        cost kernels
+        movement
+        collective_ops
+        custom_ops
+        .
+    """,
+    "kernels": """
+        engine
+        device norm
+        flash matmul
+        attention custom_ops layers
+        compile
+        .
+    """,
+    "dtensor": """
+        layout tracing device_mesh placement_types
+        move notation
+        checkpoint random
+        tensor
+        dispatch
+        rules
+        fused
+        api debug experimental
+        interop
+        .
+        parallel
+    """,
+    "sim": """
+        errors progress_bar unwaited
+        check time
+        schedule
+        hooks
+        run
+        .
+        cli
+    """,
+    "bench": """
+        . problem registry rows environment
+        bounds measure shapes
+        blocks runner
+        suites
+        report
+        cli
+        commands solo
+    """,
+}
+SIM_FROM_BENCH = {"blocks/virtual", "solo/cases", "solo/measure"}
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Modules of ours that a file imports, `from weft import x` as weft.x."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    """Modules of ours that a file imports when it runs, `from weft import x` as weft.x."""
+    for node in running(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             module = node.module or ""
-            names = [f"weft.{a.name}" for a in node.names] if module == "weft" else [module]
+            inside = [f"{module}.{a.name}" for a in node.names]
+            names = [name if is_module(name) else module for name in inside]
         else:
             continue
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == "weft")
 
 
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from running(child)
+
+
+def is_module(name: str) -> bool:
+    path = (ROOT / "weft").joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def room_of(name: str) -> tuple[str, str]:
+    """Of weft.kernels.matmul.all_gather: kernels, matmul."""
+    _, folder, room, *_ = [*name.split("."), "", "."]
+    return folder, room or "."
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_run_downwards(folder: str) -> None:
-    allowed = BELOW[folder] | {folder}
+def test_imports_run_one_way(folder: str) -> None:
+    """Between folders and between rooms, lazy imports included."""
+    lines = [line.split() for line in LEVELS[folder].split("\n") if line.strip()]
+    level = {room: height for height, line in enumerate(lines) for room in line}
+    rooms = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+    files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+    assert set(level) == rooms | files | {"."}, "tests/test_structure.py: LEVELS"
     for path in sorted((ROOT / folder).rglob("*.py")):
+        here = path.relative_to(ROOT).with_suffix("")
+        _, own = room_of(".".join(("weft", *here.parts)).removesuffix(".__init__"))
         for name, line in imports(path):
-            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
-            if folder == "bench":  # it times what users call, some of it on virtual ranks
-                asks = f"{name}.".startswith("weft.sim.")
-                assert not asks or path.stem in ON_VIRTUAL_RANKS, where
+            where = f"{here}.py:{line} imports {name}"
+            other, room = room_of(name)
+            if name in GROUND:
                 continue
-            below = name in GROUND or [*name.split("."), ""][1] in allowed
-            assert below, f"{where}, but {folder} may import {sorted(allowed | GROUND)} only"
+            if folder == "bench" and other not in FOLDERS:
+                continue  # it times what users call
+            if other == folder:
+                below = level[room] < level[own] or room == own
+                assert below, f"{where}: {folder} has {room} above {own}"
+            else:
+                assert other in BELOW[folder], f"{where}: {folder} is below"
+                virtual = "/".join(here.parts[1:]) in SIM_FROM_BENCH
+                assert (folder, other) != ("bench", "sim") or virtual, where
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
+    for room in sorted(path.parent for path in (ROOT / folder).glob("*/__init__.py")):
+        files = [path.stem for path in room.glob("*.py") if path.stem != "__init__"]
+        assert len(files) <= 12, f"{room} has {len(files)} files"
+        said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        if room.name == "checkpoint":  # a public module, too: its text is for those who save
+            continue
+        assert "mport" in said, f"{room}/__init__.py does not say what it may import"
+        missing = [name for name in files if f"`{name}`" not in said]
+        assert not missing, f"{room}/__init__.py does not say when to read {missing}"
 
 
 def test_the_ground_imports_nothing_of_ours() -> None:
@@ -108,12 +205,6 @@ def test_public_names_exist_and_are_documented() -> None:
             assert hasattr(module, name), f"weft.{folder}.{name}"
 
 
-def test_no_folder_is_nested() -> None:
-    # setuptools follows the links of weft/, but finds no package below them unless it is listed.
-    for folder in FOLDERS:
-        assert not list((ROOT / folder).glob("*/__init__.py"))
-
-
 def test_every_environment_variable_is_listed() -> None:
     def named(text: str) -> set[str]:
         return set(re.findall(r"WEFT_[A-Z_]+", text))
@@ -121,6 +212,6 @@ def test_every_environment_variable_is_listed() -> None:
     import weft.settings
 
     folders = [ROOT / "weft", *(ROOT / folder for folder in FOLDERS)]
-    used = named("".join(path.read_text() for each in folders for path in each.glob("*.py")))
+    used = named("".join(path.read_text() for each in folders for path in each.rglob("*.py")))
     assert named(weft.settings.__doc__ or "") == used
     assert named((ROOT / "docs" / "ops.md").read_text()) == used

@@ -18,9 +18,11 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import weft
 from weft import collectives
-from weft.collectives import pad, rendezvous, signals, stream_signals, symmetric
-from weft.collectives.exchange import StreamExchange, agree, exchange
-from weft.collectives.workspace import workspace
+from weft.collectives.device import signals, stream_signals
+from weft.collectives.memory import rendezvous, symmetric
+from weft.collectives.memory.exchange import StreamExchange, agree, exchange
+from weft.collectives.memory.workspace import workspace
+from weft.collectives.ranks import pad
 
 
 @pytest.mark.ranks(2, 3)

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.bench import tune
-from weft.kernels import (
-    all_gather_gemm,
-    gemm_all_reduce,
-    gemm_one_shot,
-    gemm_reduce_scatter,
-    tuning,
+from weft.bench.commands import tune
+from weft.kernels.engine import tuning
+from weft.kernels.engine.chips import INTERPRETER, KNOWN, Tiling, known
+from weft.kernels.engine.tuning import Choice
+from weft.kernels.matmul import (
+    all_gather_kernel,
+    one_shot_kernel,
+    reduce_scatter_kernel,
+    two_shot_kernel,
 )
-from weft.kernels.chips import INTERPRETER, KNOWN, Tiling, known
-from weft.kernels.tuning import Choice
 
 H100 = known("sm_90")
 TILING = Tiling(64, 128, 64, num_warps=4)
@@ -52,7 +52,7 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
     bf16 = torch.bfloat16
 
     def gather(M: int, N: int = 3584, K: int = 512, W: int = 8, dtype=bf16) -> tuple[Tiling, int]:
-        config = all_gather_gemm.config_for(M, N, K, dtype, W, H100)
+        config = all_gather_kernel.config_for(M, N, K, dtype, W, H100)
         return config.tiling, config.copy_programs
 
     assert gather(8192) == (TILING, 5)
@@ -62,13 +62,13 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
         gather(8192, dtype=torch.float16),
     ):  # fmt: skip
         assert other != (TILING, 5) and other[1] != 5
-    scatter = gemm_reduce_scatter.config_for(1024, 8192, bf16, 8, H100)
+    scatter = reduce_scatter_kernel.config_for(1024, 8192, bf16, 8, H100)
     assert scatter.tiling == TILING
     assert scatter.programs == H100.programs
-    assert gemm_all_reduce.config_for(8192, 8192, bf16, 8, H100).tiling == TILING
+    assert two_shot_kernel.config_for(8192, 8192, bf16, 8, H100).tiling == TILING
     # Grids follow the tiles: 64 rows of 8192 columns are 1 x 64 of them.
     with tuning.trying(Choice(TILING)):
-        assert gemm_all_reduce.config_for(64, 8192, bf16, 8, H100).programs == 64
+        assert two_shot_kernel.config_for(64, 8192, bf16, 8, H100).programs == 64
     table.unlink()
     tuning.load.cache_clear()
     assert gather(8192)[0] != TILING
@@ -79,7 +79,7 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     bf16 = torch.bfloat16
 
     def way(M: int, N: int, K: int, W: int = 8, **options: Any) -> str:
-        config = all_gather_gemm.config_for(M, N, K, bf16, W, H100, **options)
+        config = all_gather_kernel.config_for(M, N, K, bf16, W, H100, **options)
         assert config.split == 1 or config.direct
         return "engines" if config.copy_engines else "direct" if config.direct else "fetched"
 
@@ -90,31 +90,31 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     for N in (1, 3584):
         assert [way(M, N, 8192) for M in (2047, 2048)] == ["fetched", "engines"]
     assert way(1 << 20, 64, 8192, W=1) != "engines"
-    large = all_gather_gemm.config_for(65536, 3584, 8192, bf16, 8, H100)
+    large = all_gather_kernel.config_for(65536, 3584, 8192, bf16, 8, H100)
     assert large.chunk_rows == 8192 // 4  # a quarter of a shard, of 4 MiB at least
-    assert all_gather_gemm.config_for(2048, 3584, 8192, bf16, 8, H100).chunk_rows == 256
+    assert all_gather_kernel.config_for(2048, 3584, 8192, bf16, 8, H100).chunk_rows == 256
     assert large.programs == H100.cores - 1
-    few = all_gather_gemm.config_for(1024, 3584, 8192, bf16, 8, H100)
+    few = all_gather_kernel.config_for(1024, 3584, 8192, bf16, 8, H100)
     assert (few.copy_programs, few.tiling.group_m) == (16, 1)  # a shard is one tile high
 
     def one_shot(config: object) -> bool:
-        return isinstance(config, gemm_one_shot.Config)
+        return isinstance(config, one_shot_kernel.Config)
 
     # 128 KiB of sums in fp32; two ranks have no second shot.
-    whole = [gemm_all_reduce.config_for(M, 8192, bf16, 8, H100) for M in (4, 5)]
+    whole = [two_shot_kernel.config_for(M, 8192, bf16, 8, H100) for M in (4, 5)]
     assert [one_shot(config) for config in whole] == [True, False]
-    assert one_shot(gemm_all_reduce.config_for(8192, 8192, bf16, 2, H100))
+    assert one_shot(two_shot_kernel.config_for(8192, 8192, bf16, 2, H100))
     sizes = [(64, 8192), (128, 4096), (512, 4096), (512, 16384), (8192, 8192)]
-    shots = [gemm_all_reduce.config_for(M, N, bf16, 8, H100) for M, N in sizes]
+    shots = [two_shot_kernel.config_for(M, N, bf16, 8, H100) for M, N in sizes]
     blocks = [(64, 64), (64, 64), (128, 128), (128, 256), (128, 256)]
     assert [(shot.tiling.block_m, shot.tiling.block_n) for shot in shots] == blocks
     assert [shot.programs for shot in shots] == [128, 128, 128, 132, 132]
-    chunks = [gemm_reduce_scatter.config_for(rows, 8192, bf16, 8, H100) for rows in (127, 128)]
+    chunks = [reduce_scatter_kernel.config_for(rows, 8192, bf16, 8, H100) for rows in (127, 128)]
     assert [one_shot(config) for config in chunks] == [True, False]
-    assert isinstance(chunks[1], gemm_reduce_scatter.Config) and chunks[1].senders == 8
+    assert isinstance(chunks[1], reduce_scatter_kernel.Config) and chunks[1].senders == 8
     # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
-    assert gemm_one_shot.config_for(16, 512, bf16, H100).split == 8
-    assert all_gather_gemm.config_for(64, 512, 256, bf16, 8, H100).split == 2
+    assert one_shot_kernel.config_for(16, 512, bf16, H100).split == 8
+    assert all_gather_kernel.config_for(64, 512, 256, bf16, 8, H100).split == 2
 
 
 def test_what_is_written_adds_to_what_was(table: Path) -> None:
@@ -144,7 +144,7 @@ def test_no_table_is_an_error_that_names_the_file(text: str, table: Path) -> Non
     table.write_text(text)
     tuning.load.cache_clear()
     with pytest.raises(ValueError, match=r"sm_90\.json is not a table of tuned launches"):
-        all_gather_gemm.config_for(16, 16, 16, torch.bfloat16, 8, H100)
+        all_gather_kernel.config_for(16, 16, 16, torch.bfloat16, 8, H100)
 
 
 def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:

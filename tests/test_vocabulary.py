@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import weft
 from weft.collectives import resolve
-from weft.collectives.movement import chunk_sizes
+from weft.collectives.ranks.chunks import chunk_sizes
 
 
 @pytest.mark.ranks(3)

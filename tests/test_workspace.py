@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from weft import collectives
-from weft.collectives import pad, reports, stream_signals, symmetric
 from weft.collectives import workspace as asked
-from weft.collectives.group import alone
-from weft.collectives.symmetric import SymmetricBuffer, _allow_shared_gpus, persistent
-from weft.collectives.workspace import Workspace, close, give_back
+from weft.collectives.device import stream_signals
+from weft.collectives.memory import symmetric
+from weft.collectives.memory.symmetric import SymmetricBuffer, _allow_shared_gpus, persistent
+from weft.collectives.memory.workspace import Workspace, close, give_back
+from weft.collectives.ranks import pad, reports
+from weft.collectives.ranks.group import alone
 from weft.errors import PeerTimeout
 
 GPU = torch.device("cuda", 1)

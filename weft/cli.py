@@ -18,14 +18,20 @@ import weft
 _COMMANDS = {
     "demo": ("weft.demo.cli", "train a small Llama on local ranks, beside a one-process reference"),
     "bench": ("weft.bench.cli", "time weft beside its bounds and its peers"),
-    "doctor": ("weft.bench.doctor", "what this machine has, and whether weft's main job runs here"),
+    "doctor": (
+        "weft.bench.commands.doctor",
+        "what this machine has, and whether weft's main job runs here",
+    ),
     "sim": ("weft.sim.cli", "run a script on virtual ranks: races, deadlocks, out of bounds"),
     "checkpoint": (
-        "weft.dtensor.checkpoint_cli",
+        "weft.dtensor.checkpoint.cli",
         "look at a checkpoint, check it, merge it, cut it",
     ),
-    "tune": ("weft.bench.tune", "find the quickest launches of the fused matmuls on this machine"),
-    "aot": ("weft.kernels.aot", "compile every kernel for named chips, with no GPU"),
+    "tune": (
+        "weft.bench.commands.tune",
+        "find the quickest launches of the fused matmuls on this machine",
+    ),
+    "aot": ("weft.kernels.compile.aot", "compile every kernel for named chips, with no GPU"),
 }
 
 # What the commands draw with, and the library itself does without.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from weft.sim.runner import Results
+    from weft.sim.run.runner import Results
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def sim_run(pytestconfig: pytest.Config) -> Callable[..., Results]:
         >>> def test_mean(sim_run):
         ...     assert sim_run(3, lambda rank: my_mean(rank), schedules=50) == [1.0] * 3
     """
-    from weft.sim.runner import run
+    from weft.sim.run.runner import run
 
     told: dict[str, Any] = {
         "schedules": pytestconfig.getoption("--sim-schedules"),

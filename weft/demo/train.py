@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import collectives, settings
-from weft.collectives.group import process_group
+from weft.collectives.ranks.group import process_group
 from weft.demo.data import Corpus, standard_library
 from weft.demo.model import Llama, Shape, parallelize
 from weft.dtensor import DeviceMesh, DTensor, Replicate

@@ -1,0 +1,4 @@
+"""Commands that look or time, and are no suite.
+
+May import all of `bench`. `doctor`, `calibrate`, `explain`, `memory`, `tune`.
+"""

@@ -1,0 +1,133 @@
+"""`weft tune`: search the launches of the fused matmuls on this machine's GPUs, and keep a table.
+
+All ranks try the same launches in the same order, and the slowest rank's time counts. The table
+then takes precedence over the heuristics, on every rank that reads it: see
+`weft.kernels.engine.tuning`. On a CPU the kernels are interpreted: the protocol is the same, the
+times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft import settings
+from weft.bench import shapes
+from weft.bench.cli import add_machine_options, machine_options
+from weft.bench.measure import Ranks
+from weft.bench.problem import Options, Spec
+from weft.bench.suites import ops
+from weft.cli import at_least, make_folder
+from weft.collectives import chunk_sizes
+from weft.kernels.engine import tuning
+from weft.kernels.engine.chips import chip_of, tiling_for
+from weft.kernels.matmul import all_gather_kernel
+from weft.launch import launch
+
+_ROUNDS = 7
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search, print what was found, write the table. The exit status is 0 unless a rank fails."""
+    parser = argparse.ArgumentParser(
+        prog="weft tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_machine_options(parser)
+    parser.add_argument(
+        "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", required=True,
+        help="tokens, features out, features in of whole linears, or a model's name",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS), metavar="OP",
+        help=f"of {', '.join(tuning.OPS)} (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=at_least(1), metavar="N", default=_ROUNDS,
+        help=f"calls timed of a launch ({_ROUNDS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=tuning.folder(), metavar="DIR",
+        help="folder of the table ($WEFT_TUNED, else weft's own)",
+    )  # fmt: skip
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options = replace(
+        machine_options(args, parser),
+        shapes=tuple(entry for entries in args.shapes for entry in entries),
+        engines=("triton",),
+        rounds=args.rounds,
+    )
+    try:
+        specs = [spec for spec in ops.cases(options) if spec.params["op"] in args.ops]
+        make_folder(args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    found = launch(
+        options.ranks, _rank_main, specs, options,
+        device=options.device, threads=options.threads, on_progress=_show,
+        stall_s=settings.timeout_s() + 300,
+    )  # fmt: skip
+    chip, entries = found[0]
+    if any(other != found[0] for other in found):
+        raise RuntimeError(f"ranks came to different tables: {found}")
+    path = args.out / f"{chip}.json"
+    tuning.write(path, chip, entries)
+    print(f"wrote {path}: {len(entries)} entries")
+    return 0
+
+
+def _show(event: Any) -> None:
+    kind, text = event
+    if kind == "line":
+        print(text, flush=True)
+
+
+def _rank_main(
+    rank: int, progress: Callable[[Any], None], specs: Sequence[Spec], options: Options
+) -> tuple[str, list[dict[str, Any]]]:
+    """This rank's part of the search; the chip and the entries, the same on every rank."""
+    torch.manual_seed(0)
+    ranks = Ranks(options, progress)
+    chip, entries = chip_of(torch.device(options.device)), []
+    for spec in specs:
+        call = ops.prepare(spec, options).variants["triton"]
+        op, M, N, K = (spec.params[name] for name in ("op", *ops.SIZES))
+        gathers = op == "all_gather_matmul"
+        columns = chunk_sizes(N, options.ranks)[0] if gathers else N
+        shape = M, columns, K if gathers else 0, options.dtype, options.ranks
+        choices = tuning.candidates(
+            chip,
+            options.dtype,
+            tiling_for(chip, M, columns, options.dtype),
+            copies=gathers and all_gather_kernel.config_for(*shape, chip).copy_programs > 0,
+        )
+
+        def measured(once: Callable[[], torch.Tensor]) -> float:
+            rounds = options.rounds or _ROUNDS
+            ranks.alive()
+            times = [ranks.seconds(lambda _: once(), 0)[0] for _ in range(rounds)]
+            return statistics.median(times) * 1e6
+
+        best, trials = tuning.search(
+            choices,
+            partial(call, 0),
+            measured,
+            ranks.gather,
+            ops.TOLERANCE[options.dtype],
+        )
+        entries.append(tuning.entry_of(tuning.key_of(op, *shape), best, trials[0]))
+        failed = sum(bool(trial.failure) for trial in trials)
+        progress(("line", (
+            f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "
+            f"launches ({failed} failed): {best.choice}"
+        )))  # fmt: skip
+    return chip.name, entries

@@ -1,0 +1,5 @@
+"""What is shown of results: tables, plots, the HTML page, comparisons.
+
+May import `bench.rows`, `bench.registry` and `bench.suites`. Read `tables`, `terminal`, `plots`,
+`advice`, `html`, `report`, `compare`.
+"""

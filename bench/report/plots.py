@@ -1,0 +1,197 @@
+"""Plots of a result: time against the bound over size, a speed-up map, the crossover of fusion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+from weft.bench.report.advice import fusion_pays
+from weft.bench.report.tables import figure, unit_of, variants_of
+from weft.bench.rows import Case, Result
+
+CAPTIONS = {
+    "time": "Time of each variant over the size of the problem, beside the bound (black): nothing "
+    "on this machine can be below it.",
+    "map": "How many times as quick ours is as its peer, over the rows M and columns N of the "
+    "layer. Blue: ours is quicker. Red: the peer is.",
+    "crossover": "Time without fusion / time of the best fused engine, over the rows M. Above 1 "
+    "fusion pays; auto should change over where a line crosses 1.",
+    "bars": "Time of each variant, a group a case; the line is the bound.",
+}
+
+
+def draw(result: Result, folder: Path) -> list[Path]:
+    """Draw the result as `folder`/SUITE-KIND.png; returns the files."""
+    cases = [case for case in result.cases if case.timed]
+    if not cases:
+        return []
+    drawn = {}
+    if result.suite in ("ops", "collectives"):
+        drawn["time"] = _over_size(cases)
+    else:
+        drawn["bars"] = _bars(cases)
+    if result.suite == "ops":
+        drawn["map"] = _speedup_map(cases)
+        drawn["crossover"] = _crossover(cases)
+    paths = []
+    for kind, picture in drawn.items():
+        if picture is None:
+            continue
+        paths.append(folder / f"{result.suite}-{kind}.png")
+        picture.suptitle(f"weft bench {result.suite}", x=0.01, ha="left")
+        picture.savefig(paths[-1], dpi=110)
+        plt.close(picture)
+    return paths
+
+
+def _by_op(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    ops: dict[str, list[Case]] = {}
+    for case in cases:
+        ops.setdefault(case.params["op"], []).append(case)
+    return ops
+
+
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    picture, axes = plt.subplots(
+        rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained"
+    )
+    flat = list(axes.flat)
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return picture, flat[:count]
+
+
+def _over_size(cases: Sequence[Case]) -> Any:
+    ops = _by_op(cases)
+    names = variants_of(cases)
+    picture, axes = _panels(len(ops))
+    for axis, (op, some) in zip(axes, ops.items(), strict=True):
+        # Shapes of one size are one point, the first of them.
+        ordered = list(
+            {_size(case): case for case in sorted(some, key=_size, reverse=True)}.values()
+        )
+        ordered.reverse()
+        for i, name in enumerate(names):
+            shown = [case for case in ordered if name in case.timed]
+            axis.plot(
+                [_size(case) for case in shown], [case.timed[name].us / 1e3 for case in shown],
+                "o-", label=name, color=f"C{i}", markersize=3, linewidth=1,
+            )  # fmt: skip
+        bounded = [(case, us) for case in ordered if (us := case.bound_us) is not None]
+        axis.plot(
+            [_size(case) for case, _ in bounded], [us / 1e3 for _, us in bounded],
+            "k--", label="bound", linewidth=1.5,
+        )  # fmt: skip
+        in_bytes = "nbytes" in some[0].params
+        axis.set(
+            xscale="log", yscale="log", title=op, ylabel="ms",
+            xlabel="bytes a rank" if in_bytes else "multiply-adds of the layer, M x N x K",
+        )  # fmt: skip
+        _plain_numbers(axis.yaxis)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    return picture
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Logarithmic, labelled 0.5, 1, 2, 5, 10: often all lies within one power of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _size(case: Case) -> int:
+    p = case.params
+    return int(p["nbytes"]) if "nbytes" in p else math.prod(p[key] for key in ("M", "N", "K"))
+
+
+def _grid(cases: Sequence[Case]) -> tuple[list[int], list[int], dict[tuple[int, int], Case]]:
+    """The cases of the K that most have, by (M, N)."""
+    by_k: dict[int, dict[tuple[int, int], Case]] = {}
+    for case in cases:
+        p = case.params
+        by_k.setdefault(p["K"], {})[p["M"], p["N"]] = case
+    cells = max(by_k.values(), key=len)
+    return sorted({m for m, _ in cells}), sorted({n for _, n in cells}), cells
+
+
+def _speedup_map(cases: Sequence[Case]) -> Any:
+    ops = {op: _grid(some) for op, some in _by_op(cases).items()}
+    if all(len(cells) < 4 for _, _, cells in ops.values()):
+        return None
+    picture, axes = _panels(len(ops))
+    for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
+        gains = {at: case.gain.median for at, case in cells.items() if case.gain is not None}
+        values = [[gains.get((m, n), math.nan) for n in columns] for m in rows]
+        logs = [[math.log2(value) for value in row] for row in values]
+        axis.imshow(logs, cmap="RdBu", norm=TwoSlopeNorm(0, -2, 2), aspect="auto", origin="lower")
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                if not math.isnan(value):
+                    colour = "white" if abs(math.log2(value)) > 1.4 else "black"
+                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour)
+        case = next(iter(cells.values()))
+        axis.set(
+            title=f"{op}\n{case.peer} / {case.main}, K = {case.params['K']}", xlabel="N", ylabel="M"
+        )
+        axis.set_xticks(range(len(columns)), columns)
+        axis.set_yticks(range(len(rows)), rows)
+    return picture
+
+
+def _crossover(cases: Sequence[Case]) -> Any:
+    ops = {op: _grid(some) for op, some in _by_op(cases).items()}
+    if all(len(rows) < 2 for rows, _, _ in ops.values()):
+        return None
+    picture, axes = _panels(len(ops))
+    for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
+        for n in columns:
+            points = [(m, pays) for m in rows if (pays := fusion_pays(cells.get((m, n))))]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}")
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
+        axis.set_xticks(rows, [str(m) for m in rows])
+        axis.xaxis.set_minor_locator(NullLocator())
+        _plain_numbers(axis.yaxis)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    return picture
+
+
+def _bars(cases: Sequence[Case]) -> Any:
+    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    picture, axis = plt.subplots(
+        figsize=(9, 1.2 + 0.16 * len(cases) * (len(names) + 1)), layout="constrained"
+    )
+    step = len(names) + 1
+    for i, name in enumerate(names):
+        shown = [(n, case) for n, case in enumerate(cases) if name in case.timed]
+        times = [case.timed[name].us / scale for _, case in shown]
+        places = [n * step + i for n, _ in shown]
+        axis.barh(places, times, height=0.9, label=name, color=f"C{i}")
+        for place, time in zip(places, times, strict=True):
+            axis.text(time, place, f" {figure(time)}", va="center", fontsize=7)
+    for n, case in enumerate(cases):
+        if (least := case.bound_us) is not None:
+            axis.vlines(least / scale, n * step - 0.5, n * step + step - 1.5, color="black")
+    axis.set_yticks(
+        [n * step + (len(names) - 1) / 2 for n in range(len(cases))], [case.name for case in cases]
+    )
+    axis.invert_yaxis()
+    widest = [timing.us for case in cases for timing in case.timed.values()]
+    spread_out = max(widest) > 30 * min(widest)
+    axis.set(xlabel=unit, xscale="log" if spread_out else "linear")
+    axis.legend(fontsize="small")
+    return picture

@@ -1,0 +1,4 @@
+"""`weft bench solo`: one rank's true kernels of a group of W, on a whole chip.
+
+May import all of `bench` but its commands. Read `cases`, `measure`, `command`, `page`.
+"""

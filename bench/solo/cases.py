@@ -1,0 +1,564 @@
+"""The cases of `weft bench solo`: what each rank does, the oracle, and what a library takes for it.
+
+Sizes are those of whole layers, of which each of W ranks has its part, as in `ops_suite` and
+`attention_suite`. Tensors are made when they are asked for: only `learn` needs those of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import weft
+from weft import collectives
+from weft.bench.problem import Spec
+from weft.collectives.ranks.group import alone
+from weft.kernels import to_zigzag
+from weft.kernels.matmul.all_gather import all_gather_matmul_reference
+from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather_reference
+from weft.sim.run.solo import SoloWorld
+
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, FP8: 2e-2}
+_SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Problem:
+    """A case on this device.
+
+    Attributes:
+        run: what a rank does.
+        expected: what that returns on a rank, by the oracle.
+        depth: as `SoloWorld.learn` takes it.
+        prepare: what is to be done before `run` can be learned.
+        flop, nbytes: a rank's multiply-adds, twice, and the bytes that it must receive.
+        libraries: the arithmetic of a rank, or a copy of as many bytes, by the best that others
+            offer, on local tensors.
+        alone: the arithmetic of a rank by weft's kernel for a group of one.
+    """
+
+    run: Callable[[int], Any]
+    expected: Callable[[int], Tensors]
+    depth: int = 1
+    prepare: Callable[[SoloWorld], None] = lambda world: None
+    flop: float = 0.0
+    nbytes: float = 0.0
+    libraries: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    alone: Callable[[], Any] | None = None
+    tolerance: float = TOLERANCE[torch.bfloat16]
+
+
+class _Randoms:
+    """Random tensors by name and rank: the same whenever they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: dict[tuple[str, int], torch.Tensor] = {}
+
+    def __call__(
+        self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        key = name, rank
+        if key not in self._made:
+            seed = zlib.crc32(f"{name} {rank}".encode())
+            generator = torch.Generator(self.device).manual_seed(seed)
+            scale = shape[-1] ** -0.5 if name == "w" else 1.0
+            values = torch.randn(shape, generator=generator, device=self.device)
+            self._made[key] = (values * scale).to(dtype)
+        return self._made[key]
+
+
+def cases(quick: bool, ranks: Sequence[int]) -> list[Spec]:
+    """All cases, those that tell most first.
+
+    Args:
+        quick: tiny sizes, which the interpreter can do.
+        ranks: numbers of ranks; the first has all cases, the others some.
+    """
+    found = []
+    for number, W in enumerate(ranks):
+        for op, params in _quick_sizes(W) if quick else _sizes(W, number == 0):
+            sizes = "x".join(str(v) for k, v in params.items() if isinstance(v, int))
+            words = [str(v) for v in params.values() if isinstance(v, str)]
+            name = " ".join([op, sizes, *words, f"{W} ranks"])
+            found.append(Spec(name, {"op": op, **params, "ranks": W}))
+    return found
+
+
+def _linear(op: str, M: int, N: int, K: int, dtype: str, **more: str) -> tuple[str, dict[str, Any]]:
+    return op, {"M": M, "N": N, "K": K, "dtype": dtype, **more}
+
+
+_Sized = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _quick_sizes(W: int) -> _Sized:
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        yield _linear("all_gather_matmul", 16 * W, 32 * W, 64, dtype)
+        yield _linear("matmul_reduce_scatter", 16 * W, 32, 32 * W, dtype)
+        yield _linear("matmul_all_reduce", 16 * W, 32, 32 * W, dtype)
+    yield _linear("matmul_all_reduce", 4, 32, 32 * W, "bfloat16", epilogue="bias + residual")
+    yield _linear("all_gather_matmul", 16 * W, 32 * W, 64, "bfloat16", epilogue="swiglu")
+    yield _linear("weight gradient", 16 * W, 32 * W, 64, "bfloat16")
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        yield op, {"nbytes": 512 * W, "dtype": "bfloat16"}
+    yield "norm", {"tokens": 2 * W, "H": 64, "dtype": "bfloat16"}
+    for op in ("ring_attention", "ulysses_attention"):
+        for step in ("forward", "backward"):
+            yield op, _heads(8 * W, W, W, 16, step)
+    yield "flash_decode", _cache(2, 8 * W, 2, 2, 16)
+
+
+def _heads(tokens: int, H: int, H_kv: int, D: int, step: str) -> dict[str, Any]:
+    sizes = {"tokens": tokens, "H": H, "H_kv": H_kv, "D": D}
+    return {**sizes, "dtype": "bfloat16", "step": step}
+
+
+def _cache(batch: int, tokens: int, H: int, H_kv: int, D: int) -> dict[str, Any]:
+    sizes = {"batch": batch, "tokens": tokens, "H": H, "H_kv": H_kv, "D": D}
+    return {**sizes, "dtype": "bfloat16"}
+
+
+# Linears of a 70B Llama, as (N, K).
+_UP, _DOWN, _QKV, _OUT = (57344, 8192), (8192, 28672), (10240, 8192), (8192, 8192)
+
+
+def _sizes(W: int, all_of_them: bool) -> _Sized:
+    dtypes = ("bfloat16", "float8_e4m3fn")
+    for M, dtype in product((8192, 2048) if all_of_them else (8192,), dtypes):
+        yield _linear("all_gather_matmul", M, *_UP, dtype)
+        yield _linear("matmul_reduce_scatter", M, *_DOWN, dtype)
+        yield _linear("matmul_all_reduce", M, *_DOWN, dtype)
+    for op, step in product(("ring_attention", "ulysses_attention"), ("forward", "backward")):
+        yield op, _heads(16384, 32, 8, 128, step)
+    for tokens in (8, 128) if all_of_them else (8,):
+        yield "norm", {"tokens": tokens, "H": 8192, "dtype": "bfloat16"}
+        yield _linear("matmul_all_reduce", tokens, *_DOWN, "bfloat16")
+    yield "flash_decode", _cache(16, 32768, 64, 8, 128)
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for nbytes in (16 << 10, 1 << 20, 16 << 20) if all_of_them else (1 << 20,):
+            yield op, {"nbytes": nbytes, "dtype": "bfloat16"}
+    if not all_of_them:
+        return
+    yield _linear("all_gather_matmul", 2048, *_UP, "bfloat16", epilogue="swiglu")
+    yield _linear("matmul_reduce_scatter", 2048, *_DOWN, "bfloat16", epilogue="bias + residual")
+    yield _linear("matmul_all_reduce", 8, *_DOWN, "bfloat16", epilogue="bias + residual")
+    yield _linear("weight gradient", 8192, *_UP, "bfloat16")
+    for M, dtype in product((8192, 128, 16), dtypes):
+        yield _linear("all_gather_matmul", M, *_QKV, dtype)
+        yield _linear("matmul_reduce_scatter", M, *_OUT, dtype)
+        yield _linear("matmul_all_reduce", M, *_OUT, dtype)
+    for M in (128, 16, 1):
+        yield _linear("matmul_all_reduce", M, *_DOWN, "float8_e4m3fn")
+    for op in ("ring_attention", "ulysses_attention"):
+        for tokens, step in product((65536, 4096), ("forward", "backward")):
+            yield op, _heads(tokens, 32, 8, 128, step)
+    yield "flash_decode", _cache(1, 131072, 64, 8, 128)
+    yield "flash_decode", _cache(128, 4096, 64, 8, 128)
+
+
+def build(spec: Spec, rank: int, device: torch.device) -> Problem:
+    """The case of `spec`, to be measured as `rank`."""
+    params, randoms = spec.params, _Randoms(device)
+    op, W = params["op"], params["ranks"]
+    if op == "all_gather_matmul":
+        return _gathered(params, W, rank, randoms)
+    if op in _SUMS:
+        return _summed(params, W, rank, randoms)
+    if op == "weight gradient":
+        return _weight_gradient(params, W, rank, randoms)
+    if op == "norm":
+        return _norm(params, W, rank, randoms)
+    if op in ("ring_attention", "ulysses_attention"):
+        return _attention(params, W, rank, randoms)
+    if op == "flash_decode":
+        return _decode(params, W, rank, randoms)
+    return _collective(params, W, rank, randoms)
+
+
+def _dtype(params: dict[str, Any]) -> torch.dtype:
+    found: torch.dtype = getattr(torch, params["dtype"])
+    return found
+
+
+def _multiplied(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
+    """The library's x @ w, by name."""
+    if x.dtype != FP8:
+        out = x.new_empty(x.shape[0], w.shape[1])
+        return {"cuBLAS": lambda: torch.mm(x, w, out=out)}
+    # Rows of at least 16 bytes, and columns that are contiguous, as its kernels want them.
+    scaled = partial(torch._scaled_mm, x, w, scale, scale, out_dtype=torch.bfloat16)
+    return {"cuBLAS": scaled, "cuBLAS, fast sums": partial(scaled, use_fast_accum=True)}
+
+
+def _scales(dtype: torch.dtype, scale: torch.Tensor) -> dict[str, Any]:
+    return {"scale_a": scale, "scale_b": scale} if dtype == FP8 else {}
+
+
+def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
+    pair = params.get("epilogue") == "swiglu"
+    scale = torch.full((), 0.5, device=randoms.device)
+    scaled = _scales(dtype, scale)
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (M // W, K), dtype)
+
+    def w(r: int) -> torch.Tensor:
+        return randoms("w", r, (N, K), dtype).t()
+
+    def op(x: torch.Tensor, w: torch.Tensor, **more: Any) -> Any:
+        if pair:
+            halves = [half.t() for half in w.t().chunk(2)]
+            return weft.all_gather_matmul(x, halves, activation="swiglu", **more)
+        return weft.all_gather_matmul(x, w, **scaled, **more)
+
+    def expected(r: int) -> Tensors:
+        factor = 0.25 if scaled else 1.0
+        y = all_gather_matmul_reference([x(i).double() for i in range(W)], w(r).double()) * factor
+        if pair:
+            gate, up = y.chunk(2, 1)
+            y = functional.silu(gate) * up
+        return [y]
+
+    whole = torch.cat([x(r) for r in range(W)])
+    return Problem(
+        lambda r: op(x(r), w(r)),
+        expected,
+        flop=2 * M * N * K,
+        nbytes=(M - M // W) * K * dtype.itemsize,
+        libraries=_multiplied(whole, w(rank), scale),
+        alone=lambda: op(whole, w(rank), group=alone()),
+        tolerance=TOLERANCE[dtype],
+    )
+
+
+def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    M, N, K, dtype = params["M"], params["N"], params["K"] // W, _dtype(params)
+    scale = torch.full((), 0.5, device=randoms.device)
+    scatters = params["op"] == "matmul_reduce_scatter"
+    fused = getattr(weft, params["op"])
+    rows = M // W if scatters else M
+    scaled = _scales(dtype, scale)
+    out_dtype = torch.bfloat16 if scaled else dtype
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (M, K), dtype)
+
+    def w(r: int) -> torch.Tensor:
+        return randoms("w", r, (N, K), dtype).t()
+
+    def more(r: int, rows: int) -> dict[str, Any]:
+        if "epilogue" not in params:
+            return {}
+        which = r if scatters else 0
+        return {
+            "bias": randoms("bias", 0, (N,), out_dtype),
+            "residual": randoms("residual", which, (rows, N), out_dtype),
+        }
+
+    def expected(r: int) -> Tensors:
+        y = sum(x(i).double() @ w(i).double() for i in range(W)) * (0.25 if scaled else 1.0)
+        assert isinstance(y, torch.Tensor)
+        if scatters:
+            y = y.chunk(W)[r]
+        for term in more(r, rows).values():
+            y = y + term
+        return [y]
+
+    sent = M * N * (W - 1) // W * 4
+    return Problem(
+        lambda r: fused(x(r), w(r), **scaled, **more(r, rows)),
+        expected,
+        depth=1 if scatters else 2,
+        flop=2 * M * N * K,
+        nbytes=sent if scatters else 2 * sent,
+        libraries=_multiplied(x(rank), w(rank), scale),
+        alone=lambda: fused(x(rank), w(rank), alone(), **scaled, **more(rank, M)),
+        tolerance=TOLERANCE[dtype],
+    )
+
+
+def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    """Of all_gather_matmul: gathered(x)^T @ dy, the gather behind the arithmetic."""
+    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
+    ys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (M // W, K), dtype)
+
+    def dy(r: int) -> torch.Tensor:
+        return randoms("dy", r, (M, N), dtype)
+
+    def forward(r: int) -> None:
+        w = randoms("w", r, (N, K), dtype).t().requires_grad_()
+        ys[r] = weft.all_gather_matmul(x(r), w), w
+
+    def run(r: int) -> torch.Tensor:
+        y, w = ys[r]
+        (dw,) = torch.autograd.grad(y, w, dy(r), retain_graph=True)
+        return dw
+
+    whole = torch.cat([x(r) for r in range(W)]).t()
+    return Problem(
+        run,
+        lambda r: [whole.double() @ dy(r).double()],
+        prepare=lambda world: world.learn(forward, depth=1),
+        flop=2 * M * N * K,
+        nbytes=(M - M // W) * K * dtype.itemsize,
+        libraries={"cuBLAS": lambda: torch.mm(whole, dy(rank))},
+    )
+
+
+def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    """`nbytes`: of the gathered, or of the whole input."""
+    op, dtype = params["op"], _dtype(params)
+    count = params["nbytes"] // dtype.itemsize // W * W
+    share = count // W
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (share if op == "all_gather" else count,), dtype)
+
+    def expected(r: int) -> Tensors:
+        xs = [x(i).double() for i in range(W)]
+        if op == "all_gather":
+            return [torch.cat(xs)]
+        if op == "all_to_all":
+            return [torch.cat([each.chunk(W)[r] for each in xs])]
+        total = torch.stack(xs).sum(0)
+        return [total if op == "all_reduce" else total.chunk(W)[r]]
+
+    source = randoms("source", 0, (count,), dtype)
+    target = torch.empty_like(source)
+    call = getattr(collectives, op)
+    return Problem(
+        lambda r: call(x(r)),
+        expected,
+        depth=2 if op == "all_reduce" else 1,
+        nbytes=(W - 1) * share * dtype.itemsize * (2 if op == "all_reduce" else 1),
+        libraries={"copy": lambda: target.copy_(source)},
+    )
+
+
+def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    tokens, H, dtype = params["tokens"], params["H"], _dtype(params)
+    weight = randoms("weight", 0, (H,), dtype)
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (tokens, H), dtype)
+
+    def residual(r: int) -> torch.Tensor:
+        return randoms("residual", r, (tokens // W, H), dtype)
+
+    def run(r: int) -> Any:
+        op = weft.reduce_scatter_rms_norm_all_gather
+        return op(x(r), weight, residual=residual(r), eps=1e-6)
+
+    def expected(r: int) -> Tensors:
+        y, hs = reduce_scatter_rms_norm_all_gather_reference(
+            [x(i).double() for i in range(W)],
+            weight.double(),
+            [residual(i).double() for i in range(W)],
+            1e-6,
+        )
+        return [y, hs[r]]
+
+    whole = torch.cat([residual(r) for r in range(W)])
+    return Problem(
+        run,
+        expected,
+        depth=2,
+        nbytes=2 * (W - 1) * tokens // W * H * dtype.itemsize,
+        libraries={
+            "torch": lambda: functional.rms_norm(x(rank) + whole, (H,), weight, 1e-6),
+        },
+    )
+
+
+def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    """Causal; the ring's sequence is in zigzag order. A rank's work is that of H / W heads."""
+    S, H, H_kv, D = (params[name] for name in ("tokens", "H", "H_kv", "D"))
+    ring, backward = params["op"] == "ring_attention", params["step"] == "backward"
+    dtype, forward_depth = _dtype(params), 1 if ring else 2
+    outs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def whole(name: str) -> torch.Tensor:
+        heads = H if name in ("q", "dout") else H_kv
+        return randoms(name, 0, (1, heads, S, D), dtype)
+
+    def shard(x: torch.Tensor, r: int) -> torch.Tensor:
+        return (to_zigzag(x, W, 2) if ring else x).chunk(W, 2)[r].contiguous()
+
+    @cache
+    def operands(r: int) -> Tensors:
+        return [shard(whole(name), r) for name in ("q", "k", "v", "dout")]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        out: torch.Tensor
+        if ring:
+            out = weft.ring_attention(q, k, v, causal=True, layout="zigzag", **more)
+        else:
+            out = weft.ulysses_attention(q, k, v, causal=True, **more)
+        return out
+
+    def kept(r: int) -> None:
+        q, k, v = (x.detach().requires_grad_() for x in operands(r)[:3])
+        outs[r] = attend(q, k, v), q, k, v
+
+    def run(r: int) -> Any:
+        if not backward:
+            return attend(*operands(r)[:3])
+        out, *inputs = outs[r]
+        return torch.autograd.grad(out, inputs, operands(r)[3], retain_graph=True)
+
+    def prepare(world: SoloWorld) -> None:
+        if backward:
+            world.learn(kept, forward_depth)
+
+    def expected(r: int) -> Tensors:
+        dout = whole("dout") if backward else None
+        made = causal_attention(whole("q"), whole("k"), whole("v"), dout)
+        return [shard(x, r) for x in made[1:] if backward] or [shard(made[0], r)]
+
+    heads, kv_heads = H // W, max(1, H_kv // W)
+    local = [
+        x[:, :n].contiguous().requires_grad_(backward)
+        for x, n in zip(map(whole, ("q", "k", "v")), (heads, kv_heads, kv_heads), strict=True)
+    ]
+    # Not all of the library's kernels take several query heads for one of keys.
+    repeated = [local[0]] + [
+        x.detach().repeat_interleave(heads // kv_heads, 1).requires_grad_(backward)
+        for x in local[1:]
+    ]
+    dout = whole("dout")[:, :heads].contiguous()
+
+    def step(forward: Callable[..., torch.Tensor], local: Tensors) -> Callable[[], Any]:
+        if not backward:
+            return lambda: forward(*local)
+        made: Tensors = []
+
+        def gradients() -> Any:
+            if not made:
+                made.append(forward(*local))
+            return torch.autograd.grad(made[0], local, dout, retain_graph=True)
+
+        return gradients
+
+    flop = 4 * S * S / 2 * D * heads * (2.5 if backward else 1.0)
+    moved = S - S // W
+    one = partial(weft.ring_attention, group=alone(), causal=True)
+    libraries = _library_attention(randoms.device)
+    return Problem(
+        run,
+        expected,
+        depth=2 if backward else forward_depth,
+        prepare=prepare,
+        flop=flop,
+        nbytes=2 * moved * D * dtype.itemsize * (H_kv if ring else (H + H_kv) // W),
+        libraries={name: step(way, repeated) for name, way in libraries.items()},
+        alone=step(one, local),
+    )
+
+
+def _library_attention(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
+    """torch's attention, by each of its implementations that this device has."""
+    if device.type == "cpu":
+        return {"SDPA": partial(_sdpa, None)}
+    from torch.nn.attention import SDPBackend
+
+    return {
+        "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+        "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def _sdpa(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    from torch.nn.attention import sdpa_kernel
+
+    call = functional.scaled_dot_product_attention
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return call(q, k, v, is_causal=True)
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor | None = None,
+    block: int = 1024,
+) -> Tensors:
+    """out and, given its gradient, dq, dk and dv, of (1, H, S, D) in float64, causal: the oracle.
+
+    Head by head and `block` queries at a time: all scores would take S * S * H numbers.
+    """
+    S, scale, share = q.shape[2], 1 / math.sqrt(q.shape[3]), q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q, dtype=torch.float64)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    positions = torch.arange(S, device=q.device)
+    for head, first in product(range(q.shape[1]), range(0, S, block)):
+        last = min(first + block, S)
+        rows = slice(first, last)
+        queries = q[0, head, rows].double()
+        keys, values = (x[0, head // share, :last].double() for x in (k, v))
+        hidden = positions[:last] > positions[rows, None]
+        weights = (queries @ keys.T * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        out[0, head, rows] = weights @ values
+        if dout is None:
+            continue
+        d = dout[0, head, rows].double()
+        dweights = d @ values.T
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * scale
+        dq[0, head, rows] = dscores @ keys
+        dk[0, head // share, :last] += dscores.T @ queries
+        dv[0, head // share, :last] += weights.T @ d
+    return [out, dq, dk, dv]
+
+
+def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+    """A new token of each sequence to `tokens` before it, which lie on the ranks in blocks."""
+    B, S, H, H_kv, D = (params[name] for name in ("batch", "tokens", "H", "H_kv", "D"))
+    dtype = _dtype(params)
+    lengths = torch.full((B,), S, device=randoms.device)
+    q = randoms("q", 0, (B, H, 1, D), dtype)
+
+    def held(name: str, r: int) -> torch.Tensor:
+        return randoms(name, r, (B, H_kv, S // W, D), dtype)
+
+    def run(r: int) -> torch.Tensor:
+        out: torch.Tensor = weft.flash_decode(q, held("k", r), held("v", r), lengths)
+        return out
+
+    def expected(r: int) -> Tensors:
+        outs = []
+        for b in range(B):  # all of them would not fit in float64
+            k, v = (
+                torch.cat([held(name, i)[b] for i in range(W)], 1).double() for name in ("k", "v")
+            )
+            queries = q[b].double().view(H_kv, H // H_kv, D)
+            weights = (queries @ k.mT / math.sqrt(D)).softmax(-1)
+            outs.append((weights @ v).view(H, 1, D))
+        return [torch.stack(outs)]
+
+    def library() -> torch.Tensor:
+        call = functional.scaled_dot_product_attention
+        return call(q, held("k", rank), held("v", rank), enable_gqa=True)
+
+    return Problem(
+        run,
+        expected,
+        flop=4 * B * H * S // W * D,
+        nbytes=4 * B * H * (D + 1) * (W - 1),
+        libraries={"SDPA": library},
+    )

@@ -1,0 +1,148 @@
+"""Signals of `StreamExchange` and `SymmetricBuffer.barrier` on a GPU: one-program kernels.
+
+Each is enqueued in the current stream and captured by CUDA graphs; generations live in device
+memory and are advanced by the kernels themselves, so that a replay continues the count. Launching a
+kernel takes longer than signalling peers, so one launch serves any number of consecutive ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from weft import settings
+from weft.collectives.device import signals
+from weft.collectives.ranks import pad
+
+if TYPE_CHECKING:
+    from weft.collectives.memory.symmetric import SymmetricBuffer
+    from weft.collectives.memory.workspace import Workspace
+
+_GENERATION = signals.Constant(pad.GENERATION)
+_HOST_SLOTS = signals.Constant(pad.HOST_SLOTS)
+_LINE = signals.Constant(pad.LINE)
+DATA_WORD, _END_WORD = 0, 1
+_BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channels
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _begin_kernel(signal_ptrs, rank, GENERATION_WORD: tl.constexpr) -> None:
+    """Advance this rank's generation: of calls, or of a barrier's channel. Grid: 1."""
+    word = signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD
+    if GENERATION_WORD == _GENERATION:
+        tl.store(word, signals.begin_call(signal_ptrs, rank))
+    else:
+        tl.store(word, tl.load(word) + 1)
+
+
+@triton.jit
+def _slot(signal_ptrs, owner, source, SLOT_WORD: tl.constexpr):
+    """The word of `owner`'s pad in which rank `source` posts its generation."""
+    return signals.peer_ptr(signal_ptrs, owner, tl.int64) + _HOST_SLOTS + _LINE * source + SLOT_WORD
+
+
+@triton.jit(do_not_specialize=["rank", "first", "count"])
+def _post_kernel(
+    signal_ptrs,
+    rank,
+    first,
+    count,
+    WORLD_SIZE: tl.constexpr,
+    GENERATION_WORD: tl.constexpr,
+    SLOT_WORD: tl.constexpr,
+) -> None:
+    """Release this rank's generation to `count` ranks from `first` on. Grid: 1."""
+    generation = tl.load(signals.peer_ptr(signal_ptrs, rank, tl.int64) + GENERATION_WORD)
+    lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
+    signals.signal(_slot(signal_ptrs, peers, rank, SLOT_WORD), generation, lanes < count)
+
+
+@triton.jit
+def hold(signal_ptrs, rank, peer, generation, timeout_ns, SLOT_WORD: tl.constexpr):
+    """Wait until `peer` has posted `generation` to this rank, `rank`. A time-out is recorded."""
+    own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    word = _slot(signal_ptrs, rank, peer, SLOT_WORD)
+    if not signals.wait(own, word, generation, timeout_ns):
+        signals.record_timeout(own, rank, peer, generation)
+
+
+@triton.jit(do_not_specialize=["rank", "first", "count", "timeout_ns"])
+def _wait_kernel(
+    signal_ptrs,
+    rank,
+    first,
+    count,
+    timeout_ns,
+    WORLD_SIZE: tl.constexpr,
+    GENERATION_WORD: tl.constexpr,
+    SLOT_WORD: tl.constexpr,
+) -> None:
+    """Hold the stream until `count` ranks from `first` on have posted this generation. Grid: 1."""
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
+    words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
+    generation = tl.load(own_pad + GENERATION_WORD)
+    signals.wait_for_lanes(
+        own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys"
+    )
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _end_kernel(signal_ptrs, rank, results) -> None:
+    """End a call, as `signals.end_call` does. Grid: 1.
+
+    Args:
+        results: tuple of (pointer to bytes, count).
+    """
+    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
+    signals.release_claim(own_pad)
+    if signals.failed(own_pad):
+        for i in tl.static_range(len(results)):
+            signals.spoil(results[i][0], results[i][1])
+
+
+def begin(ws: Workspace) -> None:
+    """Begin the next call on `ws`."""
+    _begin_kernel[(1,)](ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION, num_warps=1)
+
+
+def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
+    """Publish to `count` ranks, from `first` on, what the stream has written so far."""
+    _post_kernel[(1,)](
+        ws.signal_ptrs, ws.rank, first, count,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
+    )  # fmt: skip
+
+
+def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
+    """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
+    _wait_kernel[(1,)](
+        ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns,
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
+    )  # fmt: skip
+
+
+def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
+    """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
+    post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
+    wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
+    # Bytes of ones are NaN in whatever type.
+    flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
+    pairs = tuple((x, x.numel()) for x in flat)
+    _end_kernel[(1,)](ws.signal_ptrs, ws.rank, pairs, num_warps=4)
+
+
+def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
+    """`SymmetricBuffer.barrier` in the current stream."""
+    W, generation = buffer.world_size, _BARRIER_WORDS + channel
+    peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1
+    words = {"WORLD_SIZE": W, "GENERATION_WORD": generation, "SLOT_WORD": channel, "num_warps": 1}
+    timeout = settings.timeout_s() if timeout is None else timeout
+    timeout_ns = signals.nanoseconds(timeout)
+    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
+    _post_kernel[(1,)](*peers, **words)
+    _wait_kernel[(1,)](*peers, timeout_ns, **words)

@@ -1,0 +1,561 @@
+"""Symmetric memory: the same-sized allocation on every rank, each rank able to address all of them.
+
+    rank 0   [ pad | data ]      buffer_ptrs = address of every rank's data, as this rank sees it
+    rank 1   [ pad | data ]      signal_ptrs = address of every rank's pad
+      ...                        (addresses differ from rank to rank; the bytes are the same)
+
+Two backends, chosen by the device: `posix` (CPU ranks of one host) and `cuda` (torch's own).
+Virtual ranks bring a third.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from weft import settings
+from weft.collectives.ranks import pad
+from weft.collectives.ranks.group import Group, GroupLike, moves_gpu_tensors, resolve
+from weft.collectives.ranks.reports import Report, check_all
+from weft.errors import MismatchError, PeerTimeout, WeftError
+
+
+class Memory(Protocol):
+    """What a backend provides: every rank's segment, pad first, as bytes this rank can reach."""
+
+    segments: list[torch.Tensor]  # uint8, one a rank
+    multicast_ptr: int
+
+
+class PosixMemory:
+    """Shared memory of the CPU ranks of one host.
+
+    Rank 0 makes an anonymous file (memfd) and the others open it through /proc. It never has a name
+    in /dev/shm, so nothing can be left there, however ranks die, and the size of /dev/shm (64 MiB
+    in a container by default) is no limit.
+    """
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        self.multicast_ptr = 0
+        total = nbytes * group.world_size
+        fd, error = -1, ""
+        try:
+            if group.rank == 0:
+                try:
+                    fd = os.memfd_create("weft")
+                    os.ftruncate(fd, total)
+                except OSError as failure:
+                    error = str(failure)
+            owner_fd, error = group.gather_objects((fd, error), "shared memory")[0]
+            if not error:
+                try:
+                    if group.rank != 0:
+                        path = f"/proc/{group.processes[0].pid}/fd/{owner_fd}"
+                        fd = os.open(path, os.O_RDWR)
+                    # Populate: a page fault costs more than copying the page, and would happen
+                    # later, during a call that may be timed.
+                    populate = getattr(mmap, "MAP_POPULATE", 0)
+                    memory = mmap.mmap(fd, total, mmap.MAP_SHARED | populate)
+                except OSError as failure:
+                    error = str(failure)
+            # All ranks learn of a failure anywhere, and rank 0 keeps its file open until all have
+            # it.
+            errors = group.gather_objects(error, "shared memory")
+        finally:  # a rank may have died meanwhile
+            if fd >= 0:
+                os.close(fd)
+        if any(errors):
+            rank = next(r for r, text in enumerate(errors) if text)
+            raise RuntimeError(f"rank {rank} could not map {total} bytes: {errors[rank]}")
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        self.segments = list(everything.split(nbytes))
+
+
+class CudaMemory:
+    """torch's symmetric memory: NVLink peers, or several ranks on one GPU.
+
+    Each buffer is an allocation of its own. `symm_mem.empty` takes from a pool that reuses what was
+    freed: ranks that have freed different things would present memory that their peers take for
+    another buffer, or wait for a rendezvous that a peer believes to have had.
+    """
+
+    def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        from weft.collectives.memory import rendezvous
+
+        _allow_shared_gpus(group, device)
+        counts = group.gather_objects(rendezvous.count(), "symmetric memory of GPUs")
+        own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        own.zero_()
+
+        def met() -> Any:
+            with torch.cuda.device(device):
+                return rendezvous.meet(own, group, counts)
+
+        with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `persistent`
+            self._handle = beside.submit(met).result()
+        self.multicast_ptr = int(self._handle.multicast_ptr or 0)
+        self.segments = [
+            own if r == group.rank else self._handle.get_buffer(r, (nbytes,), torch.uint8)
+            for r in range(group.world_size)
+        ]
+        torch.cuda.synchronize(device)
+        group.gather_objects(None, "symmetric memory")  # no rank signals before all pads are zero
+
+
+def _allow_shared_gpus(group: Group, device: torch.device) -> None:
+    """Have torch accept ranks that share a GPU, where there are too few GPUs.
+
+    It also takes ranks that see one GPU each for such. Ranks that forgot to set their device are
+    still refused.
+    """
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = set(group.gather_objects(uuid, "the GPUs of the ranks"))
+    if torch.cuda.device_count() >= group.world_size:
+        return
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    if len(gpus) < group.world_size:
+        # Multicast would wait for as many GPUs as there are ranks.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+class LocalMemory:
+    """Plain memory, for a group of one rank."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.multicast_ptr = 0
+        self.segments = [persistent(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device)]
+
+
+def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
+    """The device of a buffer of `group`: the one asked for, else where the group communicates.
+
+    "cuda" becomes the current GPU, as one device must not have two names.
+    """
+    device = asked if isinstance(asked, torch.device) else torch.device(asked or "cpu")
+    if not asked and group.virtual is not None:
+        device = group.virtual.device
+    elif not asked and group.backend == "cuda" and moves_gpu_tensors(group.pg):
+        device = torch.device("cuda")
+    if device.type == "cuda" and device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def persistent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` on `device`, to be kept from call to call.
+
+    While torch.compile prepares CUDA graphs, a thread's allocations come from memory that the
+    graphs reuse even if somebody keeps it. So another thread allocates.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        return beside.submit(values.to, device).result()
+
+
+_open: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
+
+
+class SymmetricBuffer:
+    """The same `shape` and `dtype` on every rank of `group`, each addressable by all.
+
+    Made by `collectives.empty`. Contents are undefined; signals are zero.
+
+    Attributes:
+        group, rank, world_size: the group, this rank's number in it, its size.
+        device: where the memory lies.
+        local: this rank's tensor, of the shape and dtype asked for.
+        buffer_ptrs: int64 tensor (world_size,) on `device`: address of each rank's data.
+        signal_ptrs: likewise, of each rank's signal pad (see `weft.collectives.ranks.pad`).
+        multicast_ptr: address that reaches all ranks at once; 0 where the hardware has none.
+    """
+
+    # Tensors made in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device
+    ) -> None:
+        shape, error = tuple(shape), ""
+        if any(size < 0 for size in shape):
+            error = f"sizes must be >= 0, got shape={shape}"
+        elif group.world_size > pad.MAX_RANKS:
+            error = f"at most {pad.MAX_RANKS} ranks share memory, got {group.world_size}"
+        elif device.type not in ("cpu", "cuda"):
+            error = f"symmetric memory is on cpu or cuda, got {device=}"
+        elif group.virtual is not None and device.type not in ("cpu", group.virtual.device.type):
+            error = f"these virtual ranks have memory on cpu only, got {device=}"
+        elif device.type == "cuda" and device.index != torch.cuda.current_device():
+            error = (
+                f"kernels run on the current GPU, number {torch.cuda.current_device()}, and the "
+                f"tensors are on {device}: call torch.cuda.set_device({device.index}) first"
+            )
+        if group.why:
+            raise NotImplementedError(
+                f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
+                f"fused ops use the process group instead."
+            )
+        if group.world_size > 1:
+            spec: tuple[Any, ...] = shape, str(dtype), device.type
+            if device.type == "cuda":  # kernels' grids follow from it
+                spec += (f"WEFT_SMS={settings.sms() or 'all'}",)
+            _agree_on_spec(group, spec, error)
+        elif error:
+            raise ValueError(error)
+
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.device = device
+        self._offset = pad.pad_bytes(group.world_size)
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = -(-(self._offset + self._nbytes) // 4096) * 4096
+        memory: Memory
+        if group.virtual is not None:
+            memory = group.virtual.memory(self.rank, self._offset, self._nbytes, device)
+        elif group.world_size == 1:
+            memory = LocalMemory(nbytes, device)
+        elif device.type == "cpu":
+            memory = PosixMemory(nbytes, group)
+        else:
+            memory = CudaMemory(nbytes, group, device)
+        self._memory: Memory | None = memory
+        self._segments = memory.segments
+        self.multicast_ptr = memory.multicast_ptr and memory.multicast_ptr + self._offset
+        pointers = [segment.data_ptr() for segment in self._segments]
+        addresses = torch.tensor(pointers, device="cpu")
+        self.signal_ptrs = persistent(addresses, device)
+        self.buffer_ptrs = persistent(addresses + self._offset, device)
+        self.local = self.get_buffer(self.rank, shape, dtype)
+        self.report = self._reported()
+        self._barriers: dict[int, int] = {}
+        _open.add(self)
+
+    @torch.inference_mode(False)  # in which a view of another dtype would be an inference tensor
+    def get_buffer(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A contiguous tensor on `rank`'s memory, `offset` bytes into its data.
+
+        Raises:
+            ValueError: it would reach outside the buffer, or `offset` is not aligned to `dtype`.
+            RuntimeError: the buffer is closed.
+        """
+        self.check_open()
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank=}")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"sizes must be >= 0, got shape={tuple(shape)}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if offset < 0 or offset % dtype.itemsize or offset + nbytes > self._nbytes:
+            raise ValueError(
+                f"a tensor of {nbytes} bytes ({tuple(shape)}, {dtype}) at {offset=} must lie "
+                f"inside the buffer's {self._nbytes} bytes and be aligned to {dtype.itemsize}"
+            )
+        start = self._offset + offset
+        flat = self._segments[rank][start : start + nbytes]
+        return flat.view(dtype).view(tuple(shape))
+
+    def pad_of(self, rank: int) -> torch.Tensor:
+        """The signal pad of `rank`, int64."""
+        return self._segments[rank][: self._offset].view(torch.int64)
+
+    def status_of(self, rank: int) -> torch.Tensor:
+        """The words at STATUS in the pad of `rank`, int64."""
+        return self.pad_of(rank)[pad.STATUS : pad.STATUS + 4]
+
+    def words(self, rank: int) -> memoryview:
+        """The signal pad of `rank` as int64 words; CPU only.
+
+        An aligned 8-byte access through it is one machine instruction, and a poll costs 50 ns.
+        """
+        segment = self._segments[rank][: self._offset]
+        words: memoryview = memoryview(segment.numpy()).cast("q")  # type: ignore[arg-type]
+        return words
+
+    def waiter(self, timeout: float | None = None) -> Waiter:
+        """Host-side signals on this buffer's pads; CPU only. `timeout` as in `barrier`."""
+        if self.group.virtual is not None:
+            return self.group.virtual.waiter(self)
+        return Waiter(self, timeout)
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if `close` was called."""
+        if self._memory is None:
+            raise RuntimeError("this symmetric buffer is closed: make a new one")
+
+    def _reported(self) -> Report | None:
+        """Where kernels on this memory tell the host of failures; None in a simulation, which sees
+        them itself.
+        """
+        virtual, on_gpu = self.group.virtual is not None, self.device.type == "cuda"
+        if virtual and not on_gpu:
+            return None
+        processes = self.group.processes
+        peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
+        report = Report(self.rank, {} if virtual else peers, on_gpu, told_by)
+        weakref.finalize(self, report.close)
+        self.pad_of(self.rank)[pad.REPORT].fill_(report.address)
+        if on_gpu:  # the kernels of other streams read it, too
+            torch.cuda.current_stream(self.device).synchronize()
+        return report
+
+    def check_report(self, op: str) -> None:
+        """Begin the call `op` of kernels: raise if one has told of a failure, on this buffer or on
+        another of this process.
+
+        Raises:
+            PeerTimeout, MismatchError, WeftError: see `told_by`.
+        """
+        if self.report is not None:
+            self.report.check()  # the backward of a virtual rank runs in a thread of torch's
+            check_all()
+            self.report.op = op
+            self.report.watch()
+
+    def barrier(self, channel: int = 0, timeout: float | None = None) -> None:
+        """Wait until every rank of the group has called this with the same `channel`.
+
+        What any rank wrote before it is visible to every rank after it. `channel` (0 to 6)
+        separates barriers that may be in flight at the same time. `timeout` is in seconds;
+        WEFT_TIMEOUT_S if None. On a GPU it is ordered in the current stream and does not stop the
+        host: a later barrier tells of a time-out.
+
+        Raises:
+            PeerTimeout: a rank did not come in time.
+            ValueError: no such channel.
+            RuntimeError: the buffer is closed.
+        """
+        self.check_open()
+        if not 0 <= channel < pad.LINE - 1:
+            raise ValueError(f"channel must be in 0..{pad.LINE - 2}, got {channel=}")
+        if self.device.type == "cuda":
+            from weft.collectives.device import stream_signals
+
+            self.check_report("barrier")
+            stream_signals.barrier(self, channel, timeout)
+            return
+        generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
+        waiter = self.waiter(timeout)
+        for peer in range(self.world_size):
+            waiter.post(peer, generation, word=channel)
+        for peer in range(self.world_size):
+            waiter.wait(peer, generation, "barrier", word=channel)
+
+    def close(self) -> None:
+        """Give the memory back. Local: the other ranks keep theirs until they close it too."""
+        self._memory, self._segments = None, []
+        if self.report is not None:
+            self.report.close()
+        self.local = torch.empty(0, device="cpu")
+        _open.discard(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._memory is None else f"{self._nbytes} bytes on {self.device}"
+        return f"SymmetricBuffer({state}, rank {self.rank} of {self.world_size})"
+
+
+def _agree_on_spec(group: Group, spec: tuple[Any, ...], error: str) -> None:
+    specs = group.gather_objects((spec, error), "a symmetric buffer")
+    for rank, (_, text) in enumerate(specs):
+        if text:
+            raise ValueError(text if rank == group.rank else f"on rank {rank}: {text}")
+    if others := {r: s for r, (s, _) in enumerate(specs) if s != specs[0][0]}:
+        rank, other = next(iter(others.items()))
+        raise MismatchError(
+            f"every rank must ask for the same symmetric memory: rank 0 asked for shape, dtype, "
+            f"device = {specs[0][0]}, rank {rank} for {other}"
+        )
+
+
+class Waiter:
+    """Signals between CPU ranks: posts to peers' pads, bounded waits on this rank's own.
+
+    A post is a release and a wait an acquire. On x86 every store and load already is; elsewhere
+    a fence makes it one.
+    """
+
+    SPIN_S = 20e-6  # after that, yield the core to a peer that may have none
+    YIELD_S = 2e-3
+    # A core yielded to another program comes back after milliseconds, a sleeper gets one when it
+    # wakes. So once a yield has taken LOST_S, waits sleep instead for SLEEPY_S.
+    LOST_S, SLEEPY_S = 200e-6, 0.1
+
+    def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:
+        self.rank, self.group = buffer.rank, buffer.group
+        self.words = [buffer.words(r) for r in range(buffer.world_size)]
+        self.own = self.words[buffer.rank]
+        self.timeout = timeout
+        # With more ranks than cores, a spinning rank takes time from the one it waits for.
+        crowded = buffer.world_size > (os.cpu_count() or 1)
+        self.spin_s = 0.0 if crowded else self.SPIN_S
+        self._sleepy_until = 0.0
+
+    def post(self, peer: int, value: int, word: int = 0) -> None:
+        """Tell `peer` that this rank has reached `value`."""
+        fence()
+        self.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank + word] = value
+
+    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
+        """Wait until `peer` has reached `value`.
+
+        Raises:
+            PeerTimeout: it did not come in time, its process ended, or another rank gave up on it.
+        """
+        slot = pad.HOST_SLOTS + pad.LINE * peer + word
+        if self.own[slot] < value:
+            try:
+                self._wait(slot, peer, value, op)
+            except WeftError:
+                raise
+            except BaseException:  # of a signal's handler
+                self.break_off()
+                raise
+        fence()
+
+    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
+        global _wait_seconds
+        own, clock = self.own, time.perf_counter
+        start = clock()
+        timeout = settings.timeout_s() if self.timeout is None else self.timeout
+        next_look = start + 0.1
+        while own[slot] < value:
+            now = clock()
+            waited = now - start
+            if waited < self.spin_s:
+                continue
+            if waited < self.YIELD_S and now > self._sleepy_until:
+                os.sched_yield()
+                if (back := clock()) - now > self.LOST_S:
+                    self._sleepy_until = back + self.SLEEPY_S
+                continue
+            time.sleep(50e-6)
+            if now < next_look:
+                continue
+            next_look = now + 0.1
+            self.check(op)
+            if waited > timeout or not self.group.processes[peer].alive():
+                self.give_up(peer, value, op, waited)
+        _wait_seconds += clock() - start
+
+    def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
+        """Tell every rank that the group is broken, and raise."""
+        self._tell(pad.TIMED_OUT, self.rank, peer, value)
+        raise PeerTimeout(self.rank, peer, op, value, waited)
+
+    def break_off(self) -> None:
+        """Tell every rank that this one leaves a call which it has begun.
+
+        A peer that comes to it later would take what lies there for the data of its own call.
+        """
+        self._tell(pad.FAILED, self.rank, self.rank, 0)
+
+    def _tell(self, *status: int) -> None:
+        for words in self.words:
+            for i, word in reversed(list(enumerate(status))):
+                words[pad.STATUS + i] = word
+
+    def check(self, op: str) -> None:
+        """Raise if a wait on this memory has timed out, here or on another rank."""
+        if self.own[pad.STATUS]:
+            raise told_by(self.own[pad.STATUS : pad.STATUS + 4], self.rank, op)
+
+
+def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
+    """The error that the words at STATUS in the pad of `rank` tell of."""
+    code, waiter, peer, generation = status
+    if code == pad.FAILED:
+        return MismatchError(
+            f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
+            f"why. Results since are no good, and the group cannot be used until all of its ranks "
+            f"have called weft.close()"
+        )
+    if code == pad.OVERLAPPED:
+        return WeftError(
+            f"{op}: two calls on the same memory ran on rank {rank} at the same time (call "
+            f"{generation}), as a CUDA graph that is replayed in one stream does beside calls or "
+            f"replays in another. Have one stream wait for the other (torch.cuda.Stream."
+            f"wait_stream). Results since are no good, and the group cannot be used until all of "
+            f"its ranks have called weft.close()"
+        )
+    # Our kernels write the same words, so this rank may itself be the waiter.
+    blamed = peer if peer != rank else waiter
+    waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
+    return PeerTimeout(rank, blamed, op, generation, waited_s)
+
+
+_wait_seconds = 0.0
+
+
+def wait_seconds() -> float:
+    """Total seconds that this process has spent waiting for peers in calls on the CPU."""
+    return _wait_seconds
+
+
+if os.uname().machine in ("x86_64", "i686"):
+
+    def fence() -> None:
+        """Nothing: stores become visible in order on this machine, and loads happen in order."""
+
+else:
+    import threading
+
+    _fence_lock = threading.Lock()
+
+    def fence() -> None:
+        """Order the memory accesses before this against those after it.
+
+        What is before the first release cannot pass it, what is after the second acquire cannot
+        pass that, and a release and a later acquire keep their order.
+        """
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass
+
+
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    group: GroupLike = None,
+    *,
+    device: torch.device | str | None = None,
+) -> SymmetricBuffer:
+    """Allocate symmetric memory. Collective: every rank of `group` calls it with the same
+    arguments.
+
+    Args:
+        shape, dtype: of each rank's tensor.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        device: "cpu" or "cuda"; by default where the group's process group communicates.
+
+    Raises:
+        MismatchError: the ranks asked for different things. Raised on every rank.
+        NotImplementedError: symmetric memory does not reach all of the group.
+
+    Example:
+        >>> buffer = collectives.empty((4,), torch.float32)
+        >>> buffer.local.fill_(buffer.rank)
+        >>> buffer.barrier()
+        >>> buffer.get_buffer(rank=1, shape=(4,), dtype=torch.float32)  # rank 1's memory, in place
+    """
+    group = resolve(group)
+    return SymmetricBuffer(shape, dtype, group, device_for(group, device))
+
+
+def open_buffers() -> list[SymmetricBuffer]:
+    """Every buffer of this process that is not closed."""
+    return list(_open)
+
+
+def close_buffers() -> None:
+    """Close every buffer of this process."""
+    for buffer in open_buffers():
+        buffer.close()

@@ -1,0 +1,312 @@
+"""Workspaces: symmetric memory that calls share, allocated once and grown when a call needs more.
+
+A workspace belongs to a (group, device, channel). Its data are two halves, used in turn: call
+number g (its *generation*) writes half g % 2, so that no call needs a barrier at its end; the rules
+behind that are in `weft.collectives.device.signals`. Calls that overlap in time, like the gather
+and the scatter of one backward, use two channels.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import settings
+from weft.collectives.memory.symmetric import (
+    SymmetricBuffer,
+    close_buffers,
+    device_for,
+    open_buffers,
+)
+from weft.collectives.ranks import pad
+from weft.collectives.ranks.group import (
+    Group,
+    GroupLike,
+    forget_meshes,
+    here,
+    kept_by_group,
+    resolve,
+    unwatched,
+)
+
+_ALIGN = 4096
+_VECTOR = 16  # bytes to which the addresses of halves are aligned at least
+_SMALLEST_HALF = 256 << 10
+
+
+class Workspace:
+    """Symmetric memory of one (group, device, channel), and its signals.
+
+    Attributes:
+        group, rank, world_size, device: as in `SymmetricBuffer`.
+        peers: the other ranks, as `Group.peers` orders them.
+        buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
+        half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
+        addresses: of each rank's data if the host can use them, else empty.
+        captured: whether a CUDA graph refers to this memory.
+    """
+
+    def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.device, self.half_bytes, self.name = device, half_bytes, name
+        self.peers = group.peers()
+        self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
+        self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        # The host may copy to and from these; accesses of virtual ranks must be visible as ops.
+        self._on_host = device.type == "cpu"
+        plain = self._on_host and group.virtual is None
+        self.addresses: list[int] = self.buffer_ptrs.tolist() if plain else []
+        if self._on_host:
+            self.waiter = self.buffer.waiter()
+            self.own = self.waiter.own
+        self.captured = False
+        self._failed = ""  # the op of a call that this rank began and did not make
+
+    @property
+    def timeout_ns(self) -> int:
+        """How long a kernel polls a signal before it gives up."""
+        from weft.collectives.device import signals
+
+        return signals.nanoseconds(settings.timeout_s())
+
+    def tensor(
+        self, rank: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A tensor on `rank`'s memory, in the half of `parity`. Kept, as making one takes 4 us."""
+        key = (rank, parity, shape, dtype, offset)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= 512:
+                self._views.clear()
+            with unwatched(self.group):
+                view = self._views[key] = self.buffer.get_buffer(
+                    rank, shape, dtype, parity * self.half_bytes + offset
+                )
+        return view
+
+    @contextmanager
+    def call(self, op: str) -> Iterator[None]:
+        """For the launches of a call: `check` before them, `launched` after.
+
+        If this rank fails inside, say for lack of memory, its next call waits until its peers have
+        failed likewise: otherwise they are in this call still, or past it, and would take the next
+        one's data for this one's.
+        """
+        self.check(op)
+        if self._failed:
+            from weft.collectives.memory.exchange import agree
+
+            agree(self.group, f"{op}, after a {self._failed} that has failed", 0)
+            self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
+            self._failed = ""
+        try:
+            yield
+        except Exception:
+            if self._on_host or not torch.cuda.is_current_stream_capturing():
+                self._failed = op
+            raise
+        except BaseException:
+            if self.addresses:
+                self.waiter.break_off()
+            raise
+        self.launched(op)
+
+    def check(self, op: str) -> None:
+        """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or
+        `MismatchError` if a rank has failed amid a call of a stream.
+
+        On a GPU that is what kernels have told of so far, on any memory of this process: it never
+        stops the host, so the error may be raised by a later call. What is enqueued next runs after
+        the previous call of this rank on this GPU, on whatever channel and in whatever stream.
+        """
+        self.buffer.check_open()
+        self.check_peers(op)
+        if not self._on_host:
+            self.captured |= _after_calls_before(self.device)
+
+    def check_peers(self, op: str) -> None:
+        """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
+        if self._on_host:
+            self.waiter.check(op)
+        else:
+            self.buffer.check_report(op)
+
+    def launched(self, op: str) -> None:
+        """The end of a call on the host; call it after launching kernels."""
+        if self._on_host:
+            self.waiter.check(op)
+
+    def break_off(self) -> None:
+        """Tell all ranks in the current stream, this one as well, that this one has failed amid a
+        call."""
+        told = torch.tensor([pad.FAILED, self.rank, self.rank, 0], device="cpu")
+        for rank in range(self.world_size):
+            self.buffer.status_of(rank).copy_(told)
+
+
+# Of the last call of each rank on each GPU: in which stream it was made, or captured.
+_last_stream: dict[tuple[torch.device, int, bool], torch.cuda.Stream] = {}
+
+
+def _after_calls_before(device: torch.device) -> bool:
+    """Have what is enqueued next on a GPU run after the calls that this rank has made there before.
+
+    Calls in two streams could otherwise run in one order on one rank and in the other order on
+    another, each on all cores, waiting for each other. A graph is ordered in itself; what it runs
+    beside is up to the streams in which it is replayed.
+
+    Returns whether the current stream is being captured.
+    """
+    stream, captured = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
+    key = device, here.world.rank if here.world else 0, captured
+    last = _last_stream.get(key)
+    _last_stream[key] = stream
+    if last is not None and last != stream:
+        with torch.cuda.stream(last):
+            same = not captured or torch.cuda.is_current_stream_capturing()
+        if same:  # not one that an earlier graph was captured in
+            stream.wait_stream(last)
+    return captured
+
+
+def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
+    """Raise ValueError unless `ws` has room for a call of `nbytes`, which `ask` computes."""
+    if nbytes > ws.half_bytes:
+        raise ValueError(
+            f"the workspace must hold {nbytes} bytes a call, got {ws.half_bytes=}; ask for {ask}"
+        )
+
+
+class Link(NamedTuple):
+    """How a kernel reaches its peers: see `weft.collectives.device.signals`.
+
+    Triton passes named tuples to kernels, and on to their functions, field by field.
+    """
+
+    buffer_ptrs: Any
+    signal_ptrs: Any
+    half_bytes: Any
+    timeout_ns: Any
+
+
+def link_of(ws: Workspace) -> Link:
+    """How kernels reach the peers of `ws`."""
+    return Link(ws.buffer_ptrs, ws.signal_ptrs, ws.half_bytes, ws.timeout_ns)
+
+
+_workspaces: dict[tuple[Group, torch.device, str], Workspace] = {}
+kept_by_group.append(_workspaces)
+_outgrown: list[Workspace] = []  # replaced, but still used by CUDA graphs
+
+
+def workspace(
+    group: GroupLike = None,
+    nbytes: int = 0,
+    *,
+    channel: str = "exchange",
+    device: torch.device | str | None = None,
+) -> Workspace:
+    """The workspace of (`group`, `device`, `channel`) with room for `nbytes` a rank and call.
+
+    Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call
+    it once with the largest size ahead of a CUDA-graph capture: growing is refused there.
+
+    Raises:
+        RuntimeError: it would have to grow while a CUDA graph is captured.
+        NotImplementedError: symmetric memory does not reach all of the group.
+    """
+    if isinstance(group, Group) and isinstance(device, torch.device):  # as in our own calls
+        found = _workspaces.get((group, device, channel))
+        if found is not None and found.half_bytes >= nbytes:
+            return found
+    group = resolve(group)
+    on = device_for(group, device)
+    key = (group, on, channel)
+    found = _workspaces.get(key)
+    if found is not None and found.half_bytes >= nbytes:
+        return found
+    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the workspace for {channel!r} has room for {found.half_bytes if found else 0} bytes "
+            f"and cannot grow to {nbytes} during CUDA-graph capture: run the call once before, or "
+            f"weft.collectives.memory.workspace(group, {nbytes}, channel={channel!r})"
+        )
+    had = found.half_bytes if found else 0
+    if group.virtual is not None:  # no more than was asked for, to catch writes beyond it
+        half = max(had, -(-max(nbytes, 1) // _VECTOR) * _VECTOR)
+    else:
+        half = max(_SMALLEST_HALF, had)
+        while half < nbytes:
+            half *= 2
+        half = -(-half // _ALIGN) * _ALIGN
+    # The old memory stays alive if a graph replays calls on it; nobody else writes to it any more.
+    if found is not None and found.captured:
+        _outgrown.append(found)
+    with unwatched(group):
+        _workspaces[key] = Workspace(group, on, half, channel)
+    return _workspaces[key]
+
+
+def check_peers() -> None:
+    """Raise if a call of this process has waited in vain for a rank, so its results are invalid.
+
+    Or the barrier of a `SymmetricBuffer` on a GPU. Every call checks that first. A program that
+    only replays CUDA graphs makes no calls: it should check here whenever it has waited for the
+    GPU, say for the tokens of a step. Takes a few us of the host, and none of the GPU.
+
+    Raises:
+        PeerTimeout: naming the rank that did not come.
+        MismatchError: naming the rank that has failed amid a call on a GPU.
+    """
+    world = here.world
+
+    def is_mine(buffer: SymmetricBuffer) -> bool:
+        if buffer.group.virtual is None:
+            return world is None
+        return world is not None and buffer.group.ranks[buffer.rank] == world.rank
+
+    for ws in list(_workspaces.values()):
+        if ws.device.type == "cpu" and is_mine(ws.buffer):
+            ws.check_peers(ws.name)
+    for buffer in open_buffers():  # those of workspaces, outgrown ones too, and the user's own
+        if buffer.report is not None and is_mine(buffer):
+            buffer.report.check()
+
+
+def close() -> None:
+    """Free all workspaces and symmetric buffers of this process.
+
+    Call it on every rank while no call is in flight, before `destroy_process_group`. Later calls
+    make new workspaces. It is not needed at exit: nothing outlives the processes.
+    """
+    if here.world is not None:
+        forget(here.world.rank)
+        return
+    _outgrown.clear()
+    _last_stream.clear()
+    for kept in kept_by_group:
+        kept.clear()
+    for forget_mesh in forget_meshes:
+        forget_mesh()
+    close_buffers()
+
+
+atexit.register(close)
+
+
+def give_back(group: Group, channel: str, device: torch.device) -> None:
+    """Free the workspace of a channel that is not needed again soon, on every rank of `group`."""
+    _workspaces.pop((group, device_for(group, device), channel), None)
+
+
+def forget(rank: int) -> None:
+    """Drop the workspaces of virtual rank `rank`."""
+    for key in list(_workspaces):
+        group = key[0]
+        if group.virtual is not None and group.ranks[group.rank] == rank:
+            del _workspaces[key]

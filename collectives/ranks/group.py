@@ -1,0 +1,521 @@
+"""Groups of ranks: what `group=` may be, and whether symmetric memory reaches all of one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft import settings
+from weft.collectives.ranks.peer_access import why_gpus_do_not_reach
+from weft.errors import MismatchError, PeerTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from weft.collectives.cost import Machine
+    from weft.collectives.memory.symmetric import Memory, SymmetricBuffer, Waiter
+
+GroupLike = Any  # ProcessGroup | its name | 1-D DeviceMesh | Group | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs: enough to map its memory and to see whether it is alive."""
+
+    host: str
+    pid: int
+    start_time: str
+
+    @staticmethod
+    def here() -> Process:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Two containers on one host cannot open each other's /proc entries: they are two hosts.
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[1])
+
+    def alive(self) -> bool:
+        """False once the process has ended (or is a zombie), or its pid belongs to another."""
+        try:
+            state, start_time = _stat(str(self.pid))
+        except (FileNotFoundError, ProcessLookupError):  # the latter: it ended after the open
+            return False
+        return state not in "ZX" and start_time == self.start_time
+
+
+def _stat(pid: str) -> tuple[str, str]:
+    # The second field, the command, may hold spaces and brackets: count from its end.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+class Ranks(Protocol):
+    """What ranks that are not processes, as `weft.sim` runs them, must provide.
+
+    Attributes:
+        device: where memory is if nothing else is asked for.
+        sharing: how many of them run at the same time on one GPU.
+    """
+
+    device: torch.device
+    sharing: int
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip that they stand for; empty if they are CPU ranks."""
+
+    @property
+    def rates(self) -> Machine | None:
+        """Rates of such chips, if they stand for some."""
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, once all have come."""
+
+    def memory(self, rank: int, pad_bytes: int, data_bytes: int, device: torch.device) -> Memory:
+        """Every rank's segment: a zeroed pad, then data. Collective."""
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Host-side signals on the pads of `buffer`."""
+
+    def share(self, x: torch.Tensor) -> None:
+        """Let others `read` the private memory of `x`."""
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out` from the memory at `address`, which another rank shares."""
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """What a rank enqueues inside runs in stream `number` beside its own."""
+
+    def rejoin(self) -> None:
+        """What a rank enqueues next waits for the streams beside its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks that take part in a call. Made by `resolve`, one object for each process group.
+
+    Attributes:
+        pg: the process group; None for a process by itself (`alone`).
+        rank, world_size: this rank's number in the group, and how many there are.
+        ranks: the global rank of each, in group order.
+        processes: where each runs; empty where symmetric memory does not reach.
+        why: why symmetric memory does not reach; empty where it does.
+        virtual: what runs the ranks if they are not processes.
+    """
+
+    pg: Any
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    processes: tuple[Process, ...]
+    why: str = ""
+    virtual: Ranks | None = None
+
+    @property
+    def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
+        """The symmetric memory of the group's default device; None where it does not reach."""
+        if self.why:
+            return None
+        if self.virtual is not None:
+            return "virtual"
+        return "cuda" if torch.cuda.is_available() else "posix"
+
+    def peers(self) -> list[int]:
+        """The other ranks: rank + 1 first, so that not all ranks read from one."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def on_gpus(self, device: torch.device) -> bool:
+        """Whether tensors on `device` are on a GPU, or stand for such in a simulation."""
+        return device.type == "cuda" or bool(self.virtual is not None and self.virtual.chip)
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, in rank order. For set-up only: it is slow.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            MismatchError: on every rank, if one gathers something other than `what`.
+        """
+        if self.virtual is not None:
+            return self.virtual.gather(self.rank, value)
+        _refuse_inherited(self.pg)
+        if not self.why:
+            _arrive(self)
+        told: list[Any] = [None] * self.world_size
+        with unwatched(self):  # set-up does not count as communication of the program
+            dist.all_gather_object(told, (what, value), group=self.pg)
+        for rank, (other, _) in enumerate(told):
+            if other != told[0][0]:
+                raise MismatchError(
+                    f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
+                    f"{rank}. WEFT_CHECK=1 tells which calls need that"
+                )
+        return [value for _, value in told]
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Found again by its name, so another process must have made the group, too.
+        return resolve, (group_name(self),)
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
+    """For work that is done once and kept, which dispatch modes must not see.
+
+    Selective checkpoints count ops, and expect as many when they recompute a module. The simulator,
+    however, sees those of virtual ranks.
+    """
+    virtual = group is not None and group.virtual is not None
+    watched: Any = _disable_current_modes
+    return nullcontext() if virtual else watched()
+
+
+_arrivals: Counter[str] = Counter()
+
+
+def _arrive(group: Group) -> None:
+    """Wait until every rank is here.
+
+    A process group would wait for its own time-out, half an hour, and then name nobody. Keys are
+    numbered, as a store outlives the groups made with it; a rank that gives up removes its key.
+    """
+    _, store = dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))
+    if store is None:
+        return
+    name, timeout_s = group.pg.group_name, settings.timeout_s()
+    number = _arrivals[name] + 1
+    keys = [f"weft {number} {rank}" for rank in range(group.world_size)]
+    store.set(keys[group.rank], "")
+    deadline, pause_s = time.monotonic() + timeout_s, 1e-4
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            store.delete_key(keys[group.rank])
+            peer = next((peer for peer in group.peers() if not store.check([keys[peer]])), None)
+            if peer is not None:
+                raise PeerTimeout(group.rank, peer, "set-up of the group", number, timeout_s)
+            store.set(keys[group.rank], "")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    _arrivals[name] = number
+
+
+_groups: dict[str, Group] = {}
+
+
+class _Here(threading.local):
+    world: Group | None = None
+
+
+# The world of the virtual rank that a thread runs.
+here = _Here()
+
+
+@contextmanager
+def virtual_rank(world: Group) -> Iterator[None]:
+    """This thread is a rank of the virtual `world` inside the block."""
+    here.world = world
+    try:
+        yield
+    finally:
+        here.world = None
+        for kept in (_spanning, _made):
+            for key in [key for key in kept if key[0] is world]:
+                del kept[key]
+
+
+def resolve(group: GroupLike = None) -> Group:
+    """The `Group` of a ProcessGroup or its name, a 1-D DeviceMesh, or None for the world (on a
+    virtual rank, that of the virtual ranks).
+
+    The first call for a process group is collective: its ranks exchange where they run.
+
+    Raises:
+        ValueError, RuntimeError: as `process_group`.
+        PeerTimeout: a rank of a new process group did not come.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None and here.world is not None:
+        return here.world
+    pg = process_group(group)
+    if here.world is not None:
+        virtual: Group = pg.weft_group  # type: ignore[attr-defined]  # one of `weft.sim`
+        return virtual
+    known = _groups.get(pg.group_name)
+    # Names are reused after destroy_process_group, so compare the object.
+    if known is None or known.pg is not pg:
+        _forget_destroyed()
+        known = _groups[pg.group_name] = _describe(pg)
+    return known
+
+
+def _forget_destroyed() -> None:
+    """Drop what is kept for destroyed groups, above all workspaces.
+
+    A program that keeps making groups would otherwise hold the memory of all it ever had.
+    """
+    gone = {group for group in _groups.values() if _is_destroyed(group.pg)}
+    for kept in kept_by_group:
+        for key, value in list(kept.items()):
+            if value in gone if kept is _groups else not gone.isdisjoint(_parts(key)):
+                del kept[key]
+
+
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_of_parent: list[dict[Any, Any]] = []  # kept alive: GPU memory is the parent's to free
+
+
+def _after_fork() -> None:
+    """A forked child is not a rank: peers would take its signals for those of its parent."""
+    if dist.is_initialized():
+        _inherited.update(dist.distributed_c10d._world.pg_map)
+    for kept in kept_by_group:
+        _of_parent.append(kept.copy())
+        kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _refuse_inherited(pg: dist.ProcessGroup) -> None:
+    if pg in _inherited:
+        raise RuntimeError(
+            "this process was forked from a rank and is not one: spawn it instead, or have it "
+            "call torch.distributed.destroy_process_group and init_process_group"
+        )
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+@lru_cache(maxsize=1)
+def alone() -> Group:
+    """A group of this process alone."""
+    return Group(None, 0, 1, (0,), (Process.here(),))
+
+
+def process_group(group: GroupLike) -> dist.ProcessGroup:
+    """The process group behind `group`, without any communication.
+
+    Raises:
+        ValueError: an n-d mesh, or a group without this rank.
+        RuntimeError: None before torch.distributed is initialised; a mesh or a name whose group was
+            destroyed.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first (torchrun "
+                "sets what it needs), or pass group="
+            )
+        return dist.group.WORLD  # type: ignore[return-value]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        c10d: Any = dist.distributed_c10d
+        return _existing(lambda: c10d._resolve_process_group(group))
+    # Not `group.mesh`: a mesh recomputes that tensor each time, which takes 30 us.
+    if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a group is 1-D, got a mesh of shape {tuple(group.shape)}: pass one of its "
+                f"dims, mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
+            )
+        return _existing(group.get_group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_NO_MEMBER)
+    raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
+
+
+_NO_MEMBER = "this rank is not in the group: only its members may make the call"
+
+
+def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    try:
+        return find()
+    except IndexError:  # what a mesh raises on ranks outside of it
+        raise ValueError(_NO_MEMBER) from None
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}: destroy_process_group() has ended it, or it was made in another process. A "
+            f"mesh, and the DTensors on it, last as long as the groups that it was made with"
+        ) from None
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a call of `x` is traced rather than run, and so must go through torch.ops.weft.
+
+    That is under torch.compile, export or make_fx, or if `x` stands for a tensor. What moves bytes
+    by their address would be missing in a graph, and must not be given tensors without memory.
+
+    Raises:
+        ValueError: `x` is not a tensor.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if is_plain(x):
+        return x.is_meta or (_count_modes() > 0 and any(map(_mode, _TRACERS)))
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor of torch's own, which stands for no other."""
+    return type(x) in _PLAIN
+
+
+def is_call_traced(x: torch.Tensor) -> bool:
+    """`is_traced(x)` for a public function, after checking that it can run otherwise.
+
+    Raises:
+        ValueError: `x` is not a tensor, or not dense.
+        NotImplementedError: under torch.func or forward-mode differentiation, which cannot
+            differentiate what comes from peers.
+    """
+    traced = is_traced(x)
+    if traced and torch.compiler.is_compiling():
+        return True
+    check_untransformed()
+    if not traced and x.layout is not torch.strided:
+        raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
+    return traced
+
+
+def check_untransformed() -> None:
+    """Check that no transform of torch.func is at work, nor forward-mode differentiation.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
+            "..) or forward-mode differentiation: use torch.autograd.grad"
+        )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_count_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_TRACERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def group_name(group: GroupLike) -> str:
+    """The name by which torch.ops.weft knows `group`.
+
+    Raises:
+        NotImplementedError: it has none: `alone`, or virtual ranks before init_process_group.
+    """
+    if isinstance(group, str):
+        return group
+    pg = group.pg if isinstance(group, Group) else process_group(group)
+    if pg is None:
+        raise NotImplementedError("a process by itself has no process group: call weft untraced")
+    name: str = pg.group_name
+    return name
+
+
+def _describe(pg: dist.ProcessGroup) -> Group:
+    rank, world_size = dist.get_rank(pg), dist.get_world_size(pg)
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    if world_size == 1:
+        return Group(pg, rank, world_size, ranks, (Process.here(),))
+    if unknown := backends_of(pg) - {"gloo", "nccl", "mpi", "undefined"}:
+        why = f"{', '.join(sorted(unknown))} ranks share no memory"
+        return Group(pg, rank, world_size, ranks, (), why)
+    unknown_yet = Group(pg, rank, world_size, ranks, ())
+    processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
+    if len({process.host for process in processes}) > 1:
+        why = "its ranks are on several hosts (or in containers that do not share processes)"
+        return Group(pg, rank, world_size, ranks, (), why)
+    if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
+        return Group(pg, rank, world_size, ranks, (), why)
+    return Group(pg, rank, world_size, ranks, tuple(processes))
+
+
+def moves_gpu_tensors(pg: Any) -> bool:
+    """Whether a process group is meant for tensors on GPUs."""
+    return torch.cuda.is_available() and not backends_of(pg) <= {"gloo", "mpi"}
+
+
+def backends_of(pg: Any) -> set[str]:
+    """The backends of a process group, by name.
+
+    Example:
+        of "cpu:gloo,cuda:nccl": {"gloo", "nccl"}; of one made with no backend: {"undefined"}.
+    """
+    return {each.rpartition(":")[2] for each in str(dist.get_backend(pg)).split(",")}
+
+
+_spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks
+_made: dict[tuple[Group | None, tuple[int, ...]], int] = {}  # how many of them so far
+# All caches whose keys are groups, which `close` empties: a process group that is still referenced
+# when the interpreter ends may abort the process.
+kept_by_group: list[dict[Any, Any]] = [_groups, _spanning]
+# Functions that empty caches by mesh or layout. Meshes hold process groups, so `close` calls these
+# as well.
+forget_meshes: list[Callable[[], object]] = []
+
+
+def spanning_group(mesh: DeviceMesh) -> Group:
+    """One group over all ranks of an n-d mesh, in the order of `Group.ranks`.
+
+    Collective over the mesh's ranks the first time.
+    """
+    return resolve(mesh) if mesh.ndim == 1 else ranks_group(_ranks_of(mesh))
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    with unwatched():
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+forget_meshes.append(_ranks_of.cache_clear)
+
+
+def ranks_group(ranks: tuple[int, ...]) -> Group:
+    """The group of these global ranks, in ascending order. Collective over them the first time."""
+    if ranks == tuple(range(dist.get_world_size())):
+        return resolve(None)
+    key = here.world, ranks
+    pg = _spanning.get(key)
+    if pg is None or _is_destroyed(pg):
+        pg = _spanning[key] = _new_group(ranks)
+    return resolve(pg)
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group that only its members make.
+
+    torch would name it by the number of groups that a process knows, and members that know
+    different numbers would wait for each other forever. It gets a name that they agree on.
+    """
+    number = _made[here.world, ranks] = _made.get((here.world, ranks), 0) + 1
+    name = f"weft {ranks} {number}"
+    if here.world is not None:  # virtual ranks share a process; they compare what precedes the @
+        name += f"@{id(here.world)}"
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return pg
+
+
+def _is_destroyed(pg: dist.ProcessGroup) -> bool:
+    return pg not in dist.distributed_c10d._world.pg_map

@@ -1,0 +1,169 @@
+"""What kernels and the host tell each other beside the stream: waits that failed, peers that ended.
+
+Pages of the host's memory, which a GPU reaches over a slow link, have a line for each buffer:
+
+    word          written by   holds
+    REPORTED      kernels      0, or STATUS of the pad in one word
+    GONE_WORD     the host     0, or waiter << 32 | peer + 1: the process of `peer` has ended
+    ALARM_WORD    the host     address of the page's first word: 1 once one of its lines has news
+
+Kernels write there only when a wait has failed, and read there only while they wait. So a call
+costs neither a copy nor a synchronization, captured in a graph or not, and any call of the process
+can look at the first words, in 0.1 us, whatever memory the failure was on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from weft.collectives.ranks.group import here
+
+REPORTED, GONE_WORD, ALARM_WORD = 0, 1, 2
+_LINE = 8  # words
+_LINES = 63  # of a page, beside that of the alarm
+_LOOK_S = 0.25
+
+_logger = logging.getLogger("weft")
+
+
+class _Page:
+    def __init__(self, pinned: bool) -> None:
+        # With an explicit device, as the caller's default device may be the GPU.
+        size = (_LINES + 1) * _LINE
+        self._words = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.words = self._words.numpy()  # the same memory, read by every call
+        self.address = self._words.data_ptr()
+        self.pinned, self.free = pinned, list(range(_LINES, 0, -1))
+
+
+_pages: list[_Page] = []  # for good: a kernel may still write there
+_reports: list[Report] = []  # of open buffers
+
+
+class Alive(Protocol):
+    """A process, as `weft.collectives.ranks.group.Process`."""
+
+    def alive(self) -> bool: ...
+
+
+class Report:
+    """The line of one buffer.
+
+    Attributes:
+        address: of the line, for REPORT of the pad.
+        rank: of this process in the buffer's group.
+        world: that of the virtual rank whose buffer it is; else None.
+        op: the last call on the buffer, which errors name.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Mapping[int, Alive],
+        on_gpu: bool,
+        told: Callable[[list[int], int, str], Exception],
+    ) -> None:
+        """
+        Args:
+            peers: the processes of the other ranks; empty if they are threads of this one.
+            told: makes the error that a STATUS tells of, for (status, rank, op).
+        """
+        page = next((page for page in _pages if page.free and page.pinned == on_gpu), None)
+        if page is None:
+            page = _Page(on_gpu)
+            _pages.append(page)
+        self.rank, self.op, self.world = rank, "a call", here.world
+        self._told, self._peers = told, peers
+        self._page, self._line = page, page.free.pop()
+        self._at = self._line * _LINE
+        self._logged = self._watched = False
+        self.address = page.address + 8 * self._at
+        page.words[self._at : self._at + _LINE] = 0
+        page.words[self._at + ALARM_WORD] = page.address
+        _reports.append(self)
+
+    def watch(self) -> None:
+        """From now on, end waits for peers whose processes have ended."""
+        if not self._watched:
+            self._watched = True
+            if self._peers:
+                _Watch.begin()
+
+    def look(self) -> None:
+        """Tell kernels of ended processes, and the log of failures. Called by another thread."""
+        if not self._watched:
+            return
+        for peer, process in self._peers.items():
+            if not self._page.words[self._at + GONE_WORD] and not process.alive():
+                self._page.words[self._at + GONE_WORD] = self.rank << 32 | peer + 1
+        if not self._logged and (error := self.error()):
+            self._logged = True
+            _logger.error("%s", error)
+
+    def error(self) -> Exception | None:
+        """What a kernel has told of."""
+        word = int(self._page.words[self._at + REPORTED])
+        if not word:
+            return None
+        status = [word & 0xFF, word >> 8 & 0xFFF, word >> 20 & 0xFFF, word >> 32]
+        return self._told(status, self.rank, self.op)
+
+    def check(self) -> None:
+        """Raise what a kernel has told of."""
+        if self._page.words[self._at + REPORTED] and (error := self.error()):
+            raise error
+
+    def close(self) -> None:
+        """Give the line back: the memory is not used any more."""
+        if self in _reports:
+            _reports.remove(self)
+            self._page.words[self._at + REPORTED] = 0
+            self._page.free.append(self._line)
+            if not any(each.error() for each in _reports if each._page is self._page):
+                self._page.words[0] = 0
+
+
+def check_all() -> None:
+    """Raise what a kernel of this rank has told of on a GPU, on whatever buffer.
+
+    Every call begins so, even one that reaches no peer: what it works on may be the result of one
+    that failed. It takes 0.1 us.
+    """
+    for page in _pages:
+        if page.pinned and page.words[0]:  # calls on a CPU have raised themselves
+            for report in list(_reports):
+                if report._page is page and report.world is here.world:
+                    report.check()
+
+
+def watch_all() -> None:
+    """`Report.watch` for every buffer: an interpreted kernel waits."""
+    for report in list(_reports):
+        report.watch()
+
+
+class _Watch(threading.Thread):
+    """Looks at the processes of all peers four times a second, while there are any."""
+
+    _running: _Watch | None = None
+    _end = threading.Event()
+
+    @classmethod
+    def begin(cls) -> None:
+        if cls._running is None or not cls._running.is_alive():
+            cls._running = cls(name="weft peers", daemon=True)
+            cls._running.start()
+
+    def run(self) -> None:
+        while not self._end.wait(_LOOK_S):
+            for report in list(_reports):
+                report.look()
+
+
+atexit.register(_Watch._end.set)

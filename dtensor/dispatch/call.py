@@ -1,0 +1,204 @@
+"""What a rule sees of a call, and what it answers.
+
+A rule is a function of a `Call`, an op with layouts in place of its tensors. It answers with
+strategies for one mesh dim (`Choices`), with a decision for all of them (`Chosen`), or with a
+function of DTensors that computes the op (`Decomposed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.dtensor.layout.boxes import (
+    LINEAR_REDUCTIONS,
+    Layout,
+    Placements,
+    Shape,
+    distinct,
+    is_inexact,
+    is_shard,
+    moved,
+    shard_dim,
+)
+
+Op = Callable[..., Any]
+
+
+class Strategy(NamedTuple):
+    """For one mesh dim: how each tensor argument must be placed, and how each result then is."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+Localize = Callable[["Call", list[Layout], list[Layout]], Op]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a rule offers.
+
+    Attributes:
+        strategies: alternatives for each mesh dim; the cheapest is taken, the first among equals.
+        localize: makes the local op from the chosen layouts, if it is not the op itself.
+    """
+
+    strategies: list[Strategy]
+    localize: Localize | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A rule's decision for all mesh dims at once."""
+
+    inputs: list[Placements]
+    outputs: list[Placements]
+    localize: Localize | None = None
+
+
+@dataclass(frozen=True)
+class Decomposed:
+    """A rule's decision to compute the op by a function of DTensors."""
+
+    function: Op
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape, stride and dtype of a result."""
+
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+
+
+class Call:
+    """An op with its arguments, a `Layout` in place of each tensor."""
+
+    def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.op, self.args, self.kwargs = op, args, kwargs
+        self.inputs: list[Layout] = [
+            leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, Layout)
+        ]
+        self.mesh = self.inputs[0].mesh
+        self.name: str = getattr(op, "_opname", getattr(op, "__name__", str(op)))
+        self.outputs: list[Meta] = []
+        self.output_tree: Any = None
+        # Whether a probe found that the op raises for some values.
+        self.refuses = False
+
+    @property
+    def placements(self) -> list[Placement]:
+        """The placements of all tensors, each once."""
+        return distinct(p for layout in self.inputs for p in layout.placements)
+
+    @property
+    def whole(self) -> Strategy:
+        """All tensors replicated: right for any op."""
+        return self.with_first(Replicate())
+
+    def with_first(self, placement: Placement) -> Strategy:
+        """The first tensor and the results placed as `placement`, the other tensors replicated."""
+        rest = (Replicate(),) * (len(self.inputs) - 1)
+        return Strategy((placement, *rest), (placement,) * len(self.outputs))
+
+    def kept(self, dims: dict[int, int]) -> list[Strategy]:
+        """Replicated, or the first tensor sharded by one of its `dims` {its dim: results' dim}."""
+        present = filter(is_shard, self.inputs[0].placements)
+        shards = [p for p in distinct([*present, *map(Shard, dims)]) if shard_dim(p) in dims]
+        rest = (Replicate(),) * (len(self.inputs) - 1)
+        return [
+            self.whole,
+            *(
+                Strategy((p, *rest), (moved(p, dims[shard_dim(p)]),) * len(self.outputs))
+                for p in shards
+            ),
+        ]
+
+    def with_all(self, placement: Placement) -> Strategy:
+        """All tensors and all results placed as `placement`."""
+        inputs, outputs = len(self.inputs), len(self.outputs)
+        return Strategy((placement,) * inputs, (placement,) * outputs)
+
+    def sums(self, *layouts: Layout) -> list[Placement]:
+        """The sums and averages among the placements of `layouts`, each once.
+
+        If the op is linear in them, it may compute each term by itself. Not so where terms become
+        integers, or integers that wrap around become something else: there are none then. Of
+        integers, averages are cut to one, which is not linear. A sum of booleans is their `or`.
+        """
+        results = {meta.dtype for meta in self.outputs}
+        found: list[Placement] = []
+        for layout in layouts:
+            old, inexact = layout.dtype, is_inexact(layout.dtype)
+            if layout.has_partial and not all(
+                is_inexact(new) if inexact else new == old for new in results
+            ):
+                return []
+            kinds = LINEAR_REDUCTIONS if inexact else ("sum",) if old != torch.bool else ()
+            found += [
+                p for p in layout.placements if isinstance(p, Partial) and p.reduce_op in kinds
+            ]
+        return distinct(found)
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """The arguments by name, defaults filled in."""
+        schema = cast(Any, self.op)._schema
+        values = {}
+        for i, argument in enumerate(schema.arguments):
+            if i < len(self.args) and not argument.kwarg_only:
+                values[argument.name] = self.args[i]
+            else:
+                values[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return values
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, self.inputs))})"
+
+
+Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
+rules: dict[str, Rule] = {}
+# Users' rules (`experimental.register_sharding`), by overload; they take precedence over ours.
+rules_of_overloads: dict[Op, Rule] = {}
+_RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
+
+
+def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
+    """Register the decorated function as the rule of these ops (in-place variants included)."""
+
+    def register(function: _RuleT) -> _RuleT:
+        for name in names:
+            rules[name] = function
+        return function
+
+    return register
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The items of nested lists, tuples and dicts, in order."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting of lists, tuples and dicts, with `change` applied to the items."""
+    if isinstance(tree, list):
+        return [map_tree(item, change) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(map_tree(item, change) for item in tree)
+    if isinstance(tree, dict):
+        return {name: map_tree(item, change) for name, item in tree.items()}
+    return change(tree)

@@ -1,0 +1,534 @@
+"""Planning: how each rank does its part of one kind of call.
+
+The op runs once on meta tensors, which gives the global results. A rule (`rules_*.py`) offers
+strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of
+this follows from the call alone, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from weft import settings
+from weft.collectives.ranks.group import unwatched
+from weft.dtensor.dispatch.agreement import agreed
+from weft.dtensor.dispatch.call import (
+    Call,
+    Choices,
+    Chosen,
+    Decomposed,
+    Meta,
+    Op,
+    Rule,
+    Strategy,
+    leaves,
+    map_tree,
+    rules,
+    rules_of_overloads,
+)
+from weft.dtensor.dispatch.cross_mesh import of_one_mesh
+from weft.dtensor.dispatch.discovery import discovered
+from weft.dtensor.dispatch.variants import by_functional
+from weft.dtensor.layout.boxes import Layout, check_dense, is_open, is_shard, layout_of, shard_dim
+from weft.dtensor.move.transfers import transition_bytes
+from weft.dtensor.random import with_equal_state
+from weft.dtensor.tensor import DTensor, wrap
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What one kind of call does on this rank.
+
+    Attributes:
+        local: the op on local tensors.
+        moves: target layout of each tensor argument, None where it stays; None if all stay.
+        result: the layout of the result, or the position of the argument that is written and
+            returned; a tree of these if there are several.
+        simple: nothing to do but run `local` and wrap its result, or its list of results.
+        writes_first: nothing to do but run `local`, which writes the first argument, or all tensors
+            of a list that comes first.
+        is_view: the result shares the memory of the first argument.
+        dynamic: the layout of the result is known only after the op has run.
+        check: compare the first result with its layout.
+        inverse: for a view that is computed (conj, neg): maps what is written to it back to the
+            base.
+        title: the call, for messages.
+        writes: positions of the arguments that are written. If they were moved, they are stored
+            back.
+        decomposed: a function of DTensors that computes the op, instead of all this.
+        op: the op that it is the plan of; for a torch function, the op that the function runs.
+    """
+
+    local: Op
+    moves: list[Layout | None] | None = None
+    result: Any = None
+    simple: bool = False
+    writes_first: bool = False
+    is_view: bool = False
+    dynamic: bool = False
+    check: bool = False
+    inverse: Op | None = None
+    title: str = ""
+    writes: tuple[int, ...] = ()
+    decomposed: Op | None = None
+    op: Op | None = None
+
+    def only_computes(self) -> bool:
+        """Whether there is nothing to do but run `local` and wrap its result(s)."""
+        results = self.result if isinstance(self.result, (list, tuple)) else [self.result]
+        return bool(results) and not (
+            self.moves
+            or self.writes
+            or self.check
+            or self.inverse
+            or not all(isinstance(layout, Layout) for layout in results)
+        )
+
+
+def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """The plan of one kind of call, the same on every rank."""
+    tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+    mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            check_dense(str(func), tensor)
+    call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
+    plain = [not isinstance(t, DTensor) for t in tensors]
+    if any(layout.mesh != mesh for layout in call.inputs):
+        return Plan(func, decomposed=of_one_mesh(func, call))
+    writes = written(call)
+    outside = call.inputs[0].index is None
+    if outside and writes:
+        return _outside(call, writes, [])
+    other_way = by_functional(func, call)
+    if other_way is not None:
+        return Plan(func, decomposed=other_way)
+    find = _rule_of(func, call.name)
+    if find is None and (parts := _composite(func)):
+        return Plan(func, decomposed=parts)
+    _learn_outputs(call)
+    if outside and (find is None or call.output_tree is _DYNAMIC):
+        return _outside(call, writes, [])
+    known = find is not None and call.output_tree is not _DYNAMIC
+    decision = find(call) if find is not None and known else _unknown(call, writes)
+    if isinstance(decision, Decomposed):
+        if outside:
+            return _outside(call, writes, [])
+        return Plan(func, decomposed=decision.function)
+    if isinstance(decision, Choices):
+        decision = choose(call, decision, writes, plain)
+    return _planned(call, decision, writes, plain, known)
+
+
+def _planned(
+    call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
+) -> Plan:
+    """The plan of a call whose placements are decided: by a rule if `known`, else by trying it."""
+    targets = [
+        layout.with_placements(placements)
+        for layout, placements in zip(call.inputs, decision.inputs, strict=True)
+    ]
+    moves = [t if t is not i else None for t, i in zip(targets, call.inputs, strict=True)]
+    results = [
+        layout_of(call.mesh, placements, meta.shape, meta.stride, meta.dtype)
+        for meta, placements in zip(call.outputs, decision.outputs, strict=True)
+    ]
+    if call.inputs[0].index is None:
+        return _outside(call, writes, results)
+    if decision.localize is None:
+        local = _refusal(call, targets) or _local_op(call)
+    else:
+        local = decision.localize(call, targets, results)
+    if not known and any(t.dtype.is_complex for t in call.inputs):
+        local = _with_conjugates(local)
+    if call.mesh.device_type == "cpu" and (fault := _fault(call, targets)):
+        local = agreed(local, call.inputs[0], str(call), *fault)
+    if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
+        local = with_equal_state(local, call.mesh)
+    plan = Plan(
+        local,
+        moves if any(moves) else None,
+        title=str(call),
+        writes=tuple(writes),
+        dynamic=call.output_tree is _DYNAMIC,
+        inverse=_LAZY.get(call.op),
+        is_view=_is_view(call),
+    )
+    if plan.dynamic:
+        return plan
+    plan.check = not known
+    returned = _returned(call, writes)
+    if returned is not None:
+        plan.result = returned[0] if len(returned) == 1 else tuple(returned)
+        for position, meta in zip(returned, call.outputs, strict=True):
+            _check_unchanged(call, call.inputs[position], meta)
+        plan.writes_first = (
+            returned == writes == [0] and plan.moves is None and not plain[0] and not plan.check
+        )
+        return plan
+    if writes and not results:
+        first = call.args[0]
+        plan.writes_first = (
+            isinstance(first, (list, tuple))
+            and plan.moves is None
+            and writes == list(range(len(first)))
+            and not any(plain[: len(first)])
+        )
+        return plan
+    each = iter(results)
+    plan.result = map_tree(call.output_tree, lambda a: next(each) if isinstance(a, Meta) else None)
+    plan.simple = plan.only_computes()
+    return plan
+
+
+def _rule_of(func: Op, name: str) -> Rule | None:
+    """The rule of an op, or None; an in-place variant has the rule of the op."""
+    found = rules_of_overloads.get(func) or rules.get(name) or rules.get(name.removesuffix("_"))
+    if found is None and torch.Tag.pointwise in getattr(func, "tags", ()):
+        return rules["pointwise"]
+    if found is None and name.startswith(("_foreach_", "_fused_")):
+        return rules["foreach"]
+    return found
+
+
+def _local_op(call: Call) -> Op:
+    """What computes the op on local tensors."""
+    # torch's argument parsers, used by `quickest`, would turn symbolic sizes into numbers.
+    in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
+    return _LAZY.get(call.op) or (quickest(call.op) if in_numbers else call.op)
+
+
+def _composite(func: Op) -> Op | None:
+    """What decomposes a composite op; torch itself does so, except in inference mode."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
+    return partial(func._op_dk, _COMPOSITE) if taken_apart else None
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
+    """The plan of a process outside of the mesh: it computes nothing and gets empty results.
+
+    They are placed as inside the mesh if that is known, so that they can be redistributed.
+    """
+    if not results:
+        _learn_outputs(call)
+        if call.output_tree is _DYNAMIC:
+            raise RuntimeError(
+                f"{call}: its result depends on values that only ranks "
+                f"{list(call.inputs[0].place.ranks)} of the mesh have, not this process: make the "
+                f"call there, or redistribute to a mesh with this process first"
+            )
+        results = [
+            layout_of(call.mesh, (Replicate(),) * call.mesh.ndim, m.shape, m.stride, m.dtype)
+            for m in call.outputs
+        ]
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    if writes:
+        returned = _returned(call, writes)
+        result = returned[0] if returned and len(returned) == 1 else returned
+        return Plan(nothing, result=result, writes=tuple(writes))
+
+    def empty(layout: Layout) -> Any:
+        device = call.mesh.device_type
+        return wrap(torch.zeros(layout.local_shape, dtype=layout.dtype, device=device), layout)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        each = iter(results)
+        return map_tree(call.output_tree, lambda a: empty(next(each)) if isinstance(a, Meta) else a)
+
+    return Plan(nothing, decomposed=run)
+
+
+_DYNAMIC = object()
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+# These raise if an index is out of range, or an integer is divided by zero: errors that only the
+# rank with that value sees. On a GPU the device raises later, or not at all: nothing to agree on.
+_INDEXED: dict[str, type[Exception]] = {
+    "embedding": IndexError, "index": IndexError, "index_copy": IndexError,
+    "index_fill": IndexError, "index_put": IndexError, "_index_put_impl": IndexError,
+    "index_reduce": IndexError, "index_select": IndexError, "take": IndexError,
+    "gather": RuntimeError, "index_add": RuntimeError, "max_unpool2d": RuntimeError,
+    "max_unpool3d": RuntimeError, "one_hot": RuntimeError, "scatter": RuntimeError,
+    "scatter_add": RuntimeError, "scatter_reduce": RuntimeError,
+}  # fmt: skip
+_DIVIDING = {"div", "floor_divide", "remainder", "fmod"}
+# Lazy in torch, where they set a bit that is ignored below __torch_dispatch__. Here they compute.
+_LAZY: dict[Op, Op] = {
+    torch.ops.aten._conj.default: torch.conj_physical,
+    torch.ops.aten._neg_view.default: torch.neg,
+}
+# Ops that torch has with the same arguments as functions or, in place, as methods.
+_PARSED: dict[str, Op] = {
+    name: getattr(torch.Tensor if name.endswith("_") else torch._C._VariableFunctions, name)
+    for name in (
+        "add", "sub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+        "relu", "sigmoid", "tanh", "where", "eq", "ne", "lt", "gt", "clamp", "masked_fill",
+        "sum", "mean", "_softmax", "_log_softmax", "native_layer_norm", "embedding", "mm", "bmm",
+        "clone", "cat", "stack", "add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_",
+        "detach", "t", "transpose", "permute", "unsqueeze", "select", "split", "split_with_sizes",
+    )
+}  # fmt: skip
+
+
+def _with_conjugates(op: Op) -> Op:
+    """`op` with torch's handling of conjugate bits: kernels made of other ops set such bits.
+
+    The results have none.
+    """
+    lib: Any = torch._C
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        excluded = lib._dispatch_tls_local_exclude_set()
+        for key in (lib.DispatchKey.Conjugate, lib.DispatchKey.Negative):
+            excluded = excluded.remove(key)
+        with lib._ForceDispatchKeyGuard(lib._dispatch_tls_local_include_set(), excluded):
+            return map_tree(op(*args, **kwargs), _resolved)
+
+    return run
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+
+
+def quickest(op: Op) -> Op:
+    """`op`, or an equivalent that is 0.6 to 1.8 us faster to call than an overload object."""
+    name = getattr(op, "_opname", "")
+    if name.startswith("_foreach_"):
+        return getattr(torch, name, op)
+    return _PARSED.get(name, op) if getattr(op, "namespace", "") == "aten" else op
+
+
+def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | None:
+    """The error that may occur on some ranks only; None if there is none."""
+    cut = [t.dtype for t in targets if t.cut_dims]
+    if call.refuses and cut:
+        return RuntimeError, "a value is refused"
+    integers, name = {torch.int64, torch.int32}, call.name.removesuffix("_")
+    if name in _INDEXED and (
+        integers & set(cut)
+        # If a rank has nothing to pick from, torch may not look at the indices.
+        or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
+    ):
+        return _INDEXED[name], "an index is out of range"
+    divides = name in _DIVIDING and isinstance(call.args[1], Layout)
+    if divides and cut and not call.outputs[0].dtype.is_floating_point:
+        return RuntimeError, "ZeroDivisionError"
+    return None
+
+
+def _refusal(call: Call, targets: list[Layout]) -> Op | None:
+    """On a rank without elements: raises what the op raises for such dtypes where there are some.
+
+    Kernels may look at the dtype only if there is something to compute.
+    """
+    if _is_faked() or not any(t.cut_dims and 0 in t.local_shape for t in targets):
+        return None
+    try:
+        with unwatched():
+            first = (
+                torch.zeros(t.shape_at(0), dtype=t.dtype, device=t.mesh.device_type)
+                for t in targets
+            )
+            args, kwargs = map_tree(
+                [list(call.args), call.kwargs],
+                lambda a: next(first) if isinstance(a, Layout) else a,
+            )
+            call.op(*args, **kwargs)
+    except NotImplementedError as error:
+        text = str(error)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise NotImplementedError(text)
+
+        return refuse
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        pass  # it may be as the values are zeros
+    return None
+
+
+def _leaves_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing of a tensor that others hold parts of."""
+    if not layout.cut_dims or any(map(is_open, layout.shape)):
+        return False
+    return any(0 in layout.shape_at(i) for i in range(len(layout.place.ranks)))
+
+
+def _layout_of_argument(a: Any, mesh: Any) -> Any:
+    if isinstance(a, DTensor):
+        return a._layout
+    if isinstance(a, torch.Tensor):
+        placements = (Replicate(),) * mesh.ndim
+        return layout_of(mesh, placements, tuple(a.shape), a.stride(), a.dtype)
+    return a
+
+
+def written(call: Call) -> list[int]:
+    """Positions, among the tensor arguments, of those that the op writes."""
+    schema = getattr(call.op, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    positions: list[int] = []
+    at = 0
+    for argument in schema.arguments:
+        value = call.bound[argument.name]
+        count = sum(isinstance(leaf, Layout) for leaf in leaves([value]))
+        # A fused optimizer unscales gradients in place only when it is given a scale.
+        scratch = argument.name == "grads" and call.bound.get("grad_scale") is None
+        if argument.alias_info is not None and argument.alias_info.is_write and not scratch:
+            positions += range(at, at + count)
+        at += count
+    return positions
+
+
+def _returned(call: Call, writes: list[int]) -> list[int] | None:
+    """Which written argument each result is; None if the results are new tensors."""
+    schema = getattr(call.op, "_schema", None)
+    if not writes or schema is None or not schema.returns:
+        return None
+    infos = [a.alias_info for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    pairs = zip(infos, writes, strict=False)
+    marks = {mark: position for info, position in pairs for mark in info.before_set}
+    found: list[int] = []
+    for result in schema.returns:
+        if result.alias_info is None:
+            return None
+        found += [marks[mark] for mark in result.alias_info.before_set if mark in marks][:1]
+    return found if len(found) == len(schema.returns) else None
+
+
+def _is_view(call: Call) -> bool:
+    schema = getattr(call.op, "_schema", None)
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and any(r.alias_info is not None for r in schema.returns)
+    )
+
+
+def _check_unchanged(call: Call, target: Layout, meta: Meta) -> None:
+    if meta.shape != target.shape:
+        raise NotImplementedError(
+            f"{call} in place would change the shape {target.shape} to {meta.shape}: use the "
+            f"variant that returns a new tensor"
+        )
+
+
+def _learn_outputs(call: Call) -> None:
+    """Run the op on meta tensors: shapes, strides and dtypes of the global results.
+
+    If these depend on the data, the result is known only after the op has run.
+    """
+    kwargs = dict(call.kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        with nullcontext() if _is_faked() else unwatched():
+            args, kwargs = map_tree([list(call.args), kwargs], _meta_argument)
+            result = call.op(*args, **kwargs)
+    except (ZeroDivisionError, TypeError):  # some meta kernels in Python fail at empty sizes
+        call.output_tree = _DYNAMIC
+        return
+    except (RuntimeError, IndexError, ValueError) as error:
+        # Ops without a meta kernel report it in several ways, all of them RuntimeErrors.
+        unknown = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+        # What is wrong with numbers or nothing, the op itself may word better: it runs on replicas.
+        tiny = all(torch.Size(t.shape).numel() < 2 for t in call.inputs)
+        if not (tiny or (isinstance(error, RuntimeError) and unknown)):
+            text = str(error).partition("\nException raised from")[0]
+            raise type(error)(f"{text} [in {call}]") from None
+        call.output_tree = _DYNAMIC
+        return
+    for value in leaves(result):
+        if isinstance(value, torch.Tensor):
+            check_dense(f"the result of {call}", value)
+    call.output_tree = map_tree(result, _meta_of)
+    call.outputs = [leaf for leaf in leaves(call.output_tree) if isinstance(leaf, Meta)]
+
+
+def _is_faked() -> bool:
+    """Whether a graph is traced, where sizes may be symbols."""
+    modes: Any = torch._C._TorchDispatchModeKey
+    return torch._C._get_dispatch_mode(modes.FAKE) is not None
+
+
+def _meta_argument(a: Any) -> Any:
+    if isinstance(a, Layout):
+        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
+    if isinstance(a, torch.Generator):
+        return None
+    return a
+
+
+def _meta_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Meta(tuple(value.shape), value.stride(), value.dtype)
+    return value
+
+
+def _unknown(call: Call, writes: list[int]) -> Choices:
+    """Strategies of an op without a rule: what a probe found, or all tensors replicated."""
+    found: list[Strategy] = []
+    if call.output_tree is not _DYNAMIC:
+        found, call.refuses = discovered(call, writes)
+    if settings.tracing():
+        how = "a rule was found by probing it" if found else "no sharding rule for it"
+        settings.record(call.name, "discovered" if found else "replicated", how, str(call))
+    return Choices([call.whole, *found])
+
+
+def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
+    """Take the cheapest strategy for each mesh dim."""
+    taken: list[Strategy] = []
+    for mesh_dim in range(call.mesh.ndim):
+        prices = [_price(call, s, mesh_dim, writes, plain) for s in choices.strategies]
+        known = [price for price in prices if price is not None]
+        if not known:
+            raise RuntimeError(
+                f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
+                f"Replicate() first."
+            )
+        taken.append(choices.strategies[prices.index(min(known))])
+    inputs, outputs = zip(*taken, strict=True)
+    return Chosen([*zip(*inputs, strict=True)], [*zip(*outputs, strict=True)], choices.localize)
+
+
+def _price(
+    call: Call, strategy: Strategy, mesh_dim: int, writes: list[int], plain: list[bool]
+) -> tuple[float, int] | None:
+    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is impossible."""
+    total, changes = 0.0, 0
+    for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
+        old = layout.placements[mesh_dim]
+        if old == wanted:
+            continue
+        if plain[i] and (i in writes or layout.shape == ()):
+            return None
+        if isinstance(wanted, Partial) and not isinstance(old, Replicate):
+            return None
+        if is_shard(wanted) and shard_dim(wanted) >= len(layout.shape):
+            return None
+        total += transition_bytes(layout, mesh_dim, wanted)
+        if i in writes:  # and back
+            there = list(layout.placements)
+            there[mesh_dim] = wanted
+            total += transition_bytes(layout.with_placements(there), mesh_dim, old)
+        changes += 1
+    if len(writes) == len(strategy.outputs) and any(
+        strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
+    ):
+        return None  # an in-place result keeps the placement of the tensor that is written
+    return total, changes

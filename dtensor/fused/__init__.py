@@ -1,0 +1,5 @@
+"""Calls that run as fused kernels, caught above autograd.
+
+May import the rooms `layout`, `move`, `tracing`, `dispatch` and `rules` of `dtensor`. Read
+`functional` (which calls are caught), `linear`, `attention`, `loss`, `context_parallel`.
+"""

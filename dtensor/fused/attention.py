@@ -1,0 +1,208 @@
+"""Attention of DTensors: on each rank's batch, heads or rows, or by ring attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+
+from weft.collectives import chunk_sizes
+from weft.dtensor.fused.linear import is_dtensor
+from weft.dtensor.layout.boxes import (
+    Layout,
+    Placements,
+    contiguous_stride,
+    is_shard,
+    layout_of,
+    shard_dim,
+)
+from weft.dtensor.move.explicit import check_explicit
+from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed
+from weft.kernels import ring_attention
+
+
+def _attention_dim(
+    dim: int, q: Layout, k: Layout, v: Layout, whole_rows: bool
+) -> tuple[Placement, Placement]:
+    """How q, and how k and v, are placed along one mesh dim."""
+    n_batch = len(q.shape) - 2
+    placements = [t.placements[dim] for t in (q, k, v)]
+    for p in placements:
+        if type(p) is Shard and p.dim < n_batch:
+            heads = {t.shape[p.dim] for t in (q, k, v)}
+            every = zip(q.placements, k.placements, v.placements, strict=True)
+            cuts = math.prod(n for n, ps in zip(q.place.sizes, every, strict=True) if p in ps)
+            # Fewer heads of keys: each rank has those of its queries if all are cut evenly.
+            if len(heads) == 1 or all(n % cuts == 0 for n in heads):
+                return p, p
+    if whole_rows and placements[0] == Shard(n_batch):
+        return Shard(n_batch), Replicate()
+    return Replicate(), Replicate()
+
+
+def _mask_placement(mask: Layout, q: Layout, placement: Placement) -> Placement:
+    if not is_shard(placement):
+        return Replicate()
+    own = shard_dim(placement) - (len(q.shape) - len(mask.shape))
+    return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention`: batch, heads, and (not causal) rows of q may be sharded."""
+    if not all(map(is_dtensor, (query, key, value))):
+        return NotImplemented
+    if attn_mask is not None and not is_dtensor(attn_mask):
+        return NotImplemented
+    q, k, v = query._layout, key._layout, value._layout
+    if not len(q.shape) == len(k.shape) == len(v.shape) or not q.mesh == k.mesh == v.mesh:
+        return NotImplemented
+    if dropout_p > 0:
+        return _attention_step_by_step(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    around = [d for d in range(q.mesh.ndim) if _cut_by_sequence(d, q, k, v)]
+    heads_fit = q.shape[1:2] == k.shape[1:2] or enable_gqa
+    if len(around) == 1 and attn_mask is None and k.shape == v.shape and heads_fit:
+        return _attention_around(around[0], query, key, value, is_causal, scale)
+    pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
+    rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    if q.index is None:
+        return outside_result(_layout_of_result(rows, q, v), query, key, value, attn_mask)
+    # The rows of q on this rank give one term of the gradients of k, v and the mask.
+    of_shared = _grad_placements(rows, shared)
+    q_local = local_part(_placed(query, rows), rows)
+    k_local = local_part(_placed(key, shared), of_shared)
+    v_local = local_part(_placed(value, shared), of_shared)
+    mask_local = None
+    if attn_mask is not None:
+        mask = attn_mask._layout
+        placed = tuple(_mask_placement(mask, q, p) for p in rows)
+        mask_local = local_part(_placed(attn_mask, placed), _grad_placements(rows, placed))
+    if q_local.numel():
+        y = functional.scaled_dot_product_attention(
+            q_local,
+            k_local,
+            v_local,
+            mask_local,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    else:
+        # A rank without heads or rows still takes part in the backward, whose gradients are summed.
+        used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
+        y = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
+    return _result(y, rows, q, v)
+
+
+def _grad_placements(rows: Placements, shared: Placements) -> Placements:
+    """How the ranks' gradients of a tensor placed as `shared` make up its gradient.
+
+    Where queries are sharded and it is not, each rank has the term of its own rows.
+    """
+    pairs = zip(rows, shared, strict=True)
+    return tuple(Partial("sum") if is_shard(a) and not is_shard(b) else b for a, b in pairs)
+
+
+def _layout_of_result(rows: Placements, q: Layout, v: Layout) -> Layout:
+    shape = (*q.shape[:-1], v.shape[-1])
+    return layout_of(q.mesh, rows, shape, contiguous_stride(shape), q.dtype)
+
+
+def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
+    shape = (*q.shape[:-1], v.shape[-1])
+    return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
+
+
+def _placed(tensor: DTensor, placements: Placements) -> DTensor:
+    target = tensor._layout.with_placements(placements)
+    check_explicit(lambda: "scaled_dot_product_attention", tensor._layout, target)
+    return redistributed(tensor, target)
+
+
+def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
+    """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
+    if len(q.shape) != 4 or q.place.sizes[dim] == 1 or not q.place.ascends[dim]:
+        return False
+    return all(t.placements[dim] == Shard(2) for t in (q, k, v))
+
+
+def _attention_around(
+    dim: int, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
+) -> Any:
+    """Attention to keys that are sharded along mesh dim `dim`, by ring attention."""
+    q, k, v = query._layout, key._layout, value._layout
+    rows = tuple(
+        Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
+    )
+    if q.index is None:
+        return outside_result(_layout_of_result(rows, q, v), query, key, value)
+    parts = [local_part(_placed(t, rows), rows) for t in (query, key, value)]
+    world_size = q.place.sizes[dim]
+    whole = tuple(Replicate() if d == dim else p for d, p in enumerate(rows))
+    check_explicit(lambda: "ring attention", k.with_placements(rows), k.with_placements(whole))
+    y = ring_attention(
+        parts[0],
+        parts[1],
+        parts[2],
+        q.mesh.get_group(dim),
+        causal=is_causal,
+        scale=scale,
+        sizes=chunk_sizes(q.shape[2], world_size),
+        key_sizes=chunk_sizes(k.shape[2], world_size),
+    )
+    return _result(y, rows, q, v)
+
+
+def _attention_step_by_step(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: DTensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """Attention whose weights are a DTensor, so that dropout is that of a single device."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key = cast(DTensor, key.repeat_interleave(times, -3))
+        value = cast(DTensor, value.repeat_interleave(times, -3))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    root = math.sqrt(abs(scale))
+    weights: Any = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        attn_mask = weights.new_ones(weights.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        weights = weights.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        weights = weights + attn_mask
+    # A row that sees nothing is one of zeros.
+    shares = weights.softmax(-1) if attn_mask is None else torch._safe_softmax(weights, -1)
+    return functional.dropout(shares, dropout_p) @ value
+
+
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s."""
+    order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
+    stride, step = [0] * len(shape), 1
+    for d in order:
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)

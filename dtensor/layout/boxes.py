@@ -1,0 +1,545 @@
+"""Layouts: which part of a global tensor each rank of a mesh holds.
+
+A layout is (mesh, placements, global shape, stride, dtype). Along each tensor dim it gives a rank
+its *runs*: (start, length) pairs of global indices, in the order of the rank's local tensor. A
+plain `Shard` gives one run, `_StridedShard` several. The product of the runs over the dims is the
+rank's box. Placements apply from left to right: a later mesh dim cuts what the earlier ones left.
+
+    shape (5, 4), mesh (2, 2), [Shard(0), Shard(1)]      rank 0: rows [0, 3), columns [0, 2)
+                                                         rank 3: rows [3, 5), columns [2, 4)
+
+Everything here is arithmetic, without communication. Layouts are interned: equal layouts are one
+object, and a dictionary key made of them is cheap. Only those of a graph that is traced for several
+sizes are not: see `open_layout.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import _mesh_resources
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Run = tuple[int, int]
+Runs = tuple[Run, ...]
+Box = tuple[Runs, ...]
+Placements = tuple[Placement, ...]
+Shape = tuple[int, ...]
+
+# Reductions that commute with addition and with scaling.
+LINEAR_REDUCTIONS = ("sum", "avg")
+# What each reduction of a Partial does to an accumulator, given another term.
+REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,  # divided at the end, by `divide_`
+    "product": torch.Tensor.mul_,
+    "max": lambda acc, term: torch.maximum(acc, term, out=acc),
+    "min": lambda acc, term: torch.minimum(acc, term, out=acc),
+    "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_,
+    "bxor": torch.Tensor.bitwise_xor_,
+}
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers of `dtype` are floating-point or complex, not integers or booleans."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def divide_(total: torch.Tensor, count: int) -> torch.Tensor:
+    """The average of a sum; of integers it is cut to one."""
+    if is_inexact(total.dtype):
+        return total.div_(count)
+    return total.div_(count, rounding_mode="trunc")
+
+
+# `isinstance` takes a microsecond where the answer is no, as their metaclass has its own.
+_OTHER_KINDS = (Replicate, Partial)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether `placement` cuts a tensor dim: `Shard` or `_StridedShard`."""
+    return type(placement) not in _OTHER_KINDS and isinstance(placement, (Shard, _StridedShard))
+
+
+def shard_dim(placement: Placement) -> int:
+    """The tensor dim that `placement` cuts; -1 if it cuts none."""
+    return cast(Any, placement).dim if is_shard(placement) else -1
+
+
+def distinct(placements: Iterable[Placement]) -> list[Placement]:
+    """Each placement once, in order: the order of a set may differ from rank to rank."""
+    return list(dict.fromkeys(placements))
+
+
+def pieces_of(placement: Placement) -> int:
+    """Into how many pieces a shard first divides its dim, taking a part of each."""
+    if type(placement) is Shard or not isinstance(placement, _StridedShard):
+        return 1
+    return int(placement.split_factor)
+
+
+def is_open(size: Any) -> bool:
+    """Whether `size` is a symbol of a graph that is being traced."""
+    return isinstance(size, torch.SymInt)
+
+
+def chunk(length: int, parts: int, index: int) -> Run:
+    """(start, length) of part `index` of `torch.chunk`; trailing parts may be empty."""
+    if is_open(length) and length % parts == 0:  # adds no other condition to the graph
+        return length // parts * index, length // parts
+    full = -(-length // parts)
+    start = min(length, full * index)
+    return start, min(length, start + full) - start
+
+
+def contiguous_stride(shape: Sequence[int]) -> Shape:
+    """Strides of a contiguous tensor of `shape`."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _take(runs: Runs, start: int, length: int) -> list[Run]:
+    """The part [start, start + length) of the indices that `runs` lists."""
+    taken = []
+    for first, size in runs:
+        skip = min(start, size)
+        use = min(size - skip, length)
+        if use > 0:
+            taken.append((first + skip, use))
+        start -= skip
+        length -= use
+    return taken
+
+
+@lru_cache(maxsize=1 << 14)
+def runs_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
+    """What is left of a dim after cuts (pieces, parts, index), from left to right."""
+    if cuts:
+        return _cut(runs_of(size, cuts[:-1]), *cuts[-1])
+    return ((0, size),) if size else ()
+
+
+def _even_runs(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Runs:
+    """`runs_of` for a size that a graph leaves open, which the cuts divide evenly."""
+    start, length = 0, size
+    for _, parts, index in cuts:
+        offset, length = chunk(length, parts, index)
+        start += offset
+    return ((start, length),)
+
+
+def _cut(runs: Runs, pieces: int, parts: int, index: int) -> Runs:
+    """What rank `index` of `parts` keeps of `runs`: a part of each of `pieces` pieces."""
+    total = sum(size for _, size in runs)
+    kept: list[Run] = []
+    for piece in range(pieces):
+        offset, size = chunk(total, pieces, piece)
+        start, length = chunk(size, parts, index)
+        for run in _take(runs, offset + start, length):
+            if kept and kept[-1][0] + kept[-1][1] == run[0]:
+                kept[-1] = (kept[-1][0], kept[-1][1] + run[1])
+            else:
+                kept.append(run)
+    return tuple(kept)
+
+
+def check_dense(what: str, tensor: torch.Tensor) -> None:
+    """Raise for tensors that have no strides, or whose numbers are not their values.
+
+    Raises:
+        NotImplementedError: a sparse, nested or quantized tensor.
+    """
+    if tensor.is_nested:
+        kind, way_out = "nested", "torch.nested.to_padded_tensor(t, 0.0)"
+    elif tensor.is_quantized:
+        kind, way_out = "quantized", "t.dequantize()"
+    elif tensor.layout is not torch.strided:
+        kind, way_out = f"{tensor.layout}", "t.to_dense()"
+    else:
+        return
+    raise NotImplementedError(
+        f"{what}: a DTensor is dense, and this is a {kind} tensor. Make it a dense one by "
+        f"{way_out}, or compute on local tensors, as to_local() and full_tensor() return them"
+    )
+
+
+def normalize(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Placements:
+    """Placements with dims counted from the front.
+
+    Raises:
+        ValueError: not one placement for each mesh dim, a shard of a dim that does not exist or
+            into no pieces, or an unknown reduction, as of torch for embeddings and norms.
+    """
+    if isinstance(placements, Placement):
+        raise ValueError(f"placements is a list, one per mesh dim: pass [{placements}]")
+    if len(placements) != mesh_ndim:
+        raise ValueError(
+            f"there must be one placement per mesh dim, got {len(placements)} placements "
+            f"{tuple(placements)} for a mesh of {mesh_ndim} dims"
+        )
+    result: list[Placement] = []
+    for placement in placements:
+        if type(placement) is Replicate or (type(placement) is Shard and -1 < placement.dim < ndim):
+            result.append(placement)  # the usual case
+            continue
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"a placement is Shard(dim), Replicate() or Partial(), got {placement!r} in "
+                f"{placements}: weft.dtensor.notation reads other notations"
+            )
+        if isinstance(placement, Partial) and type(placement) is not Partial:
+            raise ValueError(
+                f"{placement!r} is reduced in a way of its own, which only its maker knows: "
+                f"redistribute the tensor to Replicate() or Shard(dim) there first"
+            )
+        if isinstance(placement, Partial) and placement.reduce_op not in REDUCE:
+            raise ValueError(
+                f"{placement} asks for an unknown reduction: Partial takes one of {list(REDUCE)}"
+            )
+        if is_shard(placement):
+            dim = shard_dim(placement)
+            if not -ndim <= dim < ndim:
+                raise ValueError(
+                    f"{placement} shards dim {dim}, but the tensor has {ndim} dims: shard a dim "
+                    f"in [{-ndim}, {ndim}), or use Replicate()"
+                )
+            if pieces_of(placement) < 1:
+                raise ValueError(
+                    f"{placement} takes no part of the tensor: split_factor must be at least 1"
+                )
+            if dim < 0:
+                placement = moved(placement, dim + ndim)
+        result.append(placement)
+    return tuple(result)
+
+
+def from_front(dim: Any, ndim: int) -> int:
+    """A dim that may be negative, counted from the front; 0 for a scalar."""
+    return int(dim) % ndim if ndim else 0
+
+
+def moved(placement: Placement, dim: int) -> Placement:
+    """The same kind of shard, of tensor dim `dim`."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    """`device_mesh`, or that of the enclosing `with mesh:`.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if device_mesh is not None:
+        return device_mesh
+    if not _mesh_resources.mesh_stack:
+        raise RuntimeError(
+            "No device mesh is currently active! Pass device_mesh=, or make the call inside of "
+            "`with mesh:`"
+        )
+    return _mesh_resources.get_current_mesh()
+
+
+class Ranks:
+    """Stands in for a `DeviceMesh` in arithmetic: for ranks that do not run, or have no mesh."""
+
+    def __init__(self, mesh: torch.Tensor) -> None:
+        self.mesh, self.shape, self.ndim = mesh, tuple(mesh.shape), mesh.ndim
+
+
+class MeshPlace:
+    """Where this process is in a mesh; cached, as asking the mesh takes microseconds."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.sizes: Shape = tuple(mesh.shape)
+        with unset_fake_temporarily():  # the first look at a mesh may be under a FakeTensorMode
+            grid = mesh.mesh
+            self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
+            # Whether ranks along each dim ascend, as those of its process group do.
+            self.ascends = [bool((grid.diff(dim=dim) > 0).all()) for dim in range(grid.ndim)]
+        self.coordinates: list[Shape] = list(itertools.product(*map(range, self.sizes)))
+        here = dist.get_rank() if dist.is_initialized() else 0
+        self.index: int | None = self.ranks.index(here) if here in self.ranks else None
+        self.index_of = {coordinate: i for i, coordinate in enumerate(self.coordinates)}
+        # Stand-ins for single ranks, so that moves from there are planned once.
+        self.meshes_of_one: dict[int, Any] = {}
+
+
+_places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
+
+
+def place_of(mesh: DeviceMesh) -> MeshPlace:
+    """This process's place in `mesh`."""
+    place = _places.get(mesh)
+    if place is None:
+        place = _places[mesh] = MeshPlace(mesh)
+    return place
+
+
+class Layout:
+    """How a tensor is placed on a mesh. Made by `layout_of`: equal layouts are one object."""
+
+    mesh: DeviceMesh
+    placements: Placements
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+    # Whether the boxes differ from those of the placements: see `with_boxes`.
+    has_own_boxes = False
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Placements,
+        shape: Shape,
+        stride: Shape,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.placements = mesh, placements
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+        self.place = place_of(mesh)
+        # None in a process outside of the mesh, which holds no part.
+        self.index = self.place.index
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} {show(self.placements)} on {list(self.place.sizes)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_of, (self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the tensor."""
+        return len(self.shape)
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Each rank's box, in the order of the flattened mesh."""
+        return [self.box(coordinate) for coordinate in self.place.coordinates]
+
+    def box(self, coordinate: Shape) -> Box:
+        """The box of the rank at `coordinate` of the mesh."""
+        cuts: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.shape)
+        for placement, parts, index in zip(
+            self.placements, self.place.sizes, coordinate, strict=True
+        ):
+            if is_shard(placement):
+                cuts[shard_dim(placement)] += ((pieces_of(placement), parts, index),)
+        return tuple(
+            (_even_runs if is_open(size) else runs_of)(size, cut)
+            for size, cut in zip(self.shape, cuts, strict=True)
+        )
+
+    def shape_at(self, index: int) -> Shape:
+        """Local shape of rank `index` of the flattened mesh."""
+        return tuple(sum(size for _, size in runs) for runs in self.boxes[index])
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        """Local shape on this process. Outside of the mesh it is empty, but that of a scalar."""
+        if self.index is None:
+            return (0,) if self.shape else ()
+        return self.shape_at(self.index)
+
+    @cached_property
+    def offset(self) -> Shape:
+        """First global index of this process's box along each dim; the dim's size if empty."""
+        if self.index is None:
+            return (0,) * len(self.shape)
+        box = self.boxes[self.index]
+        return tuple(
+            runs[0][0] if runs else size for runs, size in zip(box, self.shape, strict=True)
+        )
+
+    @cached_property
+    def coordinate(self) -> Shape:
+        """This process's coordinate in the mesh."""
+        assert self.index is not None
+        return self.place.coordinates[self.index]
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(
+            isinstance(placement, Replicate) or size == 1
+            for placement, size in zip(self.placements, self.place.sizes, strict=True)
+        )
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a contiguous tensor."""
+        return self.stride == contiguous_stride(self.shape)
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """Whether the ranks' values still have to be reduced."""
+        return any(isinstance(placement, Partial) for placement in self.placements)
+
+    @cached_property
+    def cut_dims(self) -> tuple[int, ...]:
+        """Tensor dims that are sharded."""
+        return tuple(sorted({shard_dim(p) for p in self.placements} - {-1}))
+
+    @cached_property
+    def gradient_placements(self) -> Placements:
+        """Placements of the gradient: each term of a sum gets all of it."""
+        return tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
+
+    @cached_property
+    def global_bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """The same as torch's DTensor keeps it. A new one each time, as others write to theirs."""
+        meta = TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
+        return DTensorSpec(self.mesh, self.placements, meta)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """The same tensor with other placements on the same mesh."""
+        if tuple(placements) == self.placements:
+            return self
+        return layout_of(self.mesh, tuple(placements), self.shape, self.stride, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> Layout:
+        """The same placement of a tensor of `dtype`."""
+        return layout_of(self.mesh, self.placements, self.shape, self.stride, dtype)
+
+    def reduced(self) -> Layout:
+        """The same with `Partial` replaced by `Replicate`."""
+        return self.with_placements(self.gradient_placements)
+
+    def replicated(self) -> Layout:
+        """The whole tensor on every rank."""
+        return self.with_placements((Replicate(),) * len(self.placements))
+
+    @cached_property
+    def twin(self) -> Layout:
+        """The same as another object: moving to it makes a copy."""
+        return Layout(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+    def closed(self) -> Layout:
+        """The same with the present sizes, where a graph leaves some open."""
+        return self
+
+
+_layouts: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
+
+
+def layout_of(
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: Shape,
+    stride: Shape,
+    dtype: torch.dtype,
+) -> Layout:
+    """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
+    key = (mesh, placements, shape, stride, dtype)
+    try:
+        layout = _layouts.get(key)
+    except TypeError:
+        from weft.dtensor.layout.symbolic import layout_in_graph
+
+        return layout_in_graph(mesh, placements, shape, stride, dtype)
+    if layout is None:
+        layout = _layouts[key] = Layout(*key)
+    return layout
+
+
+def layout_of_spec(spec: DTensorSpec) -> Layout:
+    """The layout of a spec of torch's DTensor.
+
+    Raises:
+        ValueError: it lacks the tensor's shape and dtype.
+        NotImplementedError: its mesh dims cut in an order of their own, and not evenly.
+    """
+    meta = spec.tensor_meta
+    if meta is None:
+        raise ValueError(f"{spec} has no tensor_meta: shape, stride and dtype are needed")
+    shape, stride = tuple(meta.shape), tuple(meta.stride)
+    placements = normalize(_in_order(spec, shape), len(shape), spec.mesh.ndim)
+    return layout_of(spec.mesh, placements, shape, stride, meta.dtype)
+
+
+def _in_order(spec: DTensorSpec, shape: Shape) -> Placements:
+    """The placements of a spec that also say in which order mesh dims cut a tensor dim."""
+    order, placements = spec.shard_order, spec.placements
+    if any(isinstance(p, _StridedShard) for p in placements) or spec.is_default_device_order(order):
+        return placements
+    for tensor_dim, mesh_dims in order:
+        if shape[tensor_dim] % math.prod(map(spec.mesh.size, mesh_dims)):
+            raise NotImplementedError(
+                f"a tensor of shape {shape}, whose dim {tensor_dim} is cut by mesh dims "
+                f"{mesh_dims} in this order: no placements say which parts these are where they "
+                f"are not of one size. Redistribute it to {show(placements)} by torch first"
+            )
+    return spec._convert_shard_order_to_StridedShard(order, placements, spec.mesh)
+
+
+def with_boxes(layout: Layout, boxes: list[Box]) -> Layout:
+    """The same tensor, of which each rank holds the given box; boxes may overlap."""
+    given = Layout(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype)
+    given.__dict__["boxes"] = boxes
+    given.has_own_boxes = True
+    return given
+
+
+def show(placements: Sequence[Placement]) -> str:
+    """Placements in short: `[S(0), R, P(sum)]`."""
+    return f"[{', '.join(map(_short, placements))}]"
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, _StridedShard):
+        return f"_S({placement.dim}, {placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    return f"P({placement.reduce_op})" if isinstance(placement, Partial) else "R"
+
+
+@lru_cache(maxsize=1024)
+def check_partials(placements: Placements, dtype: torch.dtype) -> None:
+    """Raise `ValueError` if mesh dims would be reduced by operations that do not commute, or that
+    torch does not have for `dtype`.
+
+    All ranks find this before they communicate. The reduction itself runs only where there are
+    terms to reduce, and would raise on some ranks while others wait for them.
+    """
+    kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(kinds) > 1 and not kinds <= set(LINEAR_REDUCTIONS):
+        raise ValueError(
+            f"Mixed Partial reduce types are not supported: {show(placements)} would be reduced by "
+            f"{sorted(kinds)} in an order that matters. Redistribute one of them first."
+        )
+    with unset_fake_temporarily():
+        for kind in sorted(kinds):
+            one = torch.ones((), dtype=dtype, device="cpu")
+            try:
+                REDUCE[kind](one, one.clone())
+                if kind == "avg":
+                    divide_(one, 2)
+            except (RuntimeError, TypeError) as error:  # by torch 2.15 of complex numbers
+                raise ValueError(
+                    f"{show(placements)} of {dtype} cannot be reduced: torch has no such {kind} "
+                    f"({error}). Make it of another dtype, by to(dtype) of the local tensors"
+                ) from None

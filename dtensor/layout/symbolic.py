@@ -1,0 +1,116 @@
+"""Layouts with symbolic ("open") sizes, in graphs that torch.compile traces for a dynamic batch.
+
+    x: 8 rows, Shard(0) over 2 ranks     the compiler has s0 rows of the whole, s1 of this rank's
+    relate                               condition of the graph: s0 == 2 * s1
+    (x * 2).sum(0) @ w                   rows 2 * s1, then Partial sums: one graph for all even s0
+    x: 7 rows                            the ranks hold 4 and 3: a graph for 7 rows, and no others
+
+A size stays open if no mesh dim cuts it, or if plain shards cut it into equal parts. Otherwise, and
+if a number is needed (for a halo, or a rule found by trying), the graph is specialized to the
+present size, and others are compiled anew. All this depends on sizes alone, so that all ranks
+arrive at the same graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from weft.collectives.ranks.group import forget_meshes
+from weft.dtensor.layout.boxes import (
+    Layout,
+    Placements,
+    Shape,
+    is_open,
+    is_shard,
+    layout_of,
+    pieces_of,
+    place_of,
+    shard_dim,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class OpenLayout(Layout):
+    """A layout with open sizes, made only while a graph is traced.
+
+    It has no hash: what is known of its sizes may change, and a cache would keep the graph alive.
+    Equal layouts compare equal, but are not one object.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, OpenLayout)
+            and (self.mesh, self.placements, self.dtype)
+            == (other.mesh, other.placements, other.dtype)
+            and (self.shape, self.stride) == (other.shape, other.stride)
+        )
+
+    def closed(self) -> Layout:
+        shape, stride = tuple(map(int, self.shape)), tuple(map(int, self.stride))
+        return layout_of(self.mesh, self.placements, shape, stride, self.dtype)
+
+
+def layout_in_graph(
+    mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
+) -> Layout:
+    """`layout_of`, for symbolic sizes; those that cannot stay open are specialized."""
+    strided = {shard_dim(p) for p in placements if is_shard(p) and pieces_of(p) > 1}
+    for dim, (n, parts) in enumerate(zip(shape, _parts(mesh, placements, len(shape)), strict=True)):
+        if is_open(n) and (dim in strided or n % parts != 0):
+            int(n)
+    sizes, strides = tuple(map(_settled, shape)), tuple(map(_settled, stride))
+    make = OpenLayout if any(map(is_open, (*sizes, *strides))) else layout_of
+    return make(mesh, placements, sizes, strides, dtype)
+
+
+def _settled(n: int) -> int:
+    """`n`, as a number if the graph is specialized to it."""
+    known = cast(Any, n).node.maybe_as_int() if is_open(n) else None
+    return n if known is None else known
+
+
+def _parts(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
+    """Into how many parts each tensor dim is cut."""
+    parts = [1] * ndim
+    for placement, size in zip(placements, place_of(mesh).sizes, strict=True):
+        if is_shard(placement):
+            parts[shard_dim(placement)] *= size
+    return parts
+
+
+def relate(
+    shape: Sequence[int], local_shape: Sequence[int], mesh: DeviceMesh, placements: Placements
+) -> None:
+    """Add a guard to the graph for each open size: whether all ranks hold as much as this one."""
+    if any(map(is_open, shape)) and place_of(mesh).index is not None:
+        parts = _parts(mesh, placements, len(shape))
+        for n, own, count in zip(shape, local_shape, parts, strict=True):
+            bool(n == own * count)  # asking for the value adds the guard, whichever it is
+
+
+_Cached = TypeVar("_Cached", bound=Callable[..., Any])
+
+
+def cached(function: _Cached) -> _Cached:
+    """`lru_cache` of a function of layouts; calls with open ones are not cached."""
+    kept = lru_cache(maxsize=1024)(function)
+    forget_meshes.append(kept.cache_clear)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return kept(*args)
+        except TypeError:
+            if OpenLayout not in map(type, args):
+                raise
+        return function(*args)
+
+    return cast(_Cached, call)

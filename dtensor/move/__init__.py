@@ -1,0 +1,6 @@
+"""From one layout to another.
+
+May import `dtensor.layout`. Read `transfers` (who takes which piece from whom), `redistribute`,
+`collective_plans` (steps of collectives where no symmetric memory reaches), `explicit` (who asked),
+`local_parts` (from_local, to_local), `custom_ops` (torch.ops.weft).
+"""

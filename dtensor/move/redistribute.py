@@ -1,0 +1,388 @@
+"""Redistribution: from one layout to any other, as planned by `weft.dtensor.move.transfers`.
+
+A step through symmetric memory is one pull:
+
+    1. A rank that others pull from writes its local tensor into symmetric memory.
+    2. It signals all.                                      (release)
+    3. It waits for each rank that it pulls from, copies the pieces in place.    (acquire)
+
+Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
+replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
+one all-to-all of a process group. An asynchronous redistribution does 1 and 2 at the call, and 3
+when the result is first read; until then no rank waits or is waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from weft import settings
+from weft.collectives import exchange, ranks_group, spanning_group, workspace
+from weft.collectives.movement import sendable
+from weft.collectives.profiled import profiled
+from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
+from weft.dtensor.layout.boxes import (
+    REDUCE,
+    Layout,
+    Shape,
+    contiguous_stride,
+    divide_,
+    is_inexact,
+    layout_of,
+    normalize,
+)
+from weft.dtensor.move.collective_plans import collective_plan
+from weft.dtensor.move.custom_ops import name_of
+from weft.dtensor.move.transfers import Piece, Plan, Slices, Step, plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from weft.collectives.kernels.pull import Box
+
+Blocks = list[list[torch.Tensor]]
+# Yields once this rank has published what the others need; returns its local tensor.
+Running = Generator[None, None, torch.Tensor]
+
+_SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
+# How many asynchronous redistributions of a group may be in flight: one more finishes the first.
+_SLOTS = 4
+
+
+def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    """This rank's part in `target` of what is placed as `source`. Collective; not differentiable.
+
+    The result shares no memory with `local`, unless the layouts are the same.
+    """
+    if source.index is None and target.index is None:
+        return local.new_zeros(target.local_shape, dtype=target.dtype)
+    if local.is_meta:
+        return local.new_empty(target.local_shape, dtype=target.dtype)
+    if is_traced(local):
+        names = name_of(source), name_of(target)
+        moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
+        return moved
+    return _moved(local, source, target)
+
+
+@profiled("redistribute")
+def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    for step in _steps(source, target):
+        local = _finish(_start(step, local))
+    return local
+
+
+class Arriving:
+    """The result of an asynchronous redistribution, fetched when it is first read."""
+
+    def __init__(self, running: Running) -> None:
+        next(running)
+        self._running: Running | None = running
+        self._result: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """This rank's local tensor, after waiting for the ranks that it comes from."""
+        if self._running is not None:
+            self._result, self._running = _finish(self._running), None
+        assert self._result is not None
+        return self._result
+
+    def redistribute(self, tensor: object, target: Layout) -> None:
+        """None: it has to arrive first."""
+
+
+class _Slots:
+    """The asynchronous redistributions of a group, with the same numbers on every rank."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.taken: dict[int, Arriving] = {}
+
+
+_slots: dict[Group, _Slots] = {}
+kept_by_group.append(_slots)
+
+
+def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor | Arriving:
+    """`move` that returns once `local` is published; the result itself if nothing is left to do.
+
+    On a GPU `move` itself only enqueues; on virtual ranks it finishes. Of two steps, only the last
+    is deferred.
+    """
+    outside = source.index is None or target.index is None
+    if outside or local.device.type != "cpu" or is_traced(local):
+        return move(local, source, target)
+    steps = _steps(source, target)
+    for step in steps[:-1]:
+        local = _finish(_start(step, local))
+    if not steps:
+        return local
+    group = _group_of(steps[-1])
+    if steps[-1].is_local or group.virtual is not None:
+        return _finish(_start(steps[-1], local))
+    slots = _slots.setdefault(group, _Slots())
+    number = slots.count % _SLOTS
+    slots.count += 1
+    if (previous := slots.taken.pop(number, None)) is not None:
+        previous.value()
+    arriving = Arriving(_start(steps[-1], local, f"redistribute {number}"))
+    slots.taken[number] = arriving
+    return arriving
+
+
+def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    steps = plan(source, target).steps
+    if target.has_own_boxes:
+        return steps  # no collective can move overlapping boxes
+    if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
+        return steps
+    return collective_plan(source, target).steps
+
+
+def redistribute_plan(
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    src_placements: Sequence[Placement],
+    dst_placements: Sequence[Placement],
+    *,
+    dst_mesh: DeviceMesh | None = None,
+    by_groups: bool = False,
+) -> Plan:
+    """How a redistribution would run, without running it.
+
+    Args:
+        mesh: where the tensor is; `dst_mesh` (default: the same) is where it goes.
+        shape, dtype: of the global tensor.
+        by_groups: plan as if no symmetric memory spanned the ranks.
+
+    Example:
+        >>> plan = redistribute_plan(mesh, (8, 8), torch.float32, [Shard(0)], [Shard(1)])
+        >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
+        ([64, 64], 1)
+    """
+    size = tuple(shape)
+    stride = contiguous_stride(size)
+    onto = dst_mesh or mesh
+    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
+    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
+    return (collective_plan if by_groups else plan)(source, target)
+
+
+def _group_of(step: Step) -> Group:
+    for layout in (step.target, step.source):
+        if len(layout.place.ranks) == len(step.ranks):
+            return spanning_group(layout.mesh)
+    return ranks_group(step.ranks)
+
+
+def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
+    """Begin a step for `_finish` to end, after other steps if it has its own `channel`."""
+    receiver = step.target.index
+    pieces = step.pieces[receiver] if receiver is not None else ()
+    group = None if step.is_local else _group_of(step)
+    if group is not None and group.backend is None and step.mesh_dim is not None:
+        group = resolve(step.source.mesh.get_group(step.mesh_dim))
+    if settings.tracing():
+        engine = "local" if group is None else "pull" if group.backend else "generic"
+        settings.record("redistribute", engine, str(step), collective=step.collective)
+    if group is None:
+        return _keep(step, local, pieces)
+    if group.backend is None:
+        return _all_to_all(step, local, pieces, group, bool(channel))
+    if not channel and _has_kernel(step, local):
+        return _pull_by_kernel(step, local, pieces, group)
+    return _pull(step, local, pieces, group, channel)
+
+
+def _finish(running: Running) -> torch.Tensor:
+    try:
+        while True:
+            next(running)
+    except StopIteration as done:
+        result: torch.Tensor = done.value
+        return result
+
+
+def _keep(step: Step, local: torch.Tensor, pieces: tuple[Piece, ...]) -> Running:
+    yield
+    return _combine(step, local, pieces, [[local[p.source] for _ in p.holders] for p in pieces])
+
+
+def _pull(
+    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group, channel: str
+) -> Running:
+    ranks = step.source.place.ranks
+    with exchange(
+        group, step.room, "redistribute", local.device, channel=channel or "exchange"
+    ) as ex:
+        if channel or group.ranks[group.rank] in step.senders:
+            published = ex.local(tuple(local.shape), local.dtype).copy_(local)
+            # A deferred result must not see what is written to `local` in the meantime.
+            local = published if channel else local
+        ex.signal_all()
+        yield
+        of_holder = {step.source.index: local}
+        for holder in {holder: None for piece in pieces for holder in piece.holders}:
+            if holder not in of_holder:
+                peer = group.ranks.index(ranks[holder])
+                ex.wait(peer)
+                of_holder[holder] = ex.peer(peer, step.source.shape_at(holder), local.dtype)
+        blocks = [[of_holder[h][p.source] for h in p.holders] for p in pieces]
+        return ex.result(_combine(step, local, pieces, blocks))
+
+
+def _has_kernel(step: Step, local: torch.Tensor) -> bool:
+    """Whether a kernel does the pull; the same on every rank."""
+    engine = settings.current_engine()
+    if engine != "triton" and not (local.is_cuda and engine == "auto"):
+        return False
+    from weft.collectives.device import signals
+    from weft.collectives.kernels import pull
+
+    largest = step.room // local.element_size()
+    if pull.refusal(local.dtype, step.reduce_op, step.scale, largest):
+        return False
+    return local.is_cuda or signals.interpreter_ready()[0]
+
+
+def _pull_by_kernel(
+    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group
+) -> Running:
+    from weft.collectives.kernels import pull
+
+    local = local.contiguous()
+    out = local.new_empty(step.target.local_shape)
+    if not pieces:
+        _fill_neutral(step, out)
+    align = pull.alignment(local, out)
+    key = (local.device, align)
+    if (table := step.tables.get(key)) is None:
+        boxes = [_box(step, piece, group) for piece in pieces]
+        table = step.tables[key] = pull.table_of(
+            boxes, group.rank, local.dtype, local.device,
+            op=step.reduce_op, divisor=step.scale, align=align,
+        )  # fmt: skip
+    ws = workspace(group, step.room, channel="pull", device=local.device)
+    publish = group.ranks[group.rank] in step.senders
+    with ws.call("redistribute"):
+        pull.launch_pull(local, out, ws, table, publish=publish)
+    yield
+    return out
+
+
+def _box(step: Step, piece: Piece, group: Group) -> Box:
+    """`piece` as the kernel takes it."""
+    from weft.collectives.kernels.pull import Box
+
+    source = contiguous_stride(step.source.shape_at(piece.holders[0]))
+    target = contiguous_stride(step.target.local_shape)
+
+    def start(slices: Slices, strides: Shape) -> int:
+        return sum(cut.start * stride for cut, stride in zip(slices, strides, strict=True))
+
+    return Box(
+        tuple(group.ranks.index(step.source.place.ranks[holder]) for holder in piece.holders),
+        tuple(cut.stop - cut.start for cut in piece.source),
+        start(piece.source, source),
+        source,
+        start(piece.target, target),
+        target,
+    )
+
+
+def _combine(
+    step: Step,
+    local: torch.Tensor,
+    pieces: tuple[Piece, ...],
+    blocks: Blocks,
+) -> torch.Tensor:
+    shape = step.target.local_shape
+    out = torch.empty(shape, dtype=local.dtype, device=local.device)
+    if not pieces:
+        return _fill_neutral(step, out)
+    for piece, terms in zip(pieces, blocks, strict=True):
+        into = out[piece.target]
+        if len(terms) == 1 and step.scale == 1:
+            into.copy_(terms[0])
+        elif wide := _wider(step, out.dtype):
+            into.copy_(_reduced(step, terms, torch.empty_like(into, dtype=wide)))
+        else:
+            _reduced(step, terms, into)
+    return out
+
+
+def _wider(step: Step, dtype: torch.dtype) -> torch.dtype | None:
+    """In what terms of `dtype` are reduced, if not in that: the sum of an average may not fit."""
+    if dtype in _SUMMED_IN_FP32:
+        return torch.float32
+    return torch.int64 if step.scale != 1 and not is_inexact(dtype) else None
+
+
+def _fill_neutral(step: Step, out: torch.Tensor) -> torch.Tensor:
+    product = any(getattr(p, "reduce_op", "") == "product" for p in step.target.placements)
+    return out.fill_(1 if product else 0)
+
+
+def _reduced(step: Step, terms: list[torch.Tensor], acc: torch.Tensor) -> torch.Tensor:
+    acc.copy_(terms[0])
+    for term in terms[1:]:
+        REDUCE[step.reduce_op or "sum"](acc, term.to(acc.dtype))
+    return divide_(acc, step.scale) if step.scale != 1 else acc
+
+
+def _all_to_all(
+    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group, later: bool
+) -> Running:
+    source_ranks, target_ranks = step.source.place.ranks, step.target.place.ranks
+    me = group.ranks[group.rank]
+    sends: dict[int, list[torch.Tensor]] = {rank: [] for rank in group.ranks}
+    for receiver, theirs in enumerate(step.pieces):
+        if target_ranks[receiver] in sends and target_ranks[receiver] != me:
+            sends[target_ranks[receiver]] = [
+                local[piece.source].reshape(-1)
+                for piece in theirs
+                for holder in piece.holders
+                if source_ranks[holder] == me
+            ]
+    receives = dict.fromkeys(group.ranks, 0)
+    for piece in pieces:
+        for holder in piece.holders:
+            if source_ranks[holder] != me:
+                receives[source_ranks[holder]] += piece.numel
+    packed = [block for rank in group.ranks for block in sends[rank]]
+    outgoing = torch.cat(packed) if packed else local.new_empty(0)
+    incoming = local.new_empty(sum(receives.values()))
+    work = dist.all_to_all_single(
+        sendable(incoming),
+        sendable(outgoing),
+        [receives[rank] for rank in group.ranks],
+        [sum(block.numel() for block in sends[rank]) for rank in group.ranks],
+        group=group.pg,
+        async_op=True,
+    )
+    local = local.clone() if later else local
+    yield
+    work.wait()
+    starts = dict(
+        zip(group.ranks, itertools.accumulate([0, *list(receives.values())[:-1]]), strict=True)
+    )
+    blocks: Blocks = []
+    for piece in pieces:
+        terms = []
+        for holder in piece.holders:
+            rank = source_ranks[holder]
+            block = local[piece.source]
+            if rank != me:
+                shape = tuple(part.stop - part.start for part in piece.source)
+                block = incoming[starts[rank] : starts[rank] + piece.numel].view(shape)
+                starts[rank] += piece.numel
+            terms.append(block)
+        blocks.append(terms)
+    return _combine(step, local, pieces, blocks)

@@ -1,0 +1,407 @@
+"""How a redistribution works: which rank takes which blocks from whom, in which steps.
+
+Each rank cuts its target box by the source boxes and takes every piece from the nearest rank that
+holds it: itself first, else a replica that differs in the innermost mesh dims, spread over the
+replicas. That is the least number of bytes, in one step, for any pair of layouts, on one mesh or
+two.
+
+A piece of a `Partial` source has several holders and is reduced. If reducing shards first and
+pulling them afterwards is cheaper, there are two steps:
+
+    [P, S(0)] -> [R, S(0)] on (2, 4)     1. [S(1), S(0)]: each rank reduces half of what it has
+                                         2. [R, S(0)]: and takes the other half
+
+Where no symmetric memory spans the ranks, `weft.dtensor.move.collective_plans` finds the steps.
+Planning is arithmetic without communication, and all ranks arrive at the same plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.collectives.ranks.group import forget_meshes
+from weft.dtensor.layout.boxes import (
+    LINEAR_REDUCTIONS,
+    Box,
+    Layout,
+    Placements,
+    Runs,
+    Shape,
+    check_partials,
+    distinct,
+    is_shard,
+    shard_dim,
+    show,
+)
+
+Slices = tuple[slice, ...]
+
+# What another step costs, in bytes that could be received meanwhile: 5 us at 6 GB/s.
+STEP_BYTES = 32 << 10
+_MAX_MIDDLES = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block that one rank takes: the same block of each of `holders`, reduced in this order."""
+
+    holders: tuple[int, ...]  # indices in the flattened source mesh
+    source: Slices  # of a holder's local tensor
+    target: Slices  # of the receiver's local tensor
+    numel: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pull of every rank."""
+
+    source: Layout
+    target: Layout
+
+    @cached_property
+    def pieces(self) -> list[tuple[Piece, ...]]:
+        """What each rank of the flattened target mesh takes."""
+        return _pieces(self.source, self.target)
+
+    @cached_property
+    def reduce_op(self) -> str | None:
+        """How the holders' values are reduced; None where there is one holder."""
+        ops = {op for op, _ in _reductions(self.source, self.target)}
+        return None if not ops else "sum" if ops <= set(LINEAR_REDUCTIONS) else ops.pop()
+
+    @cached_property
+    def scale(self) -> int:
+        """What a sum is divided by (avg)."""
+        reductions = _reductions(self.source, self.target)
+        return math.prod(size for op, size in reductions if op == "avg")
+
+    @cached_property
+    def mesh_dim(self) -> int | None:
+        """The only mesh dim along which anything moves, if there is one."""
+        if self.source.mesh != self.target.mesh:
+            return None
+        here = self.source.placements
+        pairs = enumerate(zip(here, self.target.placements, strict=True))
+        changed = [(dim, new) for dim, (old, new) in pairs if old != new]
+        return changed[0][0] if len(changed) == 1 and _is_aligned(here, *changed[0]) else None
+
+    @cached_property
+    def bytes_received(self) -> list[int]:
+        """Bytes that come from other ranks, for each rank of the flattened target mesh."""
+        itemsize = self.source.dtype.itemsize
+        return [itemsize * numel for numel in elements_received(self.source, self.target)]
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank has all that it needs."""
+        return not any(self.bytes_received)
+
+    @cached_property
+    def senders(self) -> frozenset[int]:
+        """Global ranks that others take something from."""
+        source_ranks, target_ranks = self.source.place.ranks, self.target.place.ranks
+        return frozenset(
+            source_ranks[holder]
+            for receiver, pieces in enumerate(self.pieces)
+            for piece in pieces
+            for holder in piece.holders
+            if source_ranks[holder] != target_ranks[receiver]
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold the source or the target, in order."""
+        return tuple(sorted({*self.source.place.ranks, *self.target.place.ranks}))
+
+    @cached_property
+    def collective(self) -> str:
+        """The collective that this amounts to; empty where nothing moves."""
+        source, target = self.source, self.target
+        if self.is_local:
+            return ""
+        if source.mesh != target.mesh:
+            return "broadcast" if target.is_replicated else "scatter"
+        changes = [
+            (old, new)
+            for old, new in zip(source.placements, target.placements, strict=True)
+            if old != new
+        ]
+        gathers = any(isinstance(new, Replicate) for _, new in changes)
+        if self.reduce_op:
+            return "all_reduce" if gathers else "reduce_scatter"
+        return "all_gather" if gathers else "all_to_all"
+
+    @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """Tables of the kernel in `weft.collectives.kernels.pull`, by device and alignment."""
+        return {}
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes of symmetric memory on each rank: the largest local tensor of the source."""
+        ranks = range(len(self.source.boxes))
+        return max(math.prod(self.source.shape_at(i)) for i in ranks) * self.source.dtype.itemsize
+
+    def __str__(self) -> str:
+        worst = max(self.bytes_received, default=0)
+        kind = "local" if self.is_local else f"pull, at most {worst} bytes a rank"
+        reduce = f", {self.reduce_op} in rank order" if self.reduce_op else ""
+        return f"{show(self.source.placements)} -> {show(self.target.placements)}: {kind}{reduce}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a redistribution would run. Printable; making it does not communicate.
+
+    Attributes:
+        steps: the pulls, in order; empty if nothing changes.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+    @property
+    def bytes_received(self) -> list[int]:
+        """Bytes that each rank of the flattened target mesh receives from others."""
+        count = len(self.target.place.ranks)
+        return [sum(step.bytes_received[i] for step in self.steps) for i in range(count)]
+
+    def __str__(self) -> str:
+        head = f"{self.source} -> {self.target}: {len(self.steps)} steps"
+        return "\n".join([head, *(f"  {step}" for step in self.steps)])
+
+
+def _overlaps(source: Runs, target: Runs) -> list[tuple[slice, slice, int]]:
+    """(source slice, target slice, length) of the indices that both list, along one dim."""
+    found = []
+    target_at = 0
+    for target_start, target_size in target:
+        source_at = 0
+        for source_start, source_size in source:
+            start = max(source_start, target_start)
+            size = min(source_start + source_size, target_start + target_size) - start
+            if size > 0:
+                of_source = source_at + start - source_start
+                of_target = target_at + start - target_start
+                found.append(
+                    (slice(of_source, of_source + size), slice(of_target, of_target + size), size)
+                )
+            source_at += source_size
+        target_at += target_size
+    return found
+
+
+def cut_box(source: Box, target: Box) -> list[tuple[Slices, Slices, int]]:
+    """(slices of the source, slices of the target, elements) of what two boxes share."""
+    per_dim = [_overlaps(s, t) for s, t in zip(source, target, strict=True)]
+    return [
+        (tuple(c[0] for c in cut), tuple(c[1] for c in cut), math.prod(c[2] for c in cut))
+        for cut in itertools.product(*per_dim)
+    ]
+
+
+def _distance(here: Shape | None, there: Shape) -> int:
+    """How far apart two ranks of one mesh are: outer mesh dims have the slower links."""
+    if here is None:
+        return 0
+    return sum(1 << (len(there) - dim) for dim, i in enumerate(there) if here[dim] != i)
+
+
+def _partial_dims(source: Layout, target: Layout) -> tuple[list[int], list[int], list[int]]:
+    """Mesh dims (that stay Partial, that are reduced, that become Partial)."""
+    same_mesh = source.mesh == target.mesh
+    kept = [
+        dim
+        for dim, (old, new) in enumerate(zip(source.placements, target.placements, strict=False))
+        if same_mesh and isinstance(old, Partial) and old == new
+    ]
+    before, after = (
+        [dim for dim, p in enumerate(side.placements) if isinstance(p, Partial) and dim not in kept]
+        for side in (source, target)
+    )
+    return kept, before, after
+
+
+def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
+    """(operation, number of terms) of each mesh dim that is reduced."""
+    return [
+        (cast(Partial, source.placements[dim]).reduce_op, source.place.sizes[dim])
+        for dim in _partial_dims(source, target)[1]
+    ]
+
+
+def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
+    """What each rank takes in one pull; mesh dims that stay Partial are left alone."""
+    kept, summed, born = _partial_dims(source, target)
+    same_mesh = source.mesh == target.mesh
+    # Ranks whose values add up have the same box and form a family, named by its first member.
+    families: dict[Shape, list[int]] = {}
+    for index, coordinate in enumerate(source.place.coordinates):
+        first = tuple(0 if dim in summed else i for dim, i in enumerate(coordinate))
+        families.setdefault(first, []).append(index)
+
+    every: list[tuple[Piece, ...]] = []
+    for receiver, coordinate in enumerate(target.place.coordinates):
+        pieces: list[Piece] = []
+        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
+            by_box: dict[Box, list[tuple[int, list[int]]]] = {}
+            for first, members in families.items():
+                if all(first[dim] == coordinate[dim] for dim in kept):
+                    here = coordinate if same_mesh else None
+                    distance = min(_distance(here, source.place.coordinates[m]) for m in members)
+                    by_box.setdefault(source.boxes[members[0]], []).append((distance, members))
+            for box, holders in by_box.items():
+                cuts = cut_box(box, target.boxes[receiver])
+                if not cuts:
+                    continue
+                chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
+                pieces += [Piece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
+        every.append(tuple(pieces))
+    return every
+
+
+def _nearest(
+    holders: list[tuple[int, list[int]]], source: Layout, rank: int, receiver: int
+) -> list[int]:
+    """The family to take from: one that includes the receiver, else one of the nearest."""
+    for _, members in holders:
+        if any(source.place.ranks[m] == rank for m in members):
+            return members
+    least = min(distance for distance, _ in holders)
+    near = [members for distance, members in holders if distance == least]
+    return near[receiver % len(near)]
+
+
+def _contributes(placement: Placement, index: int) -> bool:
+    """Whether the rank at `index` of a new Partial dim holds the value, not a neutral element.
+
+    One rank holds the value and the others 0 (or 1), instead of a share each: this does not round
+    and also works for integers. If repeating a value changes nothing, every rank holds it.
+    """
+    op = placement.reduce_op if isinstance(placement, Partial) else ""
+    return index == 0 or op not in ("sum", "product", "bxor")
+
+
+@lru_cache(maxsize=1 << 14)
+def overlap(source: Runs, target: Runs) -> int:
+    """How many indices both list."""
+    return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
+
+
+def elements_received(source: Layout, target: Layout) -> list[int]:
+    """Elements that each rank of the target mesh receives from others in one step."""
+    _, summed, born = _partial_dims(source, target)
+    terms = math.prod(source.place.sizes[dim] for dim in summed)
+    held = dict(zip(source.place.ranks, source.boxes, strict=True))
+    received = []
+    for rank, box, coordinate in zip(
+        target.place.ranks, target.boxes, target.place.coordinates, strict=True
+    ):
+        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
+            needed = terms * math.prod(map(overlap, box, box))
+            own = math.prod(map(overlap, held[rank], box)) if rank in held else 0
+            received.append(needed - own)
+        else:
+            received.append(0)
+    return received
+
+
+def _cost(itemsize: int, *steps: list[int]) -> float:
+    return len(steps) * STEP_BYTES + itemsize * sum(map(sum, steps)) / len(steps[0])
+
+
+def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
+    """Layouts in which to reduce first: `source` with its Partial dims turned into shards.
+
+    Other mesh dims stay, take their final placement, or are sharded to divide the work.
+    """
+    same_mesh = source.mesh == target.mesh
+    shards: list[Placement] = [Shard(d) for d in range(source.ndim)]
+    choices: list[list[Placement]] = []
+    for dim, old in enumerate(source.placements):
+        new = target.placements[dim] if same_mesh else Replicate()
+        if not isinstance(old, Partial):
+            choices.append(distinct([old, new, *(shards if isinstance(old, Replicate) else [])]))
+        elif old == new:
+            choices.append([old])
+        else:
+            choices.append(distinct([new, *shards]) if is_shard(new) else shards)
+    for placements in itertools.product(*choices):
+        yield source.with_placements(placements)
+
+
+@lru_cache(maxsize=4096)
+def plan(source: Layout, target: Layout) -> Plan:
+    """The cheapest way from `source` to `target`: one pull, or reduce shards, then pull.
+
+    Raises:
+        ValueError: Partial reductions that do not commute, or that the dtype does not have.
+    """
+    if source is target:
+        return Plan(source, target, ())
+    check_partials(source.placements, source.dtype)
+    stops = [source, target]
+    kept, summed, _ = _partial_dims(source, target)
+    if summed and source.ndim:
+        itemsize = source.dtype.itemsize
+        least = _cost(itemsize, elements_received(source, target))
+        # A lower bound: every element is reduced once, on a rank that needs it.
+        terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
+        elements = copies * math.prod(source.shape)
+        needed = sum(math.prod(map(overlap, box, box)) for box in target.boxes)
+        bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
+        middles = itertools.islice(_middles(source, target), _MAX_MIDDLES)
+        for middle in middles if least > bound + STEP_BYTES else ():
+            if middle is target:
+                continue
+            cost = _cost(
+                itemsize, elements_received(source, middle), elements_received(middle, target)
+            )
+            if cost < least:
+                stops, least = [source, middle, target], cost
+                if cost <= bound + STEP_BYTES:
+                    break
+    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
+
+
+forget_meshes.append(plan.cache_clear)
+
+
+def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:
+    """Whether ranks exchange data only along mesh dim `dim`."""
+    if isinstance(new, Partial):
+        return False
+    cut = {shard_dim(here[dim]), shard_dim(new)} - {-1}
+    return not any(shard_dim(later) in cut for later in here[dim + 1 :])
+
+
+def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
+    """Approximate bytes that a rank receives if one mesh dim of `layout` changes to `wanted`."""
+    old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
+    if old == wanted or isinstance(old, Replicate) or size == 1:
+        return 0.0
+    pairs = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
+    rows = math.prod(n for dim, (p, n) in pairs if dim != mesh_dim and is_shard(p))
+    whole = layout.global_bytes // rows * (size - 1) / size
+    return bytes_moved(whole, size, isinstance(old, Partial), is_shard(wanted))
+
+
+def bytes_moved(whole: float, size: int, from_sum: bool, to_shard: bool) -> float:
+    """Bytes that a rank receives along a mesh dim of `size`, where a gather brings it `whole`."""
+    if to_shard:
+        return whole if from_sum else whole / size
+    return 2 * whole if from_sum else whole
+
+
+def same_shard(a: Placement, b: Placement) -> bool:
+    """Whether both cut the same tensor dim."""
+    return is_shard(a) and shard_dim(a) == shard_dim(b)

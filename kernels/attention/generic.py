@@ -1,0 +1,127 @@
+"""The generic engine of `ring_attention`: gather keys and values, then torch's attention.
+
+If queries do not see all keys there is an explicit mask, (n, M) on each rank. Where autograd does
+not see the call (in custom ops), backward gathers the keys again and recomputes the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from weft.collectives import Group, all_gather, reduce_scatter
+from weft.collectives.memory.symmetric import persistent
+from weft.kernels.attention.host import contiguous_rows
+from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Span
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.ring import Saved
+
+# Rows of queries whose scores are in memory at a time.
+_ROWS = 1024
+
+
+def gathered_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    geometry: Geometry,
+    scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out and, if asked for, lse, as `ring_attention` returns them; differentiable."""
+    k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
+    return _attend(q, k, v, _whole_mask(geometry, group.rank, q.device), scale, return_lse)
+
+
+def gathered_gradients(
+    saved: Saved, group: Group, geometry: Geometry, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv where autograd has not seen the call: attention is recomputed."""
+    q, k, v, _, _, grad_out, grad_lse = saved
+    k, v = (all_gather(x, group, dim=2, sizes=geometry.k_sizes) for x in (k, v))
+    mask = _whole_mask(geometry, group.rank, q.device)
+
+    def results(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        return _attend(q, k, v, mask, scale, grad_lse is not None)[: 1 if grad_lse is None else 2]
+
+    pull: Any = torch.func.vjp(results, q, k, v)[1]
+    dq, dk, dv = pull((grad_out,) if grad_lse is None else (grad_out, grad_lse))
+    dk, dv = (reduce_scatter(x, group, dim=2, sizes=geometry.k_sizes) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    blind = None
+    if mask is not None:
+        # Softmax over nothing is NaN, also in gradients: such queries see all keys and are zeroed.
+        blind = ~mask.any(-1)
+        mask = mask | blind.unsqueeze(-1)
+    lse = None
+    if return_lse or not (q.numel() and k.numel()):
+        out, lse = _plain_attention(q, k, v, mask, scale)
+    else:
+        gqa, q = q.shape[1] != k.shape[1], contiguous_rows(q)
+        out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+    if blind is not None:
+        out = out.masked_fill(blind.unsqueeze(-1), 0.0)
+        lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
+    return out.contiguous(), lse
+
+
+def _plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q @ k^T * scale) @ v and the log-sum-exp, step by step, in fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    blocks = []
+    for start in range(0, max(1, q.shape[2]), _ROWS):
+        rows = slice(start, start + _ROWS)
+        scores = (q[:, :, rows].to(wide) * scale) @ k.mT
+        if mask is not None:
+            scores = scores.masked_fill(~mask[rows], -torch.inf)
+        blocks.append(((scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)))
+    outs, lses = zip(*blocks, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+@lru_cache(maxsize=64)
+def _starts(documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Kept, as a CUDA graph cannot capture the copy of a list."""
+    with torch.inference_mode(False):
+        return persistent(torch.tensor(documents, device="cpu"), device)
+
+
+def _whole_mask(geometry: Geometry, rank: int, device: torch.device) -> torch.Tensor | None:
+    """Which gathered keys each query of `rank` sees, (n, M); None: all of them."""
+    sees = geometry.sees
+    if sees.before == sees.after == UNBOUNDED and sees.documents is None:
+        return None
+
+    def positions(spans: Sequence[Span]) -> torch.Tensor:
+        parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+        return torch.cat(parts)
+
+    mine = positions(geometry.q_spans[rank]).unsqueeze(1)
+    theirs = positions([span for spans in geometry.k_spans for span in spans])
+    mask = (theirs >= mine - sees.before) & (theirs <= mine + sees.after)
+    if sees.documents is not None:
+        starts = _starts(sees.documents, device)
+        document = [torch.bucketize(x, starts, right=True) for x in (mine, theirs)]
+        mask &= document[0] == document[1]
+    return mask

@@ -1,0 +1,476 @@
+"""ring_attention: exact attention over a sequence sharded across ranks, differentiable.
+
+W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences:
+
+                                    k_0, v_0 (B, H_kv, m_0, D)
+    q_r (B, H, n_r, D)  attends to  k_1, v_1                      =   out_r (B, H, n_r, D)
+                                    ...
+
+Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
+its own keys, then to each peer's in place once that peer has signalled, rank + 1 first. Partial
+results are merged by log-sum-exp (`chunk_attention`). Keys that no query here sees are not read.
+
+Backward. Keys are published again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t:
+dq is added up here, and dk and dv are written to symmetric memory, where their owner reads them at
+the end of the step. So an owner adds up its own part, then those of rank - 1, rank - 2, .., always
+in that order, and gradients are bitwise the same from run to run. No rank ever holds more than two
+shards besides its own, however many ranks there are.
+
+The triton engine is in `ring_flash` and `ring_flash_backward`, the generic one in
+`gathered_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.collectives import Exchange, Group, exchange, resolve
+from weft.collectives.collective_ops import check_sizes
+from weft.collectives.memory.exchange import agree, check_call
+from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.kernels.attention.generic import gathered_attention, gathered_gradients
+from weft.kernels.attention.host import AttentionGrad, PartialAttention, Total
+from weft.kernels.engine.autocast import autocast
+from weft.kernels.engine.engines import (
+    Problem,
+    RunnableEngine,
+    choose,
+    record_backward,
+    refuse_second_order,
+    too_wide,
+)
+from weft.kernels.flash.geometry import (
+    UNBOUNDED,
+    Geometry,
+    SequenceLayout,
+    Visibility,
+    pieces_between,
+)
+
+# The kernels keep a bit for each rank, in an int64.
+_MOST_RANKS = 64
+_WIDEST = 256
+
+
+@autocast
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: SequenceLayout = "contiguous",
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    return_lse: bool = False,
+    sizes: Sequence[int] | None = None,
+    key_sizes: Sequence[int] | None = None,
+) -> Any:
+    """softmax(q @ cat(k over ranks)^T * scale) @ cat(v over ranks), for this rank's queries.
+
+    Args:
+        q: (B, H, n, D), this rank's shard of the queries along dim 2; any strides. Shards may
+            differ in length and be empty; everything else is the same on every rank.
+        k, v: (B, H_kv, m, D), this rank's shards of keys and values, dtype of q. H_kv divides H:
+            query head h uses head h // (H / H_kv).
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        causal: the query at position i of the whole sequence sees the keys at positions <= i.
+            Queries and keys both count from position 0, even if there are more of one than of the
+            other: `is_causal` of torch's scaled_dot_product_attention.
+        scale: of the scores; None: 1 / sqrt(D).
+        layout: which tokens a rank holds. "contiguous": those after the lower ranks'. "zigzag":
+            chunks r and 2 W - 1 - r of 2 W, which balances causal work; lengths are then those of
+            `weft.kernels.zigzag_sizes`, and `to_zigzag` reorders a whole sequence.
+        window: the query at position i sees no keys before i - window: flash-attention's
+            `window_size` = (window, -1). A pair (left, right) limits both sides; -1 is no limit.
+        cu_seqlens: where packed documents begin in the whole sequence, from 0 to its length, the
+            same on every rank and for all of the batch; a query sees only its own document. Needs
+            as many queries as keys, in either layout. A tensor on a GPU costs a sync.
+        return_lse: also return the log-sum-exp of each query's scores.
+        sizes, key_sizes: n and m of every rank, if known (`key_sizes` defaults to `sizes`);
+            None: the ranks exchange them, which costs a few us.
+
+    Returns:
+        out (B, H, n, D), contiguous, dtype of q; with `return_lse` the pair (out, lse), lse
+        (B, H, n) in fp32, natural logarithm. A query that sees no key gets 0, and lse -inf.
+
+        Both are differentiable, in q, k and v; the gradients of k and v are summed over ranks.
+
+    Raises:
+        ValueError: shapes, dtypes, sizes or documents that do not fit.
+        MismatchError: on every rank, if the ranks' calls do not fit together.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        2 ranks, one head of width 1, all q = 0: every score is 0. v = [[1.], [2.]] on rank 0 and
+        [[3.], [6.]] on rank 1 give out = 3 for every query; causal, [1, 1.5] and [2, 3].
+    """
+    if is_call_traced(q):  # see `library_attention`
+        op: Any = torch.ops.weft.ring_attention
+        out, lse = op(
+            q, k, v, group_name(group), causal, scale, layout, *as_op_arguments(window, cu_seqlens),
+            sizes, key_sizes,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    call = plan(q, k, v, group, causal, scale, layout, window, cu_seqlens, sizes, key_sizes)
+    if call.engine == "generic":
+        out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
+    else:
+        run = _host_forward if call.engine == "host" else _triton_forward
+        out, lse = Attention.apply(q, k, v, call, run, ring_gradients)
+    return (out, lse) if return_lse else out
+
+
+def as_op_arguments(
+    window: int | tuple[int, int] | None, cu_seqlens: torch.Tensor | Sequence[int] | None
+) -> tuple[list[int] | None, torch.Tensor | None]:
+    """`window` and `cu_seqlens` as the ops of torch.library take them."""
+    reach = None if window is None else [window, -1] if isinstance(window, int) else list(window)
+    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
+        return reach, cu_seqlens
+    return reach, torch.tensor(cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the arguments of a call of `op`, the same on all ranks."""
+
+    op: str
+    group: Group
+    geometry: Geometry
+    scale: float
+    engine: RunnableEngine
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike,
+    causal: bool,
+    scale: float | None,
+    layout: SequenceLayout,
+    window: int | tuple[int, int] | None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    key_sizes: Sequence[int] | None,
+    op: str = "ring_attention",
+) -> Plan:
+    """Check the arguments of `ring_attention`, or of `op`, and plan the call.
+
+    Raises:
+        ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
+    """
+    group = resolve(group)
+    check_tensors(q, k, v, layout)
+    before, after = _reach(causal, window)
+    documents = _documents(cu_seqlens)
+    B, H, D = q.shape[0], q.shape[1], q.shape[3]
+    scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    call = (
+        f"{op} of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
+        f"{after=}, {scale=}, {layout}, {documents=}"
+    )
+    q_sizes, k_sizes = _sizes(q, k, group, call, sizes, key_sizes)
+    total = sum(k_sizes)
+    if documents is not None and not sum(q_sizes) == total == documents[-1]:
+        raise ValueError(
+            f"cu_seqlens must end with the number of tokens, as many queries as keys: got "
+            f"{documents[-1]} for {sum(q_sizes)} queries and {total} keys"
+        )
+    geometry = Geometry(q_sizes, k_sizes, layout, Visibility(total, before, after, documents))
+    _ = geometry.q_spans, geometry.k_spans  # ValueError if the sizes are not the layout's
+
+    W = group.world_size
+    share = -(-sum(q_sizes) // W)
+    moved = 2 * B * k.shape[1] * D * (total - total // W)
+    if op == "ulysses_attention":  # receives heads of q, k and v, sends out
+        moved = 2 * B * (H + k.shape[1]) * D * max(share, total // W) * (W - 1) // W
+    problem = Problem(
+        op,
+        M=B * H * share,
+        N=max(1, min(total, before + after) // (2 if causal and window is None else 1)),
+        K=2 * D,
+        dtype=q.dtype,
+        moved_bytes=moved * k.element_size(),
+        refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
+        host_refusal=_host_refusal(q, scale),
+        kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
+    )
+    return Plan(op, group, geometry, scale, choose(problem, group, q.device))
+
+
+def _host_refusal(q: torch.Tensor, scale: float) -> str:
+    if q.device.type != "cpu":
+        return "it uses torch's CPU kernel"
+    return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Raise ValueError unless q can attend to k and v, and the layout is one of ours."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"q must be (B, H, n, D), k and v (B, H_kv, m, D), {shapes}")
+    B, H, _, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D or D == 0 or not k.shape[1] or H % k.shape[1]:
+        raise ValueError(f"k must have q's B and D, at least 1, and H_kv must divide H, {shapes}")
+    for name, other in (("k", k), ("v", v)):
+        if (other.dtype, other.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got "
+                f"{other.dtype} on {other.device}"
+            )
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must be of a floating-point dtype, got {q.dtype}")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}')
+
+
+def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """How far a query sees to its left and right."""
+    pair = (-1, -1) if window is None else (window, -1) if isinstance(window, int) else window
+    fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and min(pair) >= -1
+    if not fits or (isinstance(window, int) and window < 0):
+        raise ValueError(
+            f"window must be a number of tokens >= 0, or (left, right) with -1 for no limit, got "
+            f"{window}"
+        )
+    before, after = (UNBOUNDED if reach == -1 else min(reach, UNBOUNDED) for reach in pair)
+    return before, 0 if causal else after
+
+
+def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    starts = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    documents = tuple(int(start) for start in starts)
+    if not documents or documents[0] != 0 or list(documents) != sorted(documents):
+        raise ValueError(
+            f"cu_seqlens must begin with 0 and never decrease, got {documents[:8]}"
+            f"{' ...' if len(documents) > 8 else ''}"
+        )
+    return documents
+
+
+def _sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    group: Group,
+    call: str,
+    sizes: Sequence[int] | None,
+    key_sizes: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows of q and of k of every rank: those given, after a check, or exchanged."""
+    check_call(group, lambda: call if sizes is None else f"{call}, {sizes=}, {key_sizes=}")
+    mine = (q.shape[2], k.shape[2])
+    if sizes is None and key_sizes is None:
+        if group.why:
+            told = group.gather_objects(mine, call)
+        else:
+            told = [divmod(n, 1 << 31) for n in agree(group, call, (mine[0] << 31) + mine[1])]
+        return tuple(n for n, _ in told), tuple(m for _, m in told)
+    if sizes is None:
+        raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")
+    lengths = [tuple(sizes), tuple(sizes if key_sizes is None else key_sizes)]
+    for name, held, length in zip(("sizes", "key_sizes"), lengths, mine, strict=True):
+        check_sizes(name, held, group, 2, length)
+    return lengths[0], lengths[1]
+
+
+class Attention(torch.autograd.Function):
+    """q, k, v -> out, lse = run(q, k, v, call), with gradients(call, saved) of a fused engine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: Plan,
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        gradients: Callable[[Plan, Saved], Gradients],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = run(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.gradients = call, gradients
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: Plan = ctx.call
+        refuse_second_order(call.op)
+        rings = call.op == "ring_attention"
+        moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
+        record_backward(call.op, call.engine, call.group, *moved)
+        return *ctx.gradients(call, saved_with(ctx.saved_tensors, grads)), None, None, None
+
+
+class Saved(NamedTuple):
+    """What a backward is given: the forward's operands and results, and the results' gradients."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None  # None is 0
+
+
+def saved_with(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Saved:
+    """q, k, v, out and lse with the gradients of the last two: None is 0."""
+    q, k, v, out, lse = tensors
+    grad_out, grad_lse = grads
+    return Saved(
+        q, k, v, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
+    )
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ring_gradients(call: Plan, saved: Saved) -> Gradients:
+    """dq, dk and dv."""
+    if call.engine == "generic":
+        return gathered_gradients(saved, call.group, call.geometry, call.scale)
+    run = _host_backward if call.engine == "host" else _triton_backward
+    return run(call, saved)
+
+
+def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
+    if ex.world_size == 1:
+        return
+    shown = ex.local((2, *k.shape), k.dtype)
+    shown[0].copy_(k)
+    shown[1].copy_(v)
+    ex.signal_all()
+
+
+def _peers_keys(
+    ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`peer`'s k and v, in place, once it has published them."""
+    ex.wait(peer)
+    shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
+    return shown[0], shown[1]
+
+
+def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
+    """Shape of k and v of `rank` together, or of their gradients."""
+    return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
+
+
+def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
+    if len(geometry.k_sizes) == 1:
+        return 0
+    return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
+
+
+def _host_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    geometry, rank = call.geometry, call.group.rank
+    partial = PartialAttention(q, geometry.sees, call.scale)
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+        _publish_keys(ex, k, v)
+        partial.add(k, v, pieces_between(geometry, rank, rank))
+        for peer in ex.peers():
+            if seen := pieces_between(geometry, rank, peer):
+                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
+        out, lse = partial.result()
+        return ex.result(out.to(q.dtype)), ex.result(lse)
+
+
+def _host_backward(call: Plan, saved: Saved) -> Gradients:
+    group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
+    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
+    grad = AttentionGrad(saved, geometry.sees, call.scale)
+    dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
+        _publish_keys(keys, k, v)
+        grad.add(k, v, pieces_between(geometry, rank, rank), dk, dv)
+        nbytes = _shown_bytes(k, geometry, wide)
+        for step in range(1, W):
+            if not any(pieces_between(geometry, r, (r + step) % W) for r in range(W)):
+                continue
+            owner, source = (rank + step) % W, (rank - step) % W
+            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
+                if seen := pieces_between(geometry, rank, owner):
+                    parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
+                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
+                    for part in parts:
+                        part.result()  # in place, also where there was nothing to add
+                ex.signal_all()
+                if pieces_between(geometry, source, rank):
+                    ex.wait(source)
+                    dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
+                    for total, part in ((dk, dk_part), (dv, dv_part)):
+                        total.add(slice(None), part)
+                        ex.result(total.result())
+        gradients = grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
+        for gradient in gradients:
+            keys.result(gradient)
+    return gradients
+
+
+def _triton_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from weft.kernels.flash import ring_kernel as kernel
+
+    ws = kernel.workspace_for(k, call.group, call.geometry)
+    with ws.call("ring_attention"):
+        return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
+
+
+def _triton_backward(call: Plan, saved: Saved) -> Gradients:
+    from weft.kernels.flash import ring_grad_kernel as kernel
+
+    ws = kernel.workspace_for(saved.k, call.group, call.geometry)
+    with ws.call("ring_attention backward"):
+        return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of whole sequences, in any dtype: the oracle of the tests."""
+    left, right = window if isinstance(window, tuple) else (-1 if window is None else window, -1)
+    i = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
+    j = torch.arange(k.shape[2], device=q.device)
+    hidden = torch.zeros(len(i), len(j), dtype=torch.bool, device=q.device)
+    if causal:
+        hidden |= j > i
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    for boundary in cu_seqlens or ():
+        hidden |= (i < boundary) != (j < boundary)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    blind = hidden.all(-1)
+    weights = scores.masked_fill(blind.unsqueeze(-1), 0.0).softmax(-1)
+    weights = weights.masked_fill(blind.unsqueeze(-1), 0.0)
+    lse = scores.masked_fill(blind.unsqueeze(-1), 0.0).logsumexp(-1)
+    return weights @ v, lse.masked_fill(blind, -torch.inf)

@@ -1,0 +1,460 @@
+"""What every kernel is launched with, caught instead of launched: the cases of `weft aot`.
+
+The launchers themselves run, on tensors without memory whose device is taken for the chip, so that
+arguments, alignment and configuration are the real ones. Sizes are those of a 70B Llama on 8 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+
+from weft.collectives import chunk_sizes
+from weft.collectives.device import stream_signals
+from weft.collectives.kernels import kernel_collectives, multimem, pull
+from weft.kernels.attention.decode import WIDEST_BYTES, Cache
+from weft.kernels.attention.ring import Saved
+from weft.kernels.device import gathers
+from weft.kernels.device.epilogues import Activation
+from weft.kernels.engine import chips
+from weft.kernels.engine.chips import Chip
+from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.flash import (
+    decode_kernel,
+    heads_grad_kernel,
+    heads_kernel,
+    ring_grad_kernel,
+    ring_kernel,
+)
+from weft.kernels.flash.geometry import (
+    UNBOUNDED,
+    Geometry,
+    SequenceLayout,
+    Visibility,
+    zigzag_sizes,
+)
+from weft.kernels.matmul import (
+    all_gather_kernel,
+    contract_kernel,
+    copy_engines,
+    one_shot_kernel,
+    reduce_scatter_kernel,
+    two_shot_kernel,
+)
+from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm.rms_norm import WIDEST
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was caught instead of made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class _Catcher:
+    def __init__(self, kernel: Any, caught: list[Launch]) -> None:
+        self._kernel, self._caught = kernel, caught
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = self._kernel.arg_names
+            options = {k: v for k, v in kwargs.items() if k not in names}
+            named = {k: v for k, v in kwargs.items() if k in names}
+            arguments = dict(zip(names, args, strict=False)) | named
+            if missing := set(names) - set(arguments):
+                raise TypeError(f"{self._kernel.__name__} misses {sorted(missing)}")
+            self._caught.append(Launch(self._kernel, grid, arguments, options))
+
+        return launch
+
+
+@contextmanager
+def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
+    """Collect the launches of the kernels of `modules` instead of making them."""
+    kernels = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+    ]
+    caught: list[Launch] = []
+    try:
+        for module, name, kernel in kernels:
+            setattr(module, name, _Catcher(kernel, caught))
+        yield caught
+    finally:
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)
+
+
+def _workspace() -> Any:
+    table = torch.empty(_W, dtype=torch.int64, device="meta")
+    return SimpleNamespace(
+        rank=0,
+        world_size=_W,
+        device=table.device,
+        buffer_ptrs=table,
+        signal_ptrs=table,
+        half_bytes=1 << 36,
+        timeout_ns=1 << 27,
+        buffer=SimpleNamespace(multicast_ptr=1 << 40),
+    )
+
+
+# Widths of a 70B Llama on 8 ranks; `tokens` decides between the tiles for prefill and for decode.
+_W, _HIDDEN, _FFN, _QKV = 8, 8192, 3584, (1024, 128, 128)
+
+
+class _Gather(NamedTuple):
+    """`gradient`: of a reduce-scatter, whose w is transposed and whose dw needs all of x."""
+
+    case: str
+    tokens: int
+    widths: tuple[int, ...] = (_FFN,)
+    activation: Activation | None = None
+    keep_sums: bool = False
+    gradient: bool = False
+
+
+def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
+    kinds: list[tuple[str, int, Activation | None, bool]] = [
+        ("plain", 1, None, False), ("gelu kept", 1, "gelu", not scaled),
+        ("swiglu", 2, "swiglu", False), ("swiglu kept", 2, "swiglu", not scaled),
+    ]  # fmt: skip
+    pair = (_FFN, _FFN)
+    cases = [
+        _Gather("up", 1536),
+        _Gather("up, gelu", 1536, activation="gelu"),
+        _Gather("up, gelu, kept", 1536, activation="gelu", keep_sums=not scaled),
+        _Gather("gate and up", 1536, pair, "swiglu"),
+        _Gather("qkv", 1536, _QKV),
+        _Gather("up, 1024 tokens", 1024),
+        _Gather("up, by copy engines", 16384),
+        _Gather("up, in halves", 4096),
+        _Gather("up, gelu, by copy engines", 16384, activation="gelu", keep_sums=not scaled),
+        _Gather("gate and up, by copy engines", 16384, pair, "swiglu"),
+        _Gather("up, 128 tokens", 128, activation="silu"),
+        _Gather("up, 8 tokens", 8),
+        _Gather("gate and up, 8 tokens", 8, (512, 512), "swiglu"),
+    ]
+    if not scaled:  # which has no gradients
+        cases.append(_Gather("d(down)", 1536, gradient=True))
+    if wide:
+        # Tiles of other sizes do not differ, except in `group_m`.
+        sizes = [(16, 500), (16, _FFN), (32, 500), (64, 500), (64, _FFN), (256, _FFN), (512, _FFN)]
+        sizes += [(2048, 500), (2048, _FFN), (4096, 500)]
+        cases += [
+            _Gather(f"{width}, {kind}, {tokens} tokens", tokens, (width,) * count, activation, keep)
+            for tokens, width in sizes
+            for kind, count, activation, keep in kinds
+        ]
+        if not scaled:
+            cases += [
+                _Gather(f"d(down), {tokens} tokens", tokens, gradient=True)
+                for tokens in (64, 16384)
+            ]
+    return cases
+
+
+def _all_gather_launches(
+    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
+) -> Iterator[tuple[str, Launch]]:
+    op, scaled = all_gather_kernel, dtype.itemsize == 1
+    out_dtype = torch.bfloat16 if scaled else dtype
+    for case, tokens, widths, activation, keep_sums, gradient in _gather_cases(scaled, wide):
+        share = tokens // _W
+        if gradient:
+            weights = [empty(_HIDDEN, n) for n in widths]
+        else:  # nn.Linear holds (N, K): its transpose is contiguous along K
+            weights = [empty(n, _HIDDEN).T for n in widths]
+        biases = None
+        if activation == "gelu" or widths == _QKV:  # where models have them
+            biases = [torch.empty(n, dtype=out_dtype, device="meta") for n in widths]
+        by_engines = patch.object(copy_engines, "fetching", lambda *_: nullcontext())
+        with catching(op, gathers) as caught, by_engines:
+            op.launch_all_gather_matmul(
+                empty(share, _HIDDEN),
+                weights,
+                _workspace(),
+                [share] * _W,
+                biases=biases,
+                activation=activation,
+                keep_sums=keep_sums,
+                with_own=gradient,
+                scaling=_scaling(dtype, share, widths),
+            )
+        # All use one publish kernel.
+        yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
+
+
+def _weight_gradient_launches(
+    empty: Callable[[int, int], torch.Tensor], wide: bool
+) -> Iterator[tuple[str, Launch]]:
+    x, dy = empty(8192 // _W, _HIDDEN), empty(8192, _FFN)
+    # Of a gathered x, with dw laid out like w and rows kept for another dw; of a scattered y.
+    outs = [("weight gradient", empty(_FFN, _HIDDEN).T), ("weight gradient of down", None)]
+    for case, out in outs if wide else outs[:1]:
+        with catching(contract_kernel, gathers) as caught:
+            contract_kernel.launch_all_gather_contract(
+                x, dy, _workspace(), [1024] * _W, out=out, with_own=out is not None
+            )
+        yield case, caught[-1]
+
+
+def _reduce_launches(
+    dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
+) -> Iterator[tuple[str, Launch]]:
+    scaled = dtype.itemsize == 1
+    out_dtype = torch.bfloat16 if scaled else dtype
+    scatters = [
+        ("down", 8192, (_FFN,)),
+        ("down, 1024 tokens", 1024, (_FFN,)),
+        ("d(up)", 8192, (_FFN,)),
+        ("d(qkv)", 8192, _QKV),
+        ("d(gate and up)", 8192, (_FFN, _FFN)),
+        ("down, 128 tokens", 128, (_FFN,)),
+        ("down, 8 tokens", 8, (_FFN,)),
+    ]
+    sums = [
+        ("two shots", 8192, _HIDDEN),
+        ("two shots, 128 tokens", 128, _HIDDEN),
+        ("two shots, 16 tokens", 16, _HIDDEN),
+        ("one shot", 4, _HIDDEN),
+        ("one shot, narrow", 16, 1024),
+    ]
+    if wide:
+        # 496 is not a whole number of steps. Depths that are not multiples of 16 bytes leave rows
+        # unaligned, and large tiles of them spill: up to 490 bytes in bf16, 1,360 in fp8.
+        for tokens in (32, 64, 256, 512, 2048):
+            scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (496, _FFN)]
+            scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
+            sums += [(f"sum of {n}, {tokens} tokens", tokens, n) for n in (1000, 4096, _HIDDEN)]
+
+    def row(columns: int) -> torch.Tensor:
+        return torch.empty(columns, dtype=out_dtype, device="meta")
+
+    def rows(tokens: int, columns: int) -> torch.Tensor:
+        return torch.empty(tokens, columns, dtype=out_dtype, device="meta")
+
+    for case, tokens, depths in scatters:
+        gradient = case.startswith("d(")  # of a gather: w lies the other way
+        if scaled and gradient:
+            continue
+        sizes = [tokens // _W] * _W
+        with catching(reduce_scatter_kernel, one_shot_kernel) as caught:
+            reduce_scatter_kernel.launch_matmul_reduce_scatter(
+                [empty(tokens, k) for k in depths],
+                [empty(k, _HIDDEN) if gradient else empty(_HIDDEN, k).T for k in depths],
+                _workspace(),
+                sizes,
+                bias=None if gradient else row(_HIDDEN),
+                residual=None if gradient else rows(sizes[0], _HIDDEN),
+                scaling=_scaling(dtype, tokens, (_HIDDEN,)),
+            )
+        yield case, caught[0]
+    for case, tokens, columns in sums:
+        with catching(two_shot_kernel, one_shot_kernel) as caught:
+            two_shot_kernel.launch_matmul_all_reduce(
+                empty(tokens, _FFN),
+                empty(columns, _FFN).T,
+                _workspace(),
+                bias=row(columns),
+                residual=rows(tokens, columns),
+                scaling=_scaling(dtype, tokens, (columns,)),
+            )
+        yield case, caught[0]
+
+
+def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    op, ws = kernel_collectives, _workspace()
+    with catching(stream_signals, copy_engines) as caught:
+        stream_signals.begin(ws)
+        stream_signals.end(ws)
+        copy_engines.announce(ws, 1, 0, 2)
+    yield from (("signals of a stream", launch) for launch in caught)
+    gpu = torch.device("cuda")
+    reduced = dtype in op.REDUCED
+    for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
+        x = torch.empty(count, dtype=dtype, device="meta")
+        sizes = [count // _W] * _W if case == "collective" else chunk_sizes(count, _W)
+        nbytes = max(sizes) * dtype.itemsize
+        with catching(op) as caught:
+            part, whole = x[: sizes[0]], x
+            config = op.config_for("all_gather", nbytes, _W, gpu)
+            op.launch_all_gather(part, whole, ws, sizes, config)
+            if reduced:
+                config = op.config_for("reduce_scatter", nbytes, _W, gpu)
+                op.launch_reduce(x, part, ws, sizes, "sum", config)
+                config = op.config_for("all_reduce", 1 << 20, _W, gpu)
+                op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
+        yield from ((case, launch) for launch in caught)
+    x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
+    pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
+    for case, holders, reduce_op in pulls:
+        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        with catching(pull) as caught:
+            pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
+        yield from ((case, launch) for launch in caught)
+    if chip.descriptors and dtype in multimem.DTYPES:  # of the same generation as multicast
+        with catching(multimem) as caught:
+            multimem.launch_all_reduce(x, x, ws)
+        yield "by the switch", caught[0]
+
+
+def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    norms = [("norm", 8, _HIDDEN), ("norm, two shots", 512, _HIDDEN)]
+    if wide:
+        widths = (1000, 2049, 4096, 5120, WIDEST)
+        norms += [
+            (f"norm of {H}, {tokens} tokens", tokens, H) for H in widths for tokens in (1, 512)
+        ]
+    for case, tokens, H in norms:
+        x, weight = (torch.empty(*size, dtype=dtype, device="meta") for size in ((tokens, H), (H,)))
+        share = -(-tokens // _W)
+        with catching(rms_norm_kernel) as caught:
+            rms_norm_kernel.launch_sum_rms_norm(
+                x, _workspace(), share, weight=weight, residual=x[:share], eps=1e-6
+            )
+        yield case, caught[0]
+
+
+_HEADS = 8, 1  # of queries and of keys, on each rank
+_HEAD_WIDTHS = (16, 64, 80, 192, 256)
+
+
+def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    # Rows of a rank, width of a head, how far back a query sees, and whether documents are packed
+    # (on shards of odd lengths, with a gradient of the log-sum-exp). Tiles of gradients do not
+    # depend on the rows, so small ones are for the forward alone.
+    shards = [
+        ("attention", 1024, 128, UNBOUNDED, False),
+        ("attention, window", 1024, 64, 4096, False),
+        ("attention, D 256", 1024, 256, UNBOUNDED, False),
+        ("attention, 16 rows", 16, 128, UNBOUNDED, False),
+        ("attention, packed", 1003, 128, UNBOUNDED, True),
+    ]
+    if wide:
+        shards += [
+            (f"attention, D {D}, {rows} rows", rows, D, UNBOUNDED, False)
+            for D in _HEAD_WIDTHS
+            for rows in (16, 64, 1024)
+        ]
+        shards += [(f"attention, D {D}, packed", 1003, D, UNBOUNDED, True) for D in (64, 80, 256)]
+
+    ways: list[tuple[str, int, Callable[..., Any], Callable[..., Any]]] = [
+        (
+            "attention", 1,
+            ring_kernel.launch_ring_attention, ring_grad_kernel.launch_ring_attention_backward,
+        ),
+        (
+            "attention by heads", _W,
+            heads_kernel.launch_head_attention, heads_grad_kernel.launch_head_attention_backward,
+        ),
+    ]  # fmt: skip
+    for way, times, forward, backward in ways:
+        for case, rows, D, before, packed in shards:
+            plain, total = before == UNBOUNDED and not packed, rows * _W
+            layout: SequenceLayout = "zigzag" if (packed if times > 1 else plain) else "contiguous"
+            sizes = tuple((zigzag_sizes if layout == "zigzag" else chunk_sizes)(total, _W))
+            documents = (0, total // 3, total) if packed else None
+            geometry = Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
+            q, k = (empty(1, times * heads, sizes[0], D) for heads in _HEADS)
+            with catching(ring_kernel, ring_grad_kernel, heads_kernel, heads_grad_kernel) as got:
+                out, lse = forward(q, k, k, _workspace(), geometry, 0.1)
+                if rows > 64:
+                    saved = Saved(q, k, k, out, lse, q, lse if packed else None)
+                    backward(saved, _workspace(), geometry, 0.1)
+            yield from ((case.replace("attention", way), launch) for launch in got)
+
+
+def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, kv_heads = _HEADS
+    # Batch, tokens, width of a head, whether there are pages.
+    decodes = [
+        ("decode", 512, 1, 128, False),
+        ("decode, pages", 4, 1, 128, True),
+        ("decode, 4 tokens", 4, 4, 128, False),
+    ]
+    if wide:
+        decodes += [
+            (f"decode, {tokens} tokens, D {D}, {kind}", batch, tokens, D, kind == "pages")
+            for D in (*_HEAD_WIDTHS, 128, 512, 1024)
+            if D * dtype.itemsize <= WIDEST_BYTES
+            for tokens in ((1, 4, 8) if D <= 256 else (8,))
+            for kind, batch in (("split", 4), ("whole", 512), ("pages", 4))
+        ]
+    for case, batch, tokens, D, paged in decodes:
+        page = 64
+        table = torch.empty(batch, 64, dtype=torch.int32, device="meta") if paged else None
+        keys = empty(batch * 64, kv_heads, page, D) if paged else empty(batch, kv_heads, 4096, D)
+        q = empty(batch, heads, tokens, D)
+        lengths = torch.empty(batch, dtype=torch.int64, device="meta")
+        cache = Cache(keys, keys, table, page, 0, _W)
+        with catching(decode_kernel) as caught:
+            decode_kernel.launch_flash_decode(q, cache, lengths, 0.1, _workspace())
+        yield from ((case, launch) for launch in caught)
+        if case == "decode":
+            with catching(decode_kernel) as caught:
+                decode_kernel.launch_flash_decode(q, cache, lengths, 0.1, _workspace(), window=4095)
+            yield "decode, window", caught[0]
+            if chips.chip_of(q.device).fp8:
+                narrow = cache.k.to(torch.float8_e4m3fn)
+                narrow_cache = replace(cache, k=narrow, v=narrow)
+                with catching(decode_kernel) as caught:
+                    decode_kernel.launch_flash_decode(q, narrow_cache, lengths, 0.1, _workspace())
+                yield "decode, fp8 keys", caught[0]
+        if case == "decode, pages":
+            new = empty(batch, kv_heads, tokens, D)
+            with catching(decode_kernel) as caught:
+                decode_kernel.launch_append(new, new, cache, lengths)
+            yield "append, pages", caught[0]
+
+
+def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:
+    if dtype.itemsize > 1:
+        return None
+    like = torch.empty(0, dtype=torch.float32, device="meta")
+    columns = [like.new_empty(1, width) for width in widths]
+    return Scaling(like.new_empty(rows, 1), columns, torch.bfloat16)
+
+
+def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tuple[str, Launch]]:
+    """(case, launch) of every kernel, in the configurations that the heuristics choose.
+
+    Args:
+        wide: many more sizes, through the heuristics' whole range.
+    """
+
+    def empty(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    with patch.object(chips, "_chip_behind", lambda device: chip):
+        found = [
+            *_all_gather_launches(dtype, empty, wide),
+            *_reduce_launches(dtype, empty, wide),
+            *_collective_launches(chip, dtype),
+        ]
+        if dtype.itemsize > 1:  # fp8 has no gradients and no attention
+            found += _weight_gradient_launches(empty, wide)
+            found += _norm_launches(dtype, wide)
+            found += _attention_launches(dtype, wide)
+            found += _decode_launches(dtype, wide)
+        return found

@@ -1,0 +1,392 @@
+"""The fused matmuls, and a fused norm, as custom ops, under our names and torch's own.
+
+    torch.ops.weft.all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce
+        the public functions, given the name of a group; traced calls of those come here
+    torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
+        the gradients that communicate, computed by the engines' own backward
+    torch.ops.weft.reduce_scatter_rms_norm_all_gather
+        the same of what stands between two of them; its gradient is made of other ops
+    torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
+        with the arguments and results of those of torch.ops.symm_mem
+
+`weft.collectives.custom_ops` registers ops, fake kernels and gradients. An op chooses its engine
+when it runs, by the rule of the public function that it calls.
+
+To add an argument to a fused matmul: elementwise work on the result (activation, residual) is left
+to plain torch where the public function asks `is_call_traced`, and the compiler fuses it, forward
+and backward. Any other argument is added there, to the op's schema (at the end, with a default), to
+its `run`, which passes it on to the public function, and to its fake kernel if the shape or dtype
+of the result depends on it; if gradients do, also to `setup` and the backward op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.collectives import all_gather, resolve
+from weft.collectives.collective_ops import even_sizes
+from weft.collectives.custom_ops import (
+    compose,
+    define,
+    differentiate,
+    gathered_sizes,
+    planes,
+    resized,
+    world_of,
+)
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.kernels.engine.engines import choose
+from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
+from weft.kernels.matmul import all_gather as gather
+from weft.kernels.matmul import all_reduce, reduce_scatter
+from weft.kernels.norm import rms_norm
+
+_ops: Any = torch.ops.weft
+
+
+def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as a matrix whose rows run along `dim` first, as the engines take it."""
+    return as_rows(x.movedim(dim, 0))
+
+
+def _planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x with the strides of `planes(x, dim, ...)`, which the fake kernel promised."""
+    return x.movedim(dim, 0).contiguous().movedim(0, dim)
+
+
+def _rows_dim(x: torch.Tensor, gather_dim: int) -> int:
+    """The dim of y along which its planes lie: that of the shards, unless y lacks it."""
+    contracted = gather_dim in (-1, x.ndim - 1)
+    return 0 if contracted else gather_dim
+
+
+def _all_gather_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    group_name: str,
+    gather_dim: int = 0,
+    sizes: list[int] | None = None,
+    return_gathered: bool = False,
+) -> list[torch.Tensor]:
+    sizes = even_sizes(x, group_name, gather_dim, sizes)
+    given = [bias if len(bias) else None for bias in biases] or None
+    result = gather.all_gather_matmul(
+        x, weights, group_name, bias=given, gather_dim=gather_dim, sizes=sizes,
+        return_gathered=return_gathered,
+    )  # fmt: skip
+    results = [*result[1], result[0]] if return_gathered else result
+    *ys, last = (_planes_of(y, _rows_dim(x, gather_dim)) for y in results)
+    return [*ys, _planes_of(result[0], gather_dim) if return_gathered else last]
+
+
+def _all_gather_matmul_fake(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    group_name: str,
+    gather_dim: int = 0,
+    sizes: Any = None,
+    return_gathered: bool = False,
+) -> list[torch.Tensor]:
+    length = sum(gathered_sizes(x.shape[gather_dim], group_name, sizes))
+    gathered = planes(x, resized(x, gather_dim, length), gather_dim)
+    rows = _rows_dim(x, gather_dim)
+    ys = [planes(x, [*gathered.shape[:-1], w.shape[1]], rows) for w in weights]
+    return [*ys, gathered] if return_gathered else ys
+
+
+def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.keep = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.biased = [bias.numel() > 0 for bias in biases]
+    ctx.sizes = gathered_sizes(x.shape[ctx.dim], ctx.group_name, sizes)
+
+
+def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, *weights = conjugated(*ctx.saved_tensors)
+    dys, dgathered = (grads[:-1], grads[-1]) if ctx.keep else (grads, None)
+    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+    needs = [needs_x, *needs_w]
+    computed: list[torch.Tensor] = []
+    if any(needs):
+        computed = _ops.all_gather_matmul_backward(
+            x, weights, dys, dgathered, ctx.group_name, ctx.dim, ctx.sizes, needs
+        )
+    dx, *dws = _spread(computed, needs)
+    dbs = [
+        dy.flatten(0, -2).sum(0) if biased and need else None
+        for dy, biased, need in zip(dys, ctx.biased, needs_b, strict=False)
+    ]
+    return dx, dws, dbs, None, None, None, None
+
+
+def _all_gather_matmul_backward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    dgathered: torch.Tensor | None,
+    group_name: str,
+    gather_dim: int,
+    sizes: list[int],
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    group, (needs_x, *needs_w) = resolve(group_name), needs
+    gather_dim %= x.ndim
+    engine = choose(gather.gather_problem(x, weights, gather_dim, sizes), group, x.device)
+    if engine == "generic":
+        given = gather.Gradient(x, weights, dys, dgathered, group, sizes, needs_x, needs_w)
+        dx, dws = gather.generic_backward(given, gather_dim)
+    else:
+        front = x.movedim(gather_dim, 0)
+        rows = [size * front.shape[1:-1].numel() for size in sizes]
+        given = gather.Gradient(
+            _flat(x, gather_dim), weights,
+            [_flat(dy, gather_dim).contiguous() for dy in dys],
+            None if dgathered is None else _flat(dgathered, gather_dim),
+            group, rows, needs_x, needs_w,
+        )  # fmt: skip
+        dx, dws = gather.run_backward(engine, given)
+        dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
+    return _needed([dx, *dws], [x, *weights], needs)
+
+
+def _needed(
+    grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], needs: list[bool]
+) -> list[torch.Tensor]:
+    """The gradients that are needed, each in the memory layout that `_needed_fake` promises."""
+    needed = []
+    for grad, of, need in zip(grads, like, needs, strict=True):
+        if need and grad is not None:
+            laid_out = torch.empty_like(of)
+            same = grad.stride() == laid_out.stride()
+            needed.append(grad if same else laid_out.copy_(grad))
+    return needed
+
+
+def _needed_fake(like: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor]:
+    return [torch.empty_like(of) for of, need in zip(like, needs, strict=True) if need]
+
+
+def _spread(computed: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor | None]:
+    """The gradients that `_needed` returned, with None for the others."""
+    left = iter(computed)
+    return [next(left) if need else None for need in needs]
+
+
+def _matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    scatter_dim: int = 0,
+    reduce_op: Any = "sum",
+) -> torch.Tensor:
+    y = reduce_scatter.matmul_reduce_scatter(
+        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op
+    )
+    return _planes_of(y, scatter_dim)
+
+
+def _matmul_reduce_scatter_fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    rank, world_size = world_of(group_name)
+    shape = [*x.shape[:-1], w.shape[1]]
+    shape[scatter_dim] = chunk_sizes(shape[scatter_dim], world_size)[rank]
+    return planes(x, shape, scatter_dim)
+
+
+def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, _, *ctx.rest = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = conjugated(*ctx.saved_tensors)
+    group_name, scatter_dim, reduce_op = ctx.rest
+    needs = list(ctx.needs_input_grad[:3])
+    computed = _ops.matmul_reduce_scatter_backward(
+        x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
+    )
+    return *_spread(computed, needs), None, None, None
+
+
+def _matmul_reduce_scatter_backward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    group_name: str,
+    scatter_dim: int,
+    average: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    group = resolve(group_name)
+    scatter_dim %= x.ndim
+    length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
+    sizes = chunk_sizes(length, group.world_size)
+    engine = choose(reduce_scatter.scatter_problem(x, w, group, scatter_dim), group, x.device)
+    if engine == "generic":
+        whole: torch.Tensor = all_gather(dy, group, dim=scatter_dim, sizes=sizes)
+        db = as_rows(whole).sum(0) if needs[2] else None
+        whole = whole / group.world_size if average else whole
+        dx = matmul(whole, w.t()) if needs[0] else None
+        dw = matmul(as_rows(x).t(), as_rows(whole)) if needs[1] else None
+    else:
+        front = x.movedim(scatter_dim, 0)
+        rows = [size * front.shape[1:-1].numel() for size in sizes]
+        given = reduce_scatter.Gradient(
+            _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
+            needs,
+        )  # fmt: skip
+        dx, dw, db = reduce_scatter.run_backward(engine, given)
+        dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
+    return _needed([dx, dw, db], [x, w, w[0]], needs)
+
+
+def _matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    reduce_op: Any = "sum",
+) -> torch.Tensor:
+    return all_reduce.matmul_all_reduce(x, w, group_name, bias=bias, reduce_op=reduce_op)
+
+
+def _matmul_all_reduce_fake(
+    x: torch.Tensor, w: torch.Tensor, bias: Any, group_name: str, reduce_op: str = "sum"
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:-1], w.shape[1]])
+
+
+def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, _, group_name, reduce_op = inputs
+    ctx.save_for_backward(x, w)
+    ctx.scale = 1 / world_of(group_name)[1] if reduce_op == "avg" else None
+
+
+def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = conjugated(*ctx.saved_tensors)
+    needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+    scaled = dy if ctx.scale is None else dy * ctx.scale
+    dx = matmul(scaled, w.t()) if needs_x else None
+    dw = matmul(as_rows(x).t(), as_rows(scaled)) if needs_w else None
+    db = as_rows(dy).sum(0) if needs_b else None
+    return dx, dw, db, None, None
+
+
+def _sum_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    group_name: str,
+    eps: float,
+    dim: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, h = rms_norm.reduce_scatter_rms_norm_all_gather(
+        x, weight, group_name, residual=residual, eps=eps, dim=dim
+    )
+    return _planes_of(y, dim), _planes_of(h, dim)
+
+
+def _sum_rms_norm_fake(
+    x: torch.Tensor, weight: Any, residual: Any, group_name: str, eps: float, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, world_size = world_of(group_name)
+    length = chunk_sizes(x.shape[dim], world_size)[rank]
+    return planes(x, x.shape, dim), planes(x, resized(x, dim, length), dim)
+
+
+def _sum_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, group_name, eps, dim = inputs
+    ctx.save_for_backward(output[1], weight)
+    sizes = chunk_sizes(x.shape[dim], world_of(group_name)[1])
+    ctx.call = rms_norm.Call(group_name, sizes, eps, dim)
+
+
+def _sum_rms_norm_grads(
+    ctx: Any, dy: torch.Tensor, dh: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    h, weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    return *ctx.call.gradients(h, weight, dy, dh, needs), None, None, None
+
+
+def _fused_all_gather_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    results = _ops.all_gather_matmul(A, Bs, [], group_name, gather_dim, None, return_A)
+    return (results[-1] if return_A else None), results[: len(Bs)]
+
+
+def _fused_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    y: torch.Tensor = _ops.matmul_reduce_scatter(A, B, None, group_name, scatter_dim, reduce_op)
+    return y
+
+
+define(
+    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
+    "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False) -> Tensor[]",
+    _all_gather_matmul, _all_gather_matmul_fake,
+)  # fmt: skip
+define(
+    "all_gather_matmul_backward(Tensor x, Tensor[] weights, Tensor[] dys, Tensor? dgathered, "
+    "str group_name, int gather_dim, SymInt[] sizes, bool[] needs) -> Tensor[]",
+    _all_gather_matmul_backward,
+    lambda x, weights, *rest: _needed_fake([x, *weights], rest[-1]),
+)  # fmt: skip
+differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_grads)
+
+define(
+    "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
+    "int scatter_dim=0, str reduce_op='sum') -> Tensor",
+    _matmul_reduce_scatter, _matmul_reduce_scatter_fake,
+)  # fmt: skip
+define(
+    "matmul_reduce_scatter_backward(Tensor x, Tensor w, Tensor dy, str group_name, "
+    "int scatter_dim, bool average, bool[] needs) -> Tensor[]",
+    _matmul_reduce_scatter_backward,
+    lambda x, w, *rest: _needed_fake([x, w, w[0]], rest[-1]),
+)  # fmt: skip
+differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_reduce_scatter_grads)
+
+define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
+    "str reduce_op='sum') -> Tensor",
+    _matmul_all_reduce, _matmul_all_reduce_fake,
+)  # fmt: skip
+differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)
+
+define(
+    "reduce_scatter_rms_norm_all_gather(Tensor x, Tensor? weight, Tensor? residual, "
+    "str group_name, float eps, int dim=0) -> (Tensor, Tensor)",
+    _sum_rms_norm, _sum_rms_norm_fake,
+)  # fmt: skip
+differentiate("reduce_scatter_rms_norm_all_gather", _sum_rms_norm_setup, _sum_rms_norm_grads)
+
+compose(
+    "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
+    "bool return_A=True) -> (Tensor?, Tensor[])",
+    _fused_all_gather_matmul,
+)
+compose(
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+    "str group_name) -> Tensor",
+    _fused_matmul_reduce_scatter,
+)

@@ -1,0 +1,275 @@
+"""How the gathering kernels exchange shards: owners publish them, copy programs fetch them.
+
+Legend: W ranks; x_r (rows, columns) is the shard of rank r. In the call of generation g every rank
+publishes its shard in half g % 2 of its symmetric memory, rows `pitch` elements apart. If the shard
+is scaled fp8, the fp32 scale of each row lies `scales_at` bytes into the half, behind the rows.
+
+    rank 0           rank 1                                         rank 2
+    x -> X_0         x -> X_1 (peers read it)                       x -> X_2
+      |              gathered [ x_0 | (x_1) | x_2 ]                   |
+      +---- copied once ---------^              ^---- copied once ----+
+
+Each remote byte crosses the link once, however many tiles read it. The rank's own rows of
+`gathered` are written only if the caller wants them.
+
+Protocol
+  1. `_publish_kernel`, all programs: copy x into the rank's own half. Each takes a ticket; the last
+     one, which sees the stores of all (acquire), sets GENERATION = g and signals the word
+     (0, rank, 0) of every peer's pad: release at system scope.
+  2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
+     word (acquire, system scope), after which its half may be read; copy every C-th of all peers'
+     chunks of rows to `gathered`, and signal the rank's own word (1, peer, chunk): release at
+     device scope. Chunks may be cut into parts by columns, each with a word of its own.
+     Alternatively copy engines do this, in streams beside the consumer's: see `copy_engines`.
+  3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
+
+Why it neither races nor deadlocks: copy programs wait only for peers' publish kernels, which wait
+for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
+for every peer, so that no call ends before all peers have published (rule 2 of
+`weft.collectives.device.signals`), and the publish kernel runs after this rank's previous consumer
+(rule 1: a stream orders the launches of a channel).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import Workspace, check_room, link_of
+from weft.collectives.ranks.pad import MAX_PROGRAMS
+from weft.kernels.device import splits, tiles
+from weft.kernels.device.operands import NO_SCALES, Scales, matrix
+
+_MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
+_PITCH = 16  # rows of a published shard start at multiples of this many elements
+
+
+@triton.jit(do_not_specialize=["rows", "scales_at", "rank"])
+def _publish_kernel(
+    x,  # Matrix (rows, columns)
+    x_scales,  # of the rows
+    link,
+    rows,
+    columns,
+    pitch,
+    scales_at,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+) -> None:
+    """Copy x into the own half of the next generation and tell every peer. Grid: any.
+
+    Example: rank 1 of 3, generation 6 before: x lies in half 1 (rows `pitch` apart), GENERATION is
+    7, and word (0, 1, 0) of the pads of ranks 2 and 0 is 7.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
+    share = tiles.cdiv(rows, programs)
+    first = tl.minimum(program * share, rows).to(tl.int64)
+    count = tl.minimum(share, rows - first)
+    tiles.copy_block(
+        half + first * pitch, x.ptr + first * x.stride_m, count, columns,
+        pitch, x.stride_m, x.stride_n, COPY_M, COPY_N,
+    )  # fmt: skip
+    if x_scales.ptr is not None:
+        shown = scales_ptr(link, rank, generation, scales_at)
+        tiles.copy_block(
+            shown + first, x_scales.ptr + first * x_scales.stride, count, 1,
+            1, x_scales.stride, 0, COPY_M, 1,
+        )  # fmt: skip
+    if signals.is_last_program(link.signal_ptrs, rank, programs):
+        signals.set_generation(link.signal_ptrs, rank, generation)
+        signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
+
+
+@triton.jit
+def scales_ptr(link, rank, generation, scales_at):
+    """Address of the scales of the rows that `rank` has published."""
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.int8)
+    return (half + scales_at).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def fetch_shards(
+    gathered_ptr,
+    gathered_scales_ptr,  # (rows,) or None
+    link,
+    offsets,
+    columns,
+    pitch,
+    scales_at,
+    chunk_rows,
+    rank,
+    generation,
+    group_rows,
+    WITH_OWN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    COPY_PROGRAMS: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each.
+
+    With PARTS > 1 they are fetched in groups of `group_rows` rows, counted from the rank's own
+    first one; in each group the first part of the columns of all rows precedes the second.
+    """
+    program = tl.program_id(0)
+    own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
+    own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
+    # At least one: each program waits for all peers, also for those with empty shards.
+    groups = tl.maximum(tiles.cdiv(offsets[WORLD_SIZE], group_rows), 1) if PARTS > 1 else 1
+    arrived = True
+    for turn in range(groups * PARTS):
+        group, part = turn // PARTS, turn % PARTS
+        before = 0  # chunks of the preceding peers
+        row = own_rows  # where a shard begins
+        for step in range(1, WORLD_SIZE + WITH_OWN):
+            # WITH_OWN: the rank's own shard is last, as nobody waits for it.
+            peer = (rank + step) % WORLD_SIZE
+            begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
+            rows = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
+            chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
+            low, high = _chunks_before(group * group_rows - row, chunk_rows, chunks), chunks
+            if group < groups - 1:
+                high = _chunks_before((group + 1) * group_rows - row, chunk_rows, chunks)
+            # Before its first chunk, or in the last group if it has none.
+            begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
+            if begins & (peer != rank):
+                arrived &= signals.wait_for(
+                    link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.timeout_ns
+                )
+            # Chunks are dealt out in one sequence through all peers, so that shards of few chunks
+            # are fetched at the same time by different programs.
+            low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
+            before += chunks
+            row += rows.to(tl.int32)
+            if arrived & (rows > 0):
+                first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
+                for chunk in range(low, high, COPY_PROGRAMS):
+                    _fetch_chunk(
+                        gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns,
+                        first_column, last_column, pitch, scales_at, chunk, chunk_rows, part, rank,
+                        generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _fetch_chunk(
+    gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns, first_column, last_column,
+    pitch, scales_at, chunk, chunk_rows, part, rank, generation, WORLD_SIZE: tl.constexpr,
+    COPY_M: tl.constexpr, COPY_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Copy some columns of a chunk of `peer`'s shard of `rows` rows, and announce them as `part`.
+
+    The scales of the rows are copied with the last part.
+    """
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
+    first = (chunk * chunk_rows).to(tl.int64)
+    count = tl.minimum(chunk_rows, rows - first)
+    tiles.copy_block(
+        gathered_ptr + (begin + first) * columns + first_column,
+        shard_ptr + first * pitch + first_column,
+        count, last_column - first_column, columns, pitch, 1, COPY_M, COPY_N,
+    )  # fmt: skip
+    if gathered_scales_ptr is not None and part == PARTS - 1:
+        shown = scales_ptr(link, peer, generation, scales_at)
+        tiles.copy_block(
+            gathered_scales_ptr + begin + first, shown + first, count, 1,
+            1, 1, 0, COPY_M, 1,
+        )  # fmt: skip
+    word = _word(chunk, part, PARTS)
+    slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, word)
+    signals.signal_local(slot, generation)
+
+
+@triton.jit
+def _chunks_before(row, chunk_rows, chunks):
+    """How many of a shard's chunks begin before its row number `row`."""
+    return tl.minimum(tiles.cdiv(tl.maximum(row, 0), chunk_rows), chunks)
+
+
+@triton.jit
+def _word(chunk, part, PARTS: tl.constexpr):
+    """The word in which a part of a chunk is announced."""
+    return chunk + part * (_MAX_PROGRAMS // PARTS)
+
+
+@triton.jit
+def wait_for_chunks(
+    link, rank, peer, first, last, part, generation, WORLD_SIZE: tl.constexpr, PARTS: tl.constexpr
+):
+    """Wait until `part` of chunks first..last of `peer`'s shard lies in `gathered`. False on a
+    time-out.
+    """
+    return signals.wait_for_own(
+        link.signal_ptrs, rank, WORLD_SIZE, 1, peer, _word(first, part, PARTS),
+        _word(last, part, PARTS), generation, link.timeout_ns, 1,
+    )  # fmt: skip
+
+
+def pitch_of(columns: int) -> int:
+    """Elements from row to row of a published shard."""
+    return -(-columns // _PITCH) * _PITCH
+
+
+def scales_offset(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes into the half at which the scales begin, if the largest shard has `rows` rows."""
+    return rows * pitch_of(columns) * dtype.itemsize
+
+
+def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Symmetric memory that each rank needs, given the largest shard's rows and columns."""
+    scales = 4 * rows if dtype.itemsize == 1 else 0
+    return scales_offset(rows, columns, dtype) + scales
+
+
+def check_shard(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `ws` has room for a shard of that size."""
+    needed = workspace_bytes(rows, columns, dtype)
+    check_room(ws, needed, "workspace_bytes(largest rows, largest columns, dtype)")
+
+
+def in_place(x: torch.Tensor) -> bool:
+    """Whether a kernel can read the rank's own shard x in place."""
+    return x.stride(1) == 1 or x.shape[1] == 1
+
+
+def publish(
+    x: torch.Tensor,
+    ws: Workspace,
+    pitch: int,
+    programs: int,
+    copy_m: int,
+    copy_n: int,
+    x_scales: Scales = NO_SCALES,
+    scales_at: int = 0,
+) -> None:
+    """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
+
+    Raises:
+        ValueError: `ws` is too small.
+    """
+    check_shard(ws, x.shape[0], pitch, x.dtype)
+    blocks = -(-max(x.shape[0], 1) // copy_m)
+    _publish_kernel[(min(programs, blocks),)](
+        matrix(x),
+        x_scales,
+        link_of(ws),
+        x.shape[0],
+        x.shape[1],
+        pitch,
+        scales_at,
+        ws.rank,
+        WORLD_SIZE=ws.world_size,
+        COPY_M=copy_m,
+        COPY_N=copy_n,
+        num_warps=8,
+    )

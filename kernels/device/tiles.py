@@ -1,0 +1,360 @@
+"""Tile arithmetic shared by the fused kernels.
+
+An output of (M, N) is cut into tiles of (BLOCK_M, BLOCK_N), the contraction into steps of BLOCK_K.
+Tiles at the edge read rows and columns modulo the size, so that the loop over K needs a mask for
+its last step at most; what they compute outside the output is not stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.collectives.device.device_math import cdiv as cdiv
+from weft.collectives.device.device_math import element as element
+from weft.collectives.device.device_math import rounded as rounded
+from weft.collectives.device.signals import INTERPRETED, Constant
+
+_INTERPRETED = Constant(INTERPRETED)
+
+
+# Not tl.zeros: it is a jit function of Triton's own, interpreted only if TRITON_INTERPRET was set
+# when triton was imported, which torch may have done before us.
+@triton.jit
+def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """An empty sum: (BLOCK_M, BLOCK_N) fp32."""
+    return tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+
+
+@triton.jit
+def first_of(before, program, programs):
+    """The first of some items that is `program`'s; its next one is `programs` later.
+
+    Items go to the programs in turn, and `before` items have gone before these.
+    """
+    return (program + programs - before % programs) % programs
+
+
+@triton.jit
+def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of tile number `tile`, going down GROUP_M rows before the next column.
+
+    Tiles that run together then share rows of one operand and columns of the other in L2.
+
+    Example: 3 x 2 tiles, GROUP_M=2: tiles 0..5 are (0,0) (1,0) (0,1) (1,1) (2,0) (2,1).
+    """
+    group = tile // (GROUP_M * tiles_n)
+    first_m = group * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    inside = tile - group * GROUP_M * tiles_n
+    return first_m + inside % rows, inside // rows
+
+
+@triton.jit
+def wrapped(start, size, BLOCK: tl.constexpr):
+    """The BLOCK indices from `start` on, modulo `size`, so always inside."""
+    return (start + tl.arange(0, BLOCK)) % size
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32.
+
+    For fp8 the matrix units of sm_90 keep 14 bits of a sum, which is added to acc block by block.
+    """
+    COARSE_K: tl.constexpr = a.shape[1] if a.dtype == tl.float8e4nv else 0
+    if _INTERPRETED:
+        a, b = _widened(a), _widened(b)
+    return tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=COARSE_K)
+
+
+@triton.jit
+def _widened(x):
+    # The interpreter stores bf16 and fp8 as integers and would multiply those.
+    wide = x.to(tl.float32)
+    if x.dtype == tl.float8e4nv:
+        # It also reads this format's two NaNs as the number that would follow 448.
+        wide = tl.where(tl.abs(wide) > 448.0, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def row_ptrs(matrix, rows):
+    """Pointers to the first elements of the given rows."""
+    return matrix.ptr + rows.to(tl.int64) * matrix.stride_m
+
+
+@triton.jit
+def read_described(desc, row, column, TRANSPOSED: tl.constexpr):
+    """The block at (row, column) of a matrix, given a descriptor of it or of its transpose."""
+    # One return: Triton also compiles what follows a return in a branch.
+    return desc.load([column, row]).T if TRANSPOSED else desc.load([row, column])
+
+
+@triton.jit
+def _column_blocks(w, first_k, offs_k, columns):
+    """Pointers to w[first_k + offs_k, columns]."""
+    rows = first_k + offs_k.to(tl.int64)
+    ptrs = w.ptr + rows[:, None] * w.stride_m
+    return ptrs + columns.to(tl.int64)[None, :] * w.stride_n
+
+
+@triton.jit
+def accumulate(
+    acc,  # (BLOCK_M, BLOCK_N) fp32
+    second,  # the same for w2, or None
+    a_rows,  # (BLOCK_M,) pointers to the first elements of the rows of a; or a_desc
+    stride_ak,
+    a_desc,  # of a, or of its transpose if A_TRANSPOSED
+    start_m,
+    w,  # Matrix (.., N); or w_desc
+    w2,  # a second one, or None
+    w_desc,  # of w, or of its transpose if W_TRANSPOSED
+    w2_desc,
+    start_n,
+    N,
+    first_k,  # first column of a
+    shift_k,  # the row of w that goes with column 0 of a
+    K,  # one after the last column of a
+    TILES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+):
+    """acc + a[:, first_k:K] @ w[first_k + shift_k:, start_n:start_n + BLOCK_N], `second` likewise.
+
+    Operands are read by descriptor where there is one, else by pointers of any stride. Descriptors
+    read zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
+    Without a second w, the first sum is returned twice: Triton 3.6 cannot return None.
+    """
+    BLOCK_K: tl.constexpr = TILES.block_k
+    offs_k = tl.arange(0, BLOCK_K)
+    if a_desc is None:
+        wide_k = first_k + offs_k.to(tl.int64)
+        a_ptrs = a_rows[:, None] + wide_k[None, :] * stride_ak
+        step_a = tl.cast(stride_ak, tl.int64) * BLOCK_K
+    if w_desc is None:
+        columns = wrapped(start_n, N, TILES.block_n)
+        w_ptrs = _column_blocks(w, first_k + shift_k, offs_k, columns)
+        step_w = tl.cast(w.stride_m, tl.int64) * BLOCK_K
+        if w2 is not None:
+            w2_ptrs = _column_blocks(w2, first_k + shift_k, offs_k, columns)
+            step_w2 = tl.cast(w2.stride_m, tl.int64) * BLOCK_K
+    for k in range(first_k, K, BLOCK_K):
+        left = K - k
+        if a_desc is not None:
+            a = read_described(a_desc, start_m, k, A_TRANSPOSED)
+        elif EVEN_K:
+            a = tl.load(a_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
+        if w_desc is not None:
+            row = tl.cast(k + shift_k, tl.int32)
+            acc = dot(a, read_described(w_desc, row, start_n, W_TRANSPOSED), acc)
+            if w2_desc is not None:
+                second = dot(a, read_described(w2_desc, row, start_n, W_TRANSPOSED), second)
+        elif EVEN_K:
+            acc = dot(a, tl.load(w_ptrs), acc)
+            if w2 is not None:
+                second = dot(a, tl.load(w2_ptrs), second)
+        else:
+            inside = offs_k[:, None] < left
+            acc = dot(a, tl.load(w_ptrs, mask=inside, other=0.0), acc)
+            if w2 is not None:
+                second = dot(a, tl.load(w2_ptrs, mask=inside, other=0.0), second)
+        if a_desc is None:
+            a_ptrs += step_a
+        if w_desc is None:
+            w_ptrs += step_w
+            if w2 is not None:
+                w2_ptrs += step_w2
+    return acc, acc if second is None else second
+
+
+@triton.jit
+def block_offsets(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets within a tile stored as a block of its own: row after row, no padding."""
+    return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit
+def halves(values):
+    """The left and the right half of the columns.
+
+    Wide tiles are stored by halves: addresses and masks of a whole one, 128 x 256, do not fit
+    beside it in registers (255 and 104 bytes of spills on sm_100; by halves 202 and none).
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    return tl.split(values.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def beside(left, right):
+    """The inverse of `halves`: (ROWS, COLUMNS) twice as (ROWS, 2 COLUMNS)."""
+    ROWS: tl.constexpr = left.shape[0]
+    COLUMNS: tl.constexpr = left.shape[1]
+    return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
+
+
+@triton.jit
+def store_block(block_ptr, acc):
+    """Store a tile as a block of its own, as in `block_offsets`."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if COLUMNS > 128:
+        left, right = halves(acc)
+        rows = tl.arange(0, ROWS)[:, None] * COLUMNS
+        columns = tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(block_ptr + rows + columns, left)
+        tl.store(block_ptr + rows + columns + COLUMNS // 2, right)
+    else:
+        tl.store(block_ptr + block_offsets(ROWS, COLUMNS), acc)
+
+
+@triton.jit
+def _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_n):
+    offs_n = start_n + tl.arange(0, values.shape[1]).to(tl.int64)
+    out_ptrs = out_ptr + rows[:, None] * stride_m + offs_n[None, :] * stride_n
+    inside = inside_m[:, None] & (offs_n[None, :] < N)
+    tl.store(out_ptrs, rounded(values, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store(out_ptr, values, start_m, start_n, M, N, stride_m, stride_n):
+    """out[start_m:, start_n:] = values, rounded once, within (M, N)."""
+    rows = start_m + tl.arange(0, values.shape[0])
+    store_rows(out_ptr, values, rows, rows < M, start_n, N, stride_m, stride_n)
+
+
+@triton.jit
+def store_rows(
+    out_ptr,
+    values,  # (rows, columns) fp32
+    rows,  # of out
+    inside_m,  # whether to store each of them
+    start_n,
+    N,
+    stride_m,
+    stride_n,
+):
+    """out[rows, start_n:] = values, rounded once, within N columns."""
+    rows = rows.to(tl.int64)
+    if values.shape[1] > 128:
+        left, right = halves(values)
+        _store_inside(out_ptr, left, rows, inside_m, start_n, N, stride_m, stride_n)
+        start_n += values.shape[1] // 2
+        _store_inside(out_ptr, right, rows, inside_m, start_n, N, stride_m, stride_n)
+    else:
+        _store_inside(out_ptr, values, rows, inside_m, start_n, N, stride_m, stride_n)
+
+
+@triton.jit
+def times_rows(acc, scale_ptrs, inside_m):
+    """acc with each row multiplied by the fp32 scale it has a pointer to, if there are any."""
+    if scale_ptrs is not None:
+        acc *= tl.load(scale_ptrs, mask=inside_m, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def _times_columns(acc, scales, start_n, N):
+    offs_n = start_n + tl.arange(0, acc.shape[1])
+    factors = tl.load(scales.ptr + offs_n.to(tl.int64) * scales.stride, mask=offs_n < N, other=0.0)
+    return acc * factors[None, :]
+
+
+@triton.jit
+def times_columns(acc, scales, start_n, N):
+    """acc with each column multiplied by its fp32 scale, if there are any."""
+    if scales.ptr is not None:
+        if acc.shape[1] > 128:
+            # For the reason in `halves`: a thread with a whole row would hold all scales too.
+            left, right = halves(acc)
+            left = _times_columns(left, scales, start_n, N)
+            acc = beside(left, _times_columns(right, scales, start_n + acc.shape[1] // 2, N))
+        else:
+            acc = _times_columns(acc, scales, start_n, N)
+    return acc
+
+
+@triton.jit
+def with_bias(acc, bias_ptr, start_n, N):
+    """acc + bias[columns of the tile], if there is one."""
+    if bias_ptr is not None:
+        offs_n = start_n + tl.arange(0, acc.shape[1])
+        bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _sigmoid(z):
+    # Not tl.sigmoid, for the reason that `zeros` is not tl.zeros.
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def activated(z, second, ACTIVATION: tl.constexpr):
+    """activation(z), or silu(z) * second; fp32 in and out. NaN stays NaN."""
+    if ACTIVATION == "relu":
+        y = tl.where(z < 0.0, 0.0, z)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # z (1 + tanh u) / 2 = z sigmoid(2u), with u = sqrt(2 / pi) (z + 0.044715 z^3)
+        y = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif ACTIVATION == "silu":
+        y = z / (1.0 + tl.exp(-z))
+    elif ACTIVATION == "swiglu":
+        y = z / (1.0 + tl.exp(-z)) * second
+    else:
+        tl.static_assert(ACTIVATION is None, "an activation that the kernels do not know")
+        y = z
+    return y
+
+
+@triton.jit
+def copy_block(
+    out_ptr,
+    in_ptr,
+    rows,
+    columns,
+    stride_om,
+    stride_im,
+    stride_in,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[:rows, :columns] = in[:rows, :columns], where rows of `out` are contiguous.
+
+    The next block is loaded while one is stored, which keeps a link busy.
+    """
+    across = tl.maximum(cdiv(columns, BLOCK_N), 1)
+    blocks = (cdiv(rows, BLOCK_M) * across).to(tl.int32)
+    block = _block_of(in_ptr, 0, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N)
+    for number in range(blocks):
+        following = _block_of(
+            in_ptr, number + 1, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
+        )
+        offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
+        tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], block, mask=inside)
+        block = following
+
+
+@triton.jit
+def _place_of(number, across, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of a block, and a mask of those inside. Blocks go along the rows."""
+    offs_m = (number // across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    offs_n = (number % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
+
+
+@triton.jit
+def _block_of(
+    in_ptr, number, across, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
+    in_ptrs = in_ptr + offs_m[:, None] * stride_m + offs_n[None, :].to(tl.int64) * stride_n
+    return tl.load(in_ptrs, mask=inside)

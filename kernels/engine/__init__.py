@@ -1,0 +1,6 @@
+"""What all fused ops share on the host: engines and their prices, chips, launches, local matmuls.
+
+May import `weft.collectives`. Read `engines` (which of triton, host and generic runs a call),
+`chips`, `tuning` and `kernel_rates` (launches and rates from tables), `local_matmul`, `shards`
+(what the host engines do alike), `replicated`, `fp8`, `autocast`.
+"""

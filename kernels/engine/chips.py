@@ -1,0 +1,202 @@
+"""What kernels need to know of a chip, and the tiles of a matmul that suit it.
+
+Everything here depends on shapes, dtype and chip alone, because all ranks of a call must arrive at
+the same tiles. Tables of measured tiles take precedence: `weft.kernels.engine.tuning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from weft import settings
+from weft.collectives.ranks.group import here
+from weft.collectives.ranks.pad import MAX_PROGRAMS
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU, or what stands for one.
+
+    Attributes:
+        name: "sm_90", "gfx942", ..., or "interpreter".
+        cores: programs that run at once, one on each SM or CU.
+        shared_bytes: shared memory (LDS) that one program may use.
+        descriptors: whether tensor descriptors are copied by hardware (TMA).
+        fp8: whether its matrix units multiply float8_e4m3fn.
+    """
+
+    name: str
+    cores: int
+    shared_bytes: int
+    descriptors: bool = False
+    fp8: bool = False
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is one of AMD's CDNA chips."""
+        return self.name.startswith("gfx")
+
+    @property
+    def family(self) -> str:
+        """The chip of `KNOWN` whose tiles suit it: "sm_80" for sm_89, "gfx942" for gfx90a."""
+        if self.is_amd:
+            return "gfx942"
+        return {"8": "sm_80", "9": "sm_90"}.get(self.name[3:-1], "sm_100")
+
+    @property
+    def programs(self) -> int:
+        """The largest grid whose programs are all resident and have a signal slot."""
+        return min(self.cores, MAX_PROGRAMS)
+
+
+# The interpreter runs programs one after another, so there are few, but several.
+INTERPRETER = Chip("interpreter", 3, 1 << 30, fp8=True)
+KNOWN = (
+    Chip("sm_80", 108, 163 << 10),
+    Chip("sm_90", 132, 227 << 10, descriptors=True, fp8=True),
+    Chip("sm_100", 148, 227 << 10, descriptors=True, fp8=True),
+    Chip("gfx942", 304, 64 << 10),
+)
+
+
+def known(name: str) -> Chip:
+    """The chip of `KNOWN` with that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((chip for chip in KNOWN if chip.name == name), None)
+    if found is None:
+        names = ", ".join(chip.name for chip in KNOWN)
+        raise ValueError(f"the chip must be one of {names}, got {name!r}")
+    return found
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The chip behind `device`, or the one that virtual ranks stand for; a rank's share of it where
+    they run on one at the same time, and no more than WEFT_SMS.
+
+    Compute capabilities with the same major number count as one family.
+    """
+    ranks = here.world and here.world.virtual
+    if ranks and ranks.chip:
+        return known(ranks.chip)
+    return _share(_chip_behind(device), ranks.sharing if ranks else 1, settings.sms())
+
+
+@lru_cache(maxsize=64)
+def _share(chip: Chip, ranks: int, sms: int) -> Chip:
+    """What a rank counts on of a chip that several use, or others (`sms`, if not 0)."""
+    if chip is INTERPRETER or (ranks == 1 and not sms):
+        return chip
+    return replace(chip, cores=min(sms or chip.cores, chip.cores // ranks))
+
+
+@lru_cache(maxsize=64)
+def _chip_behind(device: torch.device) -> Chip:
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+        return Chip(name, properties.multi_processor_count, 64 << 10)
+    return Chip(
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        # Not in torch's type stubs.
+        int(getattr(properties, "shared_memory_per_block_optin", 48 << 10)),
+        descriptors=properties.major >= 9,
+        fp8=(properties.major, properties.minor) >= (8, 9),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How Triton compiles a kernel.
+
+    Attributes:
+        all_registers: for NVIDIA chips and at most 8 warps: let a lane use all registers there are.
+            Otherwise the assembler spills a few bytes if a core can then hold another program.
+        beside_others: for NVIDIA chips: leave room on a core for one more warp.
+    """
+
+    num_warps: int = 8
+    num_stages: int = 3
+    all_registers: bool = False
+    beside_others: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a kernel is launched with."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.all_registers or self.beside_others:
+            options["maxnreg"] = 240 if self.beside_others else 255
+        return options
+
+
+@dataclass(frozen=True)
+class Tiling(LaunchOptions):
+    """How a matmul is cut: see `weft.kernels.device.tiles`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+
+
+# Shards of at least this size are fetched by copy engines: enqueueing and announcing a copy takes 4
+# us, in which a link of 450 GB/s moves 1.5 MB.
+_ENGINE_BYTES = 4 << 20
+
+
+def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int) -> bool:
+    """Whether GPUs' copy engines gather an (M, K) from the shards of all ranks."""
+    return world_size > 1 and M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
+
+
+# For a matmul with all-reduce, one shot receives (W - 1) times as many bytes as the partial sums
+# have in fp32, two shots 1.25 to 2 times as many, but with a second exchange of signals. In virtual
+# time they take as long at 64 KiB for 8 ranks, and at 128 KiB for 4.
+ONE_SHOT_BYTES = 128 << 10
+
+
+@lru_cache(maxsize=1024)
+def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
+    """Tiles for `pieces` outputs of (M, N) each, made by one launch; no tile spans two of them.
+
+    K plays no part: ranks may differ in it, but not in the tiles.
+    """
+    if chip is INTERPRETER:
+        return Tiling(16 if M <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
+    if dtype == torch.float32:
+        # Multiply-adds without tensor cores on NVIDIA. These are the largest shapes tried that do
+        # not spill in any kernel.
+        if chip.is_amd:
+            return Tiling(64, 64, 32, num_warps=4, num_stages=2)
+        if M <= 32:
+            return Tiling(32, 32, 32, num_warps=4, num_stages=3, all_registers=True)
+        if not chip.descriptors:
+            return Tiling(64, 64, 16, num_warps=4, num_stages=3)
+        return Tiling(128, 128, 16, num_warps=8, num_stages=2)
+    if M <= 64 or pieces * M * N <= 128 * 128 * chip.cores // 2:
+        # Small: more and smaller tiles, so that every core has one.
+        block_m = 16 if M <= 16 else 32 if M <= 32 else 64
+        if chip.is_amd:
+            return Tiling(block_m, 64, 64, num_warps=4, num_stages=2)
+        return Tiling(block_m, 64, 64, num_warps=4, num_stages=4, all_registers=True)
+    if chip.is_amd:
+        return Tiling(128, 128, 64, num_warps=8, num_stages=2)
+    if dtype.itemsize == 1 and chip.name == "sm_90":
+        return Tiling(128, 128, 128, num_warps=8, num_stages=4)  # two sums: see `tiles.dot`
+    wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
+    stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
+    if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
+        # Half as wide if there would be fewer tiles than cores. With one more stage these spill 8
+        # bytes on sm_100.
+        if pieces * -(-M // wide.block_m) * -(-N // wide.block_n) < chip.cores:
+            return replace(wide, block_n=128, num_stages=3)
+        return wide
+    return Tiling(128, 128, 32, num_warps=8, num_stages=4)

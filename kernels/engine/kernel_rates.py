@@ -1,0 +1,105 @@
+"""How fast the fused matmuls multiply: tables of chips, as `weft bench solo` has measured them.
+
+    kernels/tuned/<chip>.rates.json     beside the tuned launches; $WEFT_TUNED names another folder
+        {"chip": "sm_90", "entries": [
+          {"dtype": "bfloat16", "block_m": 128, "block_n": 256, "block_k": 64, "rate": 0.93}]}
+
+A rate is that of a rank's true kernel, which has its peers' data at hand, relative to the library's
+matmul of the same shape. Every rank must read the same table; it is read once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from weft import settings
+from weft.kernels.engine import tuning
+from weft.kernels.engine.chips import Chip, Tiling, tiling_for
+
+GUESS = 0.95  # where nothing was measured
+
+
+class Tile(NamedTuple):
+    """What a rate is of."""
+
+    dtype: str
+    block_m: int
+    block_n: int
+    block_k: int
+
+
+def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tile:
+    """The tile of a fused matmul of W ranks, each of which makes (M, K) @ (K, N).
+
+    It is that of the plain op: some epilogues narrow it.
+    """
+    gathers = op == "all_gather_matmul"
+    tiling: Tiling | None
+    tiling = tuning.choice_for(op, chip, M, N, K if gathers else 0, dtype, W).tiling
+    if tiling is None and op == "matmul_reduce_scatter":
+        tiling = tiling_for(chip, -(-M // W), N, dtype, W)
+    tiling = tiling or tiling_for(chip, M, N, dtype)
+    name = str(dtype).removeprefix("torch.")
+    return Tile(name, tiling.block_m, tiling.block_n, tiling.block_k)
+
+
+def rate_of(chip: Chip, tile: Tile) -> tuple[float, str]:
+    """The rate of kernels with such tiles, and where it is from."""
+    table = load(settings.tuned(), chip.name)
+    if tile not in table:
+        return GUESS, f"assumed: not measured on {chip.name}"
+    block = "x".join(map(str, tile[1:]))
+    return table[tile], f"measured on {chip.name}, tiles of {block}"
+
+
+def path_of(folder: Path, chip: str) -> Path:
+    """The file of a chip's table."""
+    return folder / f"{chip}.rates.json"
+
+
+@lru_cache(maxsize=64)
+def load(where: str, chip: str) -> Mapping[Tile, float]:
+    """The table of `chip` in the folder `where` ("": ours); empty if there is none. Read once.
+
+    Raises:
+        ValueError: the file is not such a table.
+    """
+    path = path_of(Path(where) if where else tuning.OWN_FOLDER, chip)
+    if not path.exists():
+        return {}
+    try:
+        table = {}
+        for entry in json.loads(path.read_text())["entries"]:
+            tile = Tile(*(entry[name] for name in Tile._fields))
+            table[tile] = float(entry["rate"])
+            if not 0 < table[tile] < math.inf:
+                raise ValueError(f"a rate of {entry['rate']}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a table of rates ({type(error).__name__}: {error}): make it again with "
+            f"`weft bench solo --rates`, or remove it"
+        ) from error
+    return table
+
+
+def write(folder: Path, chip: str, measured: Iterable[tuple[Tile, float]]) -> Path:
+    """Write the table of a chip: of several rates of a tile, the geometric mean."""
+    logs: dict[Tile, list[float]] = {}
+    for tile, rate in measured:
+        logs.setdefault(tile, []).append(math.log(rate))
+    lines = ",\n".join(
+        json.dumps(tile._asdict() | {"rate": round(math.exp(sum(found) / len(found)), 3)})
+        for tile, found in sorted(logs.items())
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, chip)
+    path.write_text(f'{{"chip": "{chip}", "entries": [\n{lines}\n]}}\n')
+    load.cache_clear()
+    return path

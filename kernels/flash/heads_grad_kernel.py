@@ -1,0 +1,563 @@
+"""ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
+
+Legend as in `ring_keys` and `head_units`, formulas as in `ring_flash_backward`. If there are fewer
+key heads than ranks, several ranks use the same one: what each contributes to dk and dv is a part
+with a slot of its own on the owner of the tokens, which adds up the slots in rank order.
+
+    half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: published
+                    [dq] of its tokens, all heads: stored by peers
+                    slots x [dk | dv] x [key heads] x [rows of the largest shard] x fp32: likewise
+    `Fetched` on r  of the tokens of every other rank, the heads of r:
+                    [q | dout] x [heads] x [n_s] x PITCH,  [lse | delta] x [heads] x [n_s] fp32
+
+Protocol
+  1. Copy programs publish keys, queries and dout, make and publish delta, and signal. They fetch
+     what belongs to their rank's heads, keys as described in `ring_keys` and the rest beside them,
+     and announce each source in the rank's own words (1, source, p), their own rank first.
+  2. For the owners rank+1, rank+2, .., rank, the other programs make dk and dv of the owner's keys
+     from the queries of all ranks; then, for the same owners, dq of the owner's queries from the
+     keys of all. They store them in the owner's areas and signal after its dq, as described in
+     `head_units`. dq of the rank's own tokens goes straight to its place.
+  3. They wait for what their namesakes on the peers have sent: dq is copied, dk and dv are added
+     up.
+  4. The last program to finish sets GENERATION.
+
+Why it neither races nor deadlocks: as in `heads_flash`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Group, Workspace, workspace
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.device import tiles
+from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.flash import ring_grad_kernel
+from weft.kernels.flash.attention_tiles import (
+    LOG2_E,
+    contiguous_rows,
+    heads_of,
+    interval,
+    load_rows,
+    visible,
+)
+from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.head_units import (
+    area_ptr,
+    collect_rows,
+    first_unit,
+    heads_at,
+    kv_range,
+    numbers_bytes,
+    offsets_of,
+    own_heads,
+    query_tile,
+    rows_bytes,
+    stagger_of,
+    unit_of,
+)
+from weft.kernels.flash.ring_dkv import HeadQueries, Queries, add_to_dkv
+from weft.kernels.flash.ring_grad_kernel import Config, make_delta, sum_dq
+from weft.kernels.flash.ring_keys import (
+    Ring,
+    announce,
+    announce_results,
+    await_results,
+    base_of,
+    compute_program,
+    count_rows,
+    count_tiles,
+    fetch_shard,
+    first_chunk,
+    head_keys,
+    is_needed,
+    key_spans,
+    keys_of,
+    no_arrivals,
+    pitch_of,
+    publish_keys,
+    publish_rows,
+    rows_of,
+    shape_for,
+    shard_bytes,
+    signal_published,
+    span_of,
+    tables,
+    tile_of,
+    wait_for_source,
+)
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.ring import Saved
+
+
+def config_for(
+    heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config:
+    """The launch for shards of at most `rows` queries, `heads` = B * H."""
+    config = ring_grad_kernel.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
+    if chip is INTERPRETER:
+        return config
+    # Nothing can begin before all is published.
+    config = replace(config, copy_programs=max(1, chip.cores // 8))
+    # More is kept in registers here than in `ring_flash_backward`, whose tiles spill 8 to 72 bytes.
+    if D > 128:
+        config = replace(config, copy_m=16)
+    if 64 < D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
+        config = replace(config, dkv_m=16) if D == 128 else replace(config, num_stages=1)
+    if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
+        config = replace(config, num_warps=8)
+    return config
+
+
+class Areas(NamedTuple):
+    """Where what is published and what peers store begins in a half, in bytes.
+
+    `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see
+    `head_units`.
+    """
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    parts: Any
+    rows: Any
+    stagger: Any
+    kv_stagger: Any
+
+
+class Fetched(NamedTuple):
+    """What belongs to the `count` heads of this rank, from `first` on, of all ranks' tokens.
+
+    `rows` are those of q and dout, `numbers` those of lse and delta.
+    """
+
+    rows: Any
+    numbers: Any
+    first: Any
+    count: Any
+
+
+def _slots(H: int, H_kv: int, world_size: int) -> int:
+    """The largest number of ranks that use one key head.
+
+    Example: 4 heads on 2 key heads: 1 on 2 ranks, 2 on 4 ranks.
+    """
+    used = [kv_range(heads_at(rank, H, world_size), H, H_kv) for rank in range(world_size)]
+    return max(sum(head in heads for heads in used) for head in range(H_kv))
+
+
+def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
+    kv_heads, m, D = k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3]
+    slots = _slots(q.shape[1], k.shape[1], len(geometry.k_sizes))
+    rows, numbers = rows_bytes(q, geometry), numbers_bytes(q, geometry)
+    parts = slots * shard_bytes(kv_heads, m, D, torch.float32)
+    return [shard_bytes(kv_heads, m, D, k.dtype), rows, rows, numbers, numbers, rows, parts]
+
+
+def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
+    """The group's workspace with room for the largest shard of all."""
+    nbytes = offsets_of(_area_bytes(q, k, geometry))[-1]
+    return workspace(group, nbytes, channel="heads", device=q.device)
+
+
+@triton.jit
+def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
+    """Step 1 of the protocol, up to the signal. `queries.delta` is the rank's own area of delta."""
+    dtype: tl.constexpr = ring.keys.k.dtype.element_ty
+    publish_keys(ring, SHAPE)
+    H, n, rank = queries.H, queries.n, ring.rank
+    publish_rows(area_ptr(ring, rank, areas.q, dtype), queries.q, H, B * H, n, SHAPE)
+    publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
+    make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
+    shown = area_ptr(ring, rank, areas.lse, tl.float32)
+    chunks = tiles.cdiv(n, SHAPE.copy_m)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
+        rows = unit % chunks * SHAPE.copy_m + tl.arange(0, SHAPE.copy_m)
+        at = tl.cast(unit // chunks, tl.int64) * n + rows
+        tl.store(shown + at, tl.load(queries.lse + at, mask=rows < n), mask=rows < n)
+
+
+@triton.jit
+def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
+    """This program's share of what belongs to the rank's heads and the tokens of `source`."""
+    COPY_M: tl.constexpr = SHAPE.copy_m
+    PITCH: tl.constexpr = SHAPE.pitch
+    dtype: tl.constexpr = fetched.rows.dtype.element_ty
+    n = count_rows(ring.table, source, SHAPE.spans)
+    chunks = tiles.cdiv(n, COPY_M)
+    to_q, to_lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+    size = tl.cast(B * fetched.count, tl.int64) * n
+    q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
+    lse = area_ptr(ring, source, areas.lse, tl.float32)
+    delta = area_ptr(ring, source, areas.delta, tl.float32)
+    for head in range(B * fetched.count):
+        global_head = head // fetched.count * H + fetched.first + head % fetched.count
+        for chunk in range(first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.copy_programs):
+            row = chunk * COPY_M
+            rows = tl.minimum(COPY_M, n - row)
+            to = tl.cast(head, tl.int64) * n + row
+            at = tl.cast(global_head, tl.int64) * n + row
+            tiles.copy_block(
+                to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
+                SHAPE.block_d,
+            )  # fmt: skip
+            tiles.copy_block(
+                to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH,
+                1, COPY_M, SHAPE.block_d,
+            )  # fmt: skip
+            offs = tl.arange(0, COPY_M)
+            inside = offs < rows
+            tl.store(to_lse + to + offs, tl.load(lse + at + offs, mask=inside), mask=inside)
+            to_delta = to_lse + size + to + offs
+            tl.store(to_delta, tl.load(delta + at + offs, mask=inside), mask=inside)
+
+
+@triton.jit
+def _fetched_ptrs(fetched, ring, source, B, SHAPE: tl.constexpr):
+    """Where the rows and the numbers of `source` begin in `fetched`."""
+    base = base_of(ring.table, source, 1, SHAPE) * 2 * B * fetched.count
+    return fetched.rows + base * SHAPE.pitch, fetched.numbers + base
+
+
+@triton.jit
+def _held_queries(
+    queries, fetched, areas, ring, source, batch, head, B, shift, SHAPE: tl.constexpr
+):
+    """What belongs to one of the rank's heads and the tokens of `source`, from row `shift` on.
+
+    The rank's own tokens are read where it published them: with one layout for all sources, fewer
+    addresses are kept in registers.
+    """
+    dtype: tl.constexpr = fetched.rows.dtype.element_ty
+    if source == ring.rank:
+        at = (batch * queries.H + head) * queries.n + shift
+        q = area_ptr(ring, source, areas.q, dtype) + at * SHAPE.pitch
+        dout = area_ptr(ring, source, areas.dout, dtype) + at * SHAPE.pitch
+        lse, delta = queries.lse + at, area_ptr(ring, source, areas.delta, tl.float32) + at
+    else:
+        n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
+        size = B * fetched.count * n
+        at = (batch * fetched.count + head - fetched.first) * n + shift
+        q, lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+        q += at * SHAPE.pitch
+        lse += at
+        dout, delta = q + size * SHAPE.pitch, lse + size
+    return HeadQueries(q, SHAPE.pitch, dout, SHAPE.pitch, lse, delta)
+
+
+@triton.jit
+def _part_ptr(areas, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
+    """Address on `owner` of rank `user`'s dk of a key head, and the offset from dk to dv."""
+    keys, sharing = ring.keys, H // ring.keys.H_KV
+    slot = user - _first_user(kv_head, sharing, H, SHAPE)
+    size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
+    at = tl.cast(batch * keys.H_KV + kv_head, tl.int64) * areas.rows * SHAPE.fp32_pitch
+    return area_ptr(ring, owner, areas.parts, tl.float32) + slot * 2 * size + at, size
+
+
+@triton.jit
+def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
+    """The first rank that uses a key head."""
+    return kv_head * sharing // tiles.cdiv(H, SHAPE.world_size)
+
+
+@triton.jit
+def _make_dkv(
+    arrivals,
+    owner,
+    queries,
+    fetched,
+    areas,
+    seen_by,  # Sight of the keys
+    ring,
+    B,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    SPANS: tl.constexpr = SHAPE.spans
+    WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
+    keys, sharing = ring.keys, queries.H // ring.keys.H_KV
+    each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
+    begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
+    for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
+        kv_head, batch, tile = unit_of(unit, B, each // B)
+        first = tl.maximum(kv_head * sharing, fetched.first)
+        last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
+        position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
+        stop = row + length
+        if is_needed(table, rank, owner, row, stop, SHAPE):
+            distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
+            arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
+            kv = head_keys(
+                ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
+            )
+            k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
+            v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
+            lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
+            dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
+            for part in range(WORLD_SIZE * SPANS):
+                step = part // SPANS
+                source = (rank + step) % WORLD_SIZE
+                start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
+                begin, full, full_end, end = interval(
+                    lowest, highest, start, start + q_length, BLOCK_M
+                )
+                if begin < end:
+                    arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                    for head in range(first, last):
+                        head_q = _held_queries(
+                            queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
+                            B, q_row - start, SHAPE,
+                        )  # fmt: skip
+                        dk, dv = add_to_dkv(
+                            dk, dv, k, v, position, head_q, begin, full, full_end, end, ring.sees,
+                            ring.scale * LOG2_E, SHAPE, BLOCK_M,
+                        )  # fmt: skip
+            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
+            tiles.store(part_ptr, dk * ring.scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+            tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+    return arrivals
+
+
+@triton.jit
+def _make_dq(
+    dq_ptr,
+    arrivals,
+    owner,
+    queries,
+    fetched,
+    areas,
+    ring,
+    B,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
+    D: tl.constexpr = SHAPE.head_dim
+    WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    rank, H = ring.rank, queries.H
+    first, last = own_heads(rank, H, SHAPE)
+    n = count_rows(ring.table, owner, SHAPE.spans)
+    count = count_tiles(ring.table, owner, SHAPE.spans, BLOCK_M)
+    begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
+    for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
+        distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
+        arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
+        head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
+        at = tl.cast(batch * H + head, tl.int64) * n
+        kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
+        batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
+        head_q = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
+        arrivals, dq = sum_dq(
+            arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE, BLOCK_M, BLOCK_N
+        )
+        if owner == rank:
+            to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
+        else:
+            to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
+            pitch = tl.cast(SHAPE.pitch, tl.int32)
+        tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
+    return arrivals
+
+
+@triton.jit
+def _add_parts(
+    dk_ptr,  # (B, H_KV, m, D)
+    dv_ptr,
+    areas,
+    ring,
+    B,
+    H,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REDUCE_N: tl.constexpr,
+):
+    """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
+    D: tl.constexpr = SHAPE.head_dim
+    SPANS: tl.constexpr = SHAPE.spans
+    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
+    keys, heads = ring.keys, tiles.cdiv(H, SHAPE.world_size)
+    sharing = H // keys.H_KV
+    m, count = rows_of(table, rank, SHAPE), count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
+    begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
+    for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
+        kv_head, batch, tile = unit_of(unit, B, count)
+        _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
+        # There are no parts of a tile that no query sees.
+        users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
+        users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
+        user = _first_user(kv_head, sharing, H, SHAPE)
+        parts, size = _part_ptr(areas, ring, rank, user, batch, kv_head, H, SHAPE)
+        for part in range(0, length, REDUCE_N):
+            rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
+            inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
+            offs = rows.to(tl.int64)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
+            dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
+            dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
+            for slot in range(users):
+                dk += tl.load(parts + slot * 2 * size + offs, mask=inside, other=0.0)
+                dv += tl.load(parts + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
+            at = (tl.cast(batch * keys.H_KV + kv_head, tl.int64) * m + row) * D
+            tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
+            tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _head_attention_backward_kernel(
+    dq_ptr,  # (B, H, n, D)
+    dk_ptr,  # (B, H_KV, m, D)
+    dv_ptr,
+    out_ptr,  # (B, H, n, D)
+    dlse_ptr,  # (B, H, n) or None
+    queries,  # Queries, of which delta is not there
+    fetched,  # Fetched
+    keys,  # Keys
+    areas,  # Areas
+    sees,  # Sight of the queries
+    seen_by,  # Sight of the keys
+    table_ptr,
+    link,
+    B,
+    scale,
+    rank,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,  # Config
+) -> None:
+    """dq, dk and dv of the own tokens. Grid: copy programs and at least one more.
+
+    Example: 2 ranks, 4 heads on one head of keys. Rank 0 makes dq of heads 0 and 1 of all tokens,
+    and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
+    slot 1. dk = slot 0 + slot 1.
+    """
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    H = queries.H
+    if tl.program_id(0) < SHAPE.copy_programs:
+        delta = area_ptr(ring, rank, areas.delta, tl.float32)
+        shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
+        _publish(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
+        signal_published(ring, SHAPE)
+        announce(ring, rank, SHAPE)
+        for step in range(1, SHAPE.world_size):
+            source = (rank + step) % SHAPE.world_size
+            if signals.wait_for(
+                link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
+                generation, link.timeout_ns,
+            ):  # fmt: skip
+                fetch_shard(ring, source, SHAPE)
+                _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
+                announce(ring, source, SHAPE)
+    else:
+        # Bit 0 stands for delta.
+        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
+        for step in range(1, SHAPE.world_size + 1):
+            owner = (rank + step) % SHAPE.world_size
+            arrivals = _make_dkv(
+                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
+                TILES.dkv_m, TILES.dkv_n,
+            )  # fmt: skip
+        # A second loop: what is invariant in a loop stays in registers through all of it.
+        for step in range(1, SHAPE.world_size + 1):
+            owner = (rank + step) % SHAPE.world_size
+            arrivals = _make_dq(
+                dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE,
+                TILES.dq_m, TILES.dq_n,
+            )  # fmt: skip
+            if step < SHAPE.world_size:
+                announce_results(arrivals, ring, owner, SHAPE)
+        # Other threads stored this rank's own parts than will read them next.
+        tl.debug_barrier()
+        if await_results(ring, SHAPE):
+            brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
+            collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
+            _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        size = tl.cast(B, tl.int64) * SHAPE.head_dim
+        signals.spoil(dq_ptr, size * H * queries.n)
+        m = rows_of(table_ptr, rank, SHAPE)
+        signals.spoil(dk_ptr, size * keys.H_KV * m)
+        signals.spoil(dv_ptr, size * keys.H_KV * m)
+
+
+def launch_head_attention_backward(
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Enqueue the gradients of `heads_flash.launch_head_attention`.
+
+    Args:
+        saved: operands and results of the forward, and gradients of the results; grad_out may have
+            any strides.
+        ws: `workspace_for` the tokens.
+        config: the same on all ranks; default `config_for`.
+
+    Returns:
+        dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
+    """
+    q, k, v, out, lse, grad_out, grad_lse = saved
+    B, H, n, D = q.shape
+    W, H_kv = ws.world_size, k.shape[1]
+    config = config or config_for(
+        B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
+    )
+    heads = heads_at(ws.rank, H, W)
+    of_keys = kv_range(heads, H, H_kv)
+    k, v = contiguous_rows(k, v)
+    table, sees, seen_by = tables(geometry, ws.rank, q.device, all_queries=True)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
+    most = range(-(-H // W))  # heads of a rank
+    _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets_of(_area_bytes(q, k, geometry))
+    _head_attention_backward_kernel[(config.programs,)](
+        dq,
+        dk,
+        dv,
+        out,
+        None if grad_lse is None else grad_lse.contiguous(),
+        Queries(heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out)), lse, None, H, n),
+        Fetched(
+            q.new_empty(tokens * pitch_of(D, q.dtype)),
+            lse.new_empty(tokens),
+            heads.start,
+            len(heads),
+        ),
+        keys_of(k, v, geometry, of_keys),
+        Areas(
+            at_q,
+            at_dout,
+            at_lse,
+            at_delta,
+            at_dq,
+            at_parts,
+            max(geometry.k_sizes),
+            stagger_of(geometry.q_spans, B * len(most), config.dq_m),
+            stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n),
+        ),
+        sees,
+        seen_by,
+        table,
+        link_of(ws),
+        B,
+        scale,
+        ws.rank,
+        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
+        TILES=config,
+        **config.options,
+    )
+    return dq, dk, dv

@@ -1,0 +1,386 @@
+"""ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
+
+Legend as in `ring_keys` and `ring_flash`. With p = exp(scores - lse), the final probabilities:
+
+    dv = p^T @ dout    ds = p * (dout @ v^T - delta)    dq = scale * ds @ k    dk = scale * ds^T @ q
+    delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
+
+Protocol
+  1. Copy programs publish keys, make delta and announce it in the rank's own words (1, rank, p),
+     then fetch keys, as described in `ring_keys`.
+  2. The other programs make parts of dk and dv and send them to their owners: see `ring_dkv`.
+  3. They make tiles of dq, over all keys, which are here by now.
+  4. They wait for all peers' parts of dk and dv of the rank's own keys and add them up: see
+     `ring_dkv`.
+  5. All programs take a ticket; the last one sets GENERATION.
+
+Why it neither races nor deadlocks: as in `ring_flash`; and no program waits in step 4 before it has
+signalled everything in step 2, where it waits only for copy programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Group, Workspace
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.device import tiles
+from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.flash import ring_kernel
+from weft.kernels.flash.attention_tiles import (
+    LOG2_E,
+    contiguous_rows,
+    head_ptr,
+    heads_of,
+    interval,
+    load_rows,
+    row_sum,
+    seen_pairs,
+    visible,
+)
+from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.ring_dkv import (
+    Queries,
+    head_queries,
+    in_base_2,
+    make_dkv,
+    reduce_dkv,
+    slots_bytes,
+    slots_of,
+)
+from weft.kernels.flash.ring_keys import (
+    Ring,
+    RingOptions,
+    announce,
+    compute_program,
+    copy_programs,
+    count_tiles,
+    fetch_keys,
+    head_keys,
+    key_spans,
+    keys_of,
+    no_arrivals,
+    publish_keys,
+    rows_of,
+    shape_for,
+    signal_published,
+    span_of,
+    tables,
+    tile_of,
+    wait_for_source,
+)
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.ring import Saved
+
+
+@dataclass(frozen=True)
+class Config(RingOptions):
+    """How the kernel is launched.
+
+    Attributes:
+        dkv_m, dkv_n: queries of a step and keys of a tile of dk and dv.
+        dq_m, dq_n: queries of a tile of dq and keys of a step.
+        reduce_n: rows of dk and dv that are added up at a time.
+    """
+
+    dkv_m: int
+    dkv_n: int
+    dq_m: int
+    dq_n: int
+    reduce_n: int
+
+
+def config_for(
+    heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config:
+    """The launch for shards of at most `rows` queries, `heads` = B * H."""
+    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    if chip is INTERPRETER:
+        block = 16 if rows <= 16 else 32
+        return Config(
+            block, block, block, block, 16,
+            group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
+        )  # fmt: skip
+    dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
+    return Config(
+        dkv_m,
+        dkv_n,
+        dq_m,
+        dq_n,
+        reduce_n=8,  # 16 rows spill, 8 bytes on sm_90
+        group_heads=max(1, heads // max(kv_heads, 1)),
+        programs=chip.programs,
+        copy_programs=copies,
+        copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        all_registers=not chip.is_amd,
+    )
+
+
+def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int, int]:
+    """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
+    if dtype == torch.float32:
+        wide_warps = 4 if chip.is_amd else 8
+        return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, wide_warps, 1)
+    if chip.is_amd:
+        return (32, 64, 64, 32, 4, 1) if D <= 128 else (16, 32, 32, 16, 4, 1)
+    if chip.name.startswith("sm_10"):
+        return {
+            64: (64, 64, 64, 64, 8, 1),  # all products by tcgen05
+            128: (16, 64, 64, 32, 8, 1),
+            256: (32, 32, 32, 32, 8, 1),
+        }[width]
+    if chip.family == "sm_80" and D <= 128:
+        # 32 x 64 spill 168 and 8 bytes here.
+        return (32, 32, 32, 32, 8, 2) if D <= 64 else (16, 64, 64, 32, 8, 2)
+    return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)
+
+
+def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
+    """The group's workspace with room for a shard of keys and W slots of their gradients."""
+    return ring_kernel.workspace_for(k, group, geometry, slots_bytes(k, geometry))
+
+
+@triton.jit
+def make_delta(
+    out_ptr,  # (B, H, n, D)
+    dlse_ptr,  # (B, H, n) or None
+    queries,
+    B,
+    SHAPE: tl.constexpr,
+):
+    """A copy program's share of delta."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    COPY_M: tl.constexpr = SHAPE.copy_m
+    H, n, dout = queries.H, queries.n, queries.dout
+    chunks = tiles.cdiv(n, COPY_M)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
+        head, row = unit // chunks, unit % chunks * COPY_M
+        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
+        first = tl.cast(head, tl.int64) * n
+        out_rows = load_rows(out_ptr + first * D, row, n, D, COPY_M, D, BLOCK_D)
+        dout_rows = load_rows(dout_head, row, n, dout.stride_m, COPY_M, D, BLOCK_D)
+        delta = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
+        rows = row + tl.arange(0, COPY_M)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
+        tl.store(queries.delta + first + rows, delta, mask=rows < n)
+
+
+@triton.jit
+def _add_to_dq(
+    dq,  # (BLOCK_M, block_d) fp32
+    q,
+    dout,
+    lse,  # (BLOCK_M,) times log2(e)
+    delta,
+    position,  # of row 0 of q
+    keys,  # HeadKeys, row 0 at position 0
+    begin,
+    full,
+    full_end,
+    end,
+    sees,
+    qk_scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What keys begin .. end - 1 add, of which all the queries see full .. full_end - 1."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    for start in range(begin, end, BLOCK_N):
+        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+        p = tl.exp2(scores - lse[:, None])
+        if (start < full) | (start >= full_end):
+            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
+            p = tl.where(seen, p, 0.0)
+        ds = p * (tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None])
+        dq = tiles.dot(tiles.rounded(ds, k.dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def sum_dq(
+    arrivals,
+    queries,  # HeadQueries
+    position,  # of the tile's first query
+    row,  # where that is, of `length`
+    length,
+    batch,
+    kv_head,
+    ring,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    SPANS: tl.constexpr = SHAPE.spans
+    rows, stop = row + tl.arange(0, BLOCK_M), row + length
+    q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
+    dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
+    delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
+    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
+    dq = tiles.zeros(BLOCK_M, BLOCK_D)
+    for step in range(SHAPE.world_size):
+        source = (ring.rank + step) % SHAPE.world_size
+        for span in range(SPANS):
+            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
+            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            if begin < end:
+                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
+                dq = _add_to_dq(
+                    dq, q, dout, lse, delta, position, kv, begin, full, full_end, end, ring.sees,
+                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
+                )  # fmt: skip
+    return arrivals, dq * ring.scale
+
+
+@triton.jit
+def _make_dq(
+    dq_ptr,
+    arrivals,
+    queries,
+    ring,
+    B,
+    SHAPE: tl.constexpr,
+    GROUP_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Step 3 of the protocol."""
+    D: tl.constexpr = SHAPE.head_dim
+    SPANS: tl.constexpr = SHAPE.spans
+    program, programs = compute_program(SHAPE)
+    table, rank, H = ring.table, ring.rank, queries.H
+    tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
+    for tile in range(program, tiles_m * B * H, programs):
+        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+        position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
+        batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+        kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
+        arrivals, dq = sum_dq(
+            arrivals, head_queries(queries, batch, q_head, 0), position, row, length, batch,
+            kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
+        tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _ring_attention_backward_kernel(
+    dq_ptr,  # (B, H, n, D)
+    dk_ptr,  # (B, H_kv, m, D)
+    dv_ptr,
+    out_ptr,  # (B, H, n, D)
+    dlse_ptr,  # (B, H, n) or None
+    queries,  # Queries, of which delta is an output
+    keys,  # Keys
+    sees,  # Sight of the queries
+    seen_by,  # Sight of the keys
+    slots,  # Slots
+    table_ptr,
+    link,
+    B,
+    scale,
+    rank,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,  # Config
+) -> None:
+    """dq, dk and dv of the own shards. Grid: copy programs and at least one more.
+
+    Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
+    programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
+    """
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    if tl.program_id(0) < SHAPE.copy_programs:
+        publish_keys(ring, SHAPE)
+        signal_published(ring, SHAPE)
+        make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
+        announce(ring, rank, SHAPE)
+        fetch_keys(ring, SHAPE)
+    else:
+        # Bit 0 stands for delta; the rank's own keys need no wait.
+        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = make_dkv(
+            arrivals, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n
+        )
+        _make_dq(
+            dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
+        )
+        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        size = tl.cast(B, tl.int64) * SHAPE.head_dim
+        signals.spoil(dq_ptr, size * queries.H * queries.n)
+        m = rows_of(table_ptr, rank, SHAPE)
+        signals.spoil(dk_ptr, size * keys.H_KV * m)
+        signals.spoil(dv_ptr, size * keys.H_KV * m)
+
+
+def launch_ring_attention_backward(
+    saved: Saved, ws: Workspace, geometry: Geometry, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Enqueue the gradients of `ring_flash.launch_ring_attention`.
+
+    Args:
+        saved: operands and results of the forward, and gradients of the results; grad_out may have
+            any strides.
+        ws: `workspace_for` the keys.
+
+    Returns:
+        dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
+    """
+    q, k, v, out, lse, grad_out, grad_lse = saved
+    B, H, n, D = q.shape
+    config = config_for(
+        B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
+    )
+    k, v = contiguous_rows(k, v)
+    table, sees, seen_by = tables(geometry, ws.rank, q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    _ring_attention_backward_kernel[(config.programs,)](
+        dq,
+        dk,
+        dv,
+        out,
+        None if grad_lse is None else grad_lse.contiguous(),
+        Queries(
+            heads_of(contiguous_rows(q)),
+            heads_of(contiguous_rows(grad_out)),
+            lse,
+            torch.empty_like(lse),
+            H,
+            n,
+        ),
+        keys_of(k, v, geometry),
+        sees,
+        seen_by,
+        slots_of(k, geometry, config.dkv_n),
+        table,
+        link_of(ws),
+        B,
+        scale,
+        ws.rank,
+        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
+        TILES=config,
+        **config.options,
+    )
+    return dq, dk, dv

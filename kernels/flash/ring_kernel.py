@@ -1,0 +1,312 @@
+"""ring_attention, forward, in one launch: softmax(q @ k^T * scale) @ v over all ranks' keys.
+
+Legend as in `ring_keys`; rank r holds n_r rows of queries for each of B * H heads. bf16, fp16 or
+fp32 in and out; scores, softmax and sums are fp32, probabilities are rounded to v's dtype.
+
+Data, for W = 3, on rank 1 (capitals are symmetric memory, in the half of this generation g):
+
+    rank 0             rank 1                                             rank 2
+    k v -> K_0 V_0     k v -> K_1 V_1 (peers read them)                   k v -> K_2 V_2
+             |         gathered [ k_0 v_0 | (own) | k_2 v_2 ]                      |
+             +------ copied once --------^            ^------ copied once ---------+
+                       a tile of q: own keys first, from k and v in place; then 2's, then 0's
+
+Protocol: copy programs publish and fetch keys as described in `ring_keys`. Each other program makes
+tiles of BLOCK_M queries of one head by online softmax over all keys that they see: the rank's own
+keys first, then those of rank+1, rank+2, ... as they arrive. Sources that no query of the tile sees
+are skipped; waits stand before the loop over a source's keys, never in it. The last program to
+finish sets GENERATION.
+
+Why it neither races nor deadlocks: copy program p waits for copy programs p of its peers, which
+signal before they wait; the others wait for copy programs of their own launch, which have smaller
+numbers. Every copy program waits for every peer, so that no call ends before all have published
+(rule 2 of `weft.collectives.device.signals`), and publishes after this rank's previous launch
+(rule 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Group, Workspace, workspace
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.device import tiles
+from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.flash.attention_tiles import (
+    LN_2,
+    LOG2_E,
+    contiguous_rows,
+    empty_softmax,
+    head_ptr,
+    heads_of,
+    interval,
+    load_rows,
+    normalized,
+    seen_pairs,
+    softmax_step,
+    visible,
+)
+from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.ring_keys import (
+    Ring,
+    RingOptions,
+    copy_programs,
+    count_tiles,
+    fetch_keys,
+    head_keys,
+    key_spans,
+    keys_of,
+    no_arrivals,
+    publish_keys,
+    shape_for,
+    shard_bytes,
+    signal_published,
+    span_of,
+    tables,
+    tile_of,
+    wait_for_source,
+)
+
+
+@dataclass(frozen=True)
+class Config(RingOptions):
+    """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
+
+    block_m: int
+    block_n: int
+
+
+def config_for(
+    heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> Config:
+    """The launch for shards of at most `rows` queries, `heads` = B * H."""
+    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    if chip is INTERPRETER:
+        block = 16 if rows <= 16 else 32
+        return Config(
+            block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
+        )
+    block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
+    if rows <= 64:
+        # Larger tiles, or more warps, spill 8 to 112 bytes here.
+        most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
+        block_m, block_n = min(block_m, most_m), min(block_n, most_n)
+        num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
+    return Config(
+        block_m,
+        block_n,
+        group_heads=max(1, heads // max(kv_heads, 1)),
+        programs=chip.programs,
+        copy_programs=copies,
+        copy_m=32,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        all_registers=not chip.is_amd,
+    )
+
+
+def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
+    """Rows of queries, rows of keys, warps and stages: the largest tried without spills."""
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
+    if dtype == torch.float32:
+        return 32, 16, 4 if D <= 64 or chip.is_amd else 8, 1
+    return {
+        "sm_80": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 8, 2)},
+        "sm_90": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "sm_100": {64: (128, 64, 8, 2), 128: (64, 64, 8, 3), 256: (64, 32, 8, 1)},
+        "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
+    }[chip.family][width]
+
+
+def workspace_for(
+    k: torch.Tensor, group: Group, geometry: Geometry, extra_bytes: int = 0
+) -> Workspace:
+    """The group's workspace with room for the largest shard of keys and values, and more."""
+    nbytes = shard_bytes(k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype)
+    return workspace(group, nbytes + extra_bytes, channel="ring", device=k.device)
+
+
+@triton.jit
+def _add_keys(
+    top,
+    total,
+    acc,  # (BLOCK_M, block_d) fp32
+    q,
+    position,  # of row 0 of q
+    keys,  # HeadKeys, row 0 at position 0
+    begin,
+    full,
+    full_end,
+    end,
+    sees,
+    qk_scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add keys begin .. end - 1 to the softmax; all queries see keys full .. full_end - 1.
+
+    One loop with a branch: three loops, each with its addresses in registers, would spill.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    for start in range(begin, end, BLOCK_N):
+        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+        if (start < full) | (start >= full_end):
+            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
+            scores = tl.where(seen, scores, float("-inf"))
+        top, total, weights, rescale = softmax_step(top, total, scores)
+        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
+    return top, total, acc
+
+
+@triton.jit
+def attend(
+    arrivals,
+    q_ptr,  # row 0 of a head
+    stride_q,
+    position,  # of the tile's first query
+    row,  # where that is, of `length`
+    length,
+    batch,
+    kv_head,
+    ring,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of one tile of queries to all keys that it sees.
+
+    Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
+    """
+    SPANS: tl.constexpr = SHAPE.spans
+    q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
+    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
+    top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
+    for step in range(SHAPE.world_size):
+        source = (ring.rank + step) % SHAPE.world_size
+        for span in range(SPANS):
+            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
+            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
+            if begin < end:
+                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
+                top, total, acc = _add_keys(
+                    top, total, acc, q, position, kv, begin, full, full_end, end, ring.sees,
+                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
+                )  # fmt: skip
+    out, lse = normalized(top, total, acc)
+    return arrivals, out, lse
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _ring_attention_kernel(
+    out_ptr,  # (B, H, n, D)
+    lse_ptr,  # (B, H, n) fp32
+    q,  # Heads, (B, H, n, D)
+    keys,  # Keys
+    sees,  # Sight of the queries
+    table_ptr,
+    link,
+    B,
+    H,
+    n,
+    scale,
+    rank,
+    SHAPE: tl.constexpr,
+    GROUP_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """out and lse of the own queries. Grid: copy programs and at least one more.
+
+    Example: 2 ranks with 48 queries each and 48 keys, causal, BLOCK_M=32, one head, 3 programs of
+    which 1 copies. On rank 0, program 1 makes queries 32 .. 47 and program 2 queries 0 .. 31, from
+    own keys; on rank 1 both then wait for rank 0's.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    COPIES: tl.constexpr = SHAPE.copy_programs
+    SPANS: tl.constexpr = SHAPE.spans
+    D: tl.constexpr = SHAPE.head_dim
+    if program < COPIES:
+        publish_keys(ring, SHAPE)
+        signal_published(ring, SHAPE)
+        fetch_keys(ring, SHAPE)
+    else:
+        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
+        tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
+        for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
+            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+            # In causal attention the last queries see the most: longest tiles first.
+            position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
+            batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+            kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
+            arrivals, out, lse = attend(
+                arrivals, head_ptr(q, batch, q_head), q.stride_m, position, row, length, batch,
+                kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
+            # throughout.
+            at, stop = tl.cast(head, tl.int64) * n, row + length
+            tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
+            rows = row + tl.arange(0, BLOCK_M)
+            tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * SHAPE.head_dim)
+        signals.spoil(lse_ptr, tl.cast(B, tl.int64) * H * n)
+
+
+def launch_ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ws: Workspace,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enqueue this rank's part of the attention.
+
+    Args:
+        q: (B, H, n, D), any strides; k, v: (B, H_kv, m, D).
+        ws: `workspace_for` the keys.
+
+    Returns:
+        out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
+    """
+    B, H, n, D = q.shape
+    config = config_for(
+        B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
+    )
+    k, v = contiguous_rows(k, v)
+    table, sees, _ = tables(geometry, ws.rank, q.device)
+    out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
+    _ring_attention_kernel[(config.programs,)](
+        out,
+        lse,
+        heads_of(contiguous_rows(q)),
+        keys_of(k, v, geometry),
+        sees,
+        table,
+        link_of(ws),
+        B,
+        H,
+        n,
+        scale,
+        ws.rank,
+        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
+        GROUP_HEADS=config.group_heads,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        **config.options,
+    )
+    return out, lse

@@ -1,0 +1,209 @@
+"""Matmul over gathered rows: y = cat(x over ranks)^T @ w, the gradient of a weight.
+
+Legend: W ranks; rank r holds x_r (k_r, M) and all of w (K, N). `offsets[r]` is where x_r begins in
+K (W + 1 numbers, the last one K); shards may differ in size and be empty. bf16, fp16 or fp32 in and
+out, fp32 accumulation.
+
+    y (M, N) = sum over r of x_r^T (M, k_r) @ w[offsets[r]:offsets[r+1]]
+
+For W = 3, on rank 1 (its own part of K is read from x in place, the others from `gathered`):
+
+    y tile = x_0^T @ w[0:k_0]  +  x_1^T @ w[k_0:k_0+k_1]  +  x_2^T @ w[k_0+k_1:]      in this order
+             `gathered`           x                          `gathered`
+
+The first COPY_PROGRAMS programs fetch the shards as described in `weft.kernels.device.gathers`. The
+others make tiles of y; before its first tile each waits for all chunks of all peers, one shard at a
+time as the tile reaches it. They signal nothing back, so the argument made there covers this
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import Workspace, link_of
+from weft.kernels.device import gathers, tiles
+from weft.kernels.device.operands import described_weights, matrix
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels of this file are launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid of the consumer kernel, copy programs included.
+        copy_programs: how many of them fetch shards.
+        copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether w is read by tensor descriptor, if it allows it.
+    """
+
+    tiling: Tiling
+    programs: int
+    copy_programs: int
+    copy_m: int
+    copy_n: int
+    descriptors: bool = False
+
+
+def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
+    """The launch for an (M, N) output."""
+    tiling = tiling_for(chip, M, N, dtype)
+    if chip is INTERPRETER:
+        return Config(tiling, chip.programs, 1, 32, 32)
+    # As many copy programs as in `all_gather_gemm`, for the same reason.
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
+    copy_n = 512 * tiling.num_warps // dtype.itemsize
+    descriptors = chip.descriptors and dtype != torch.float32
+    return Config(tiling, chip.programs, copy_programs, 16, copy_n, descriptors)
+
+
+@triton.jit(do_not_specialize=["chunk_rows", "rank"])
+def _ag_gemm_contract_kernel(
+    out,  # Matrix (M, N)
+    gathered_ptr,  # (K, M)
+    x,  # Matrix (k_local, M)
+    w,  # Matrix (K, N)
+    w_desc,  # its descriptor, or None
+    link,
+    offsets,
+    M,
+    N,
+    pitch,
+    chunk_rows,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+    X_IN_PLACE: tl.constexpr,
+    WITH_OWN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COPY_PROGRAMS: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_N: tl.constexpr,
+) -> None:
+    """y = sum over ranks, in rank order, of x_r^T @ (its rows of w).
+
+    Grid: COPY_PROGRAMS and at least one more.
+
+    Example: offsets (0, 3, 5): y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
+    """
+    program = tl.program_id(0)
+    generation = signals.last_generation(link.signal_ptrs, rank)
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    if program < COPY_PROGRAMS:
+        gathers.fetch_shards(
+            gathered_ptr, None, link, offsets, M, pitch, 0, chunk_rows, rank, generation, 0,
+            WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, 1, 1,
+        )  # fmt: skip
+    else:
+        programs = tl.num_programs(0) - COPY_PROGRAMS
+        half_bytes = link.half_bytes
+        own = signals.half_ptr(link.buffer_ptrs, rank, generation, half_bytes, dtype)
+        tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+        first = program - COPY_PROGRAMS
+        arrived = True
+        for tile in range(first, tiles_m * tiles_n, programs):
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+            start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+            offs_m = tiles.wrapped(start_m, M, BLOCK_M).to(tl.int64)
+            acc = tiles.zeros(BLOCK_M, BLOCK_N)
+            # Rank order, not arrival order: replicated inputs give bitwise equal sums on all ranks.
+            for source in range(WORLD_SIZE):
+                begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
+                length = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
+                if source != rank:
+                    a_ptr, stride_a = gathered_ptr + begin * M, M
+                elif X_IN_PLACE:
+                    a_ptr, stride_a = x.ptr, x.stride_m
+                else:
+                    a_ptr, stride_a = own, pitch
+                if (tile == first) & (source != rank) & (length > 0):
+                    arrived &= gathers.wait_for_chunks(
+                        link, rank, source, 0, (length - 1) // chunk_rows, 0, generation,
+                        WORLD_SIZE, 1,
+                    )  # fmt: skip
+                acc, _ = tiles.accumulate(
+                    acc, None, a_ptr + offs_m, stride_a, None, 0, w, None, w_desc, None,
+                    start_n, N, 0, begin, length, TILES, EVEN_K, False, W_TRANSPOSED,
+                )  # fmt: skip
+            if arrived:
+                tiles.store(out.ptr, acc, start_m, start_n, M, N, out.stride_m, out.stride_n)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(gathered_ptr, tl.cast(offsets[WORLD_SIZE], tl.int64) * M)
+        for row in range(M):
+            for start in range(0, N, BLOCK_N):
+                nothing = tl.full((1, BLOCK_N), float("nan"), tl.float32)
+                tiles.store(out.ptr, nothing, row, start, M, N, out.stride_m, out.stride_n)
+
+
+def launch_all_gather_contract(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int],
+    *,
+    out: torch.Tensor | None = None,
+    with_own: bool = False,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enqueue y = cat(x over ranks)^T @ w.
+
+    Args:
+        x: (k_r, M), any strides.
+        w: (sum of sizes, N), any strides, dtype of x.
+        ws: room for `gathers.workspace_bytes` of the largest x.
+        sizes: k_r of every rank, the same list on all ranks.
+        out: (M, N), any strides, for the result; default new and contiguous.
+        with_own: also copy this rank's x into the gathered matrix; else it is undefined there.
+        config: default `config_for`.
+
+    Returns:
+        the gathered matrix (K, M), contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
+        transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
+    """
+    K, W, M, N = sum(sizes), ws.world_size, x.shape[1], w.shape[1]
+    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
+    tiling, pitch = config.tiling, gathers.pitch_of(M)
+    gathered = x.new_empty(K, M)
+    out = x.new_empty(M, N) if out is None else out
+    even_k = all(size % tiling.block_k == 0 for size in sizes)
+    # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
+    (w_desc, _), w_transposed = described_weights([w], tiling, config.descriptors and even_k)
+    gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
+    _ag_gemm_contract_kernel[(config.programs,)](
+        matrix(out),
+        gathered,
+        matrix(x),
+        matrix(w),
+        w_desc,
+        link_of(ws),
+        (0, *accumulate(sizes)),
+        M,
+        N,
+        pitch,
+        # A tile reads whole shards: large chunks, one a copy program.
+        max(1, -(-max(sizes) // config.copy_programs)),
+        ws.rank,
+        WORLD_SIZE=W,
+        TILES=tiling,
+        W_TRANSPOSED=w_transposed,
+        X_IN_PLACE=gathers.in_place(x),
+        WITH_OWN=with_own,
+        EVEN_K=even_k,
+        COPY_PROGRAMS=config.copy_programs,
+        COPY_M=config.copy_m,
+        COPY_N=config.copy_n,
+        **tiling.options,
+    )
+    return gathered, out

@@ -1,0 +1,259 @@
+"""Partial products added up in one step, for few rows: the decode path of two ops.
+
+Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N); K_r may differ between ranks. Partial
+sums are fp32, rounded once, and travel as fp32 or as its upper 24 bits
+(`weft.kernels.device.partial_sums`).
+
+    all-reduce       y (M, N) = scale * sum over r of x_r @ w_r + bias + residual    on all ranks
+    reduce-scatter   y_d      = rows offsets[d] .. offsets[d+1] of that              on rank d
+
+Tiles of (block_m, block_n) are numbered 0 .. T-1; in a reduce-scatter a tile may straddle the rows
+of several owners. They travel as blocks of their own, row after row. The half of a generation is W
+slots of T tiles of partial sums, one slot for each source rank.
+
+    rank r: tile t of x_r @ w_r --> slot r, of every rank, or of each row's owner
+    then:   y = slot 0 + slot 1 + ...
+
+If there are few tiles, SPLIT programs share each (`weft.kernels.device.splits`), and the last of
+them carries out the protocol.
+
+Protocol, in each program p that has the sums of whole tiles (p % SPLIT == SPLIT - 1)
+  1. Store each tile in slot `rank` of the ranks that need it; signal the words (0, rank, p) of all
+     peers: release at system scope.
+  2. Wait for the words (0, r, p) of all peers (acquire, system scope); add the slots in rank order.
+  3. All programs take a ticket; the last one sets GENERATION.
+
+Why it neither races nor deadlocks: no program waits for a peer before it has signalled everything,
+and p waits for p. Slots of two calls lie in different halves; rules 1 and 2 of
+`weft.collectives.device.signals` hold because each of those programs signals every peer after this
+rank's last call has ended, and waits for every peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Workspace
+from weft.collectives.device import signals
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.device import partial_sums, splits, tiles
+from weft.kernels.device.operands import described
+from weft.kernels.device.partial_sums import Finish, Terms
+from weft.kernels.engine.chips import Chip, Tiling, tiling_for
+
+
+@dataclass(frozen=True)
+class Config(partial_sums.Config):
+    """Also `split`: programs that share a tile, each with a part of K; grid: tiles * split."""
+
+    split: int = 1
+
+
+# Ranks may differ in K but not in the grid: tiles are split as if K were this.
+_TYPICAL_K = 2048
+
+
+@lru_cache(maxsize=1024)
+def config_for(
+    M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
+) -> Config:
+    """The launch for a sum of (M, N) matrices."""
+    tiling = tiling or tiling_for(chip, M, N, dtype)
+    count = tile_count(M, N, tiling)
+    split = splits.programs_a_tile(count, _TYPICAL_K, tiling, chip)
+    return Config(
+        tiling,
+        programs=max(1, min(chip.programs, count * split)),
+        reduce_m=8,  # 16 rows spill, 16 bytes on sm_100
+        descriptors=chip.descriptors and dtype != torch.float32,
+        split=split if count else 1,
+    )
+
+
+def tile_count(M: int, N: int, tiling: Tiling) -> int:
+    """Tiles of an (M, N) output."""
+    return -(-M // tiling.block_m) * -(-N // tiling.block_n)
+
+
+def workspace_bytes(M: int, N: int, out_dtype: torch.dtype, world_size: int, config: Config) -> int:
+    """Symmetric memory that the call needs on each rank."""
+    tiling = config.tiling
+    row = partial_sums.row_words(tiling.block_n, out_dtype)
+    return world_size * tile_count(M, N, tiling) * tiling.block_m * row * 4
+
+
+@triton.jit
+def _send_to_owners(
+    acc,
+    start_m,
+    offs,
+    offsets,
+    link,
+    generation,
+    ROW_WORDS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
+    """Store each row of a tile in the slot, `offs` words into the half, of the row's owner."""
+    ROWS: tl.constexpr = acc.shape[0]
+    offs_m = start_m + tl.arange(0, ROWS)
+    base = signals.half_ptr(link.buffer_ptrs, 0, generation, link.half_bytes, tl.float32)
+    row_ptrs = base + offs + offs_m * 0
+    for owner in tl.static_range(1, WORLD_SIZE):
+        half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, tl.float32)
+        row_ptrs = tl.where(offs_m >= offsets[owner], half + offs, row_ptrs)
+    row_ptrs += tl.arange(0, ROWS) * ROW_WORDS
+    inside = (offs_m < offsets[WORLD_SIZE])[:, None]
+    partial_sums.store_rows(row_ptrs[:, None], acc, inside, ROW_WORDS)
+
+
+@triton.jit(do_not_specialize=["M", "rank"])
+def _gemm_one_shot_kernel(
+    out_ptr,  # (M, N), or this rank's rows of it
+    terms,  # Terms of (M, N)
+    x_desc,  # of each term, or None
+    w_desc,
+    x_desc_2,
+    w_desc_2,
+    x_desc_3,
+    w_desc_3,
+    finish,  # Finish
+    scratch_ptr,  # (T * SPLIT, block) fp32, or None
+    link,
+    offsets,  # of each rank's rows, or None for all rows on every rank
+    M,
+    N,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TERMS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    X_TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    REDUCE_M: tl.constexpr,
+) -> None:
+    """y = scale * sum over ranks of sum_i x_i @ w_i, + bias + residual.
+
+    Grid: the same on all ranks; tiles * SPLIT if SPLIT > 1.
+
+    Example: 3 tiles, 2 programs: program 0 of every rank sends and adds up tiles 0 and 2. With
+    SPLIT=2 of 6 programs, 1, 3 and 5 do, one tile each.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
+    tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+    count = tiles_m * tiles_n
+    slot_stride = tl.cast(count, tl.int64) * BLOCK
+    complete = True
+    for item in range(program, count * SPLIT, programs):
+        tile, part = item // SPLIT, item % SPLIT
+        tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = partial_sums.product(
+            terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
+            tiles.wrapped(start_m, M, BLOCK_M), start_m, start_n, N, part,
+            TILES, TERMS, SPLIT, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
+        )  # fmt: skip
+        if SPLIT > 1:
+            acc, _, whole = splits.add_up(
+                acc, None, scratch_ptr, tile, part, program, link, rank, generation,
+                WORLD_SIZE, SPLIT,
+            )  # fmt: skip
+            complete &= whole
+        if complete:
+            offs = rank * slot_stride + tl.cast(tile, tl.int64) * BLOCK
+            if offsets is not None:
+                _send_to_owners(
+                    acc, start_m, offs, offsets, link, generation, ROW_WORDS, WORLD_SIZE
+                )
+            else:
+                for step in range(1, WORLD_SIZE + 1):
+                    peer = (rank + step) % WORLD_SIZE
+                    half_bytes = link.half_bytes
+                    slots = signals.half_ptr(
+                        link.buffer_ptrs, peer, generation, half_bytes, tl.float32
+                    )
+                    partial_sums.store_block(slots + offs, acc, ROW_WORDS)
+    begin, rows = 0, M
+    if offsets is not None:
+        begin = tiles.element(offsets, rank, WORLD_SIZE)
+        rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1) - begin
+    if complete:
+        # If a part is missing there is nothing to announce, and the peers time out as well.
+        signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
+        # Other threads stored this rank's own slot than will read it next.
+        tl.debug_barrier()
+        complete &= signals.wait_for_peers(
+            link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
+        )
+    if complete:
+        slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
+        for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
+            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+            for first in range(0, BLOCK_M, REDUCE_M):
+                start_m = tile_m * BLOCK_M + first - begin
+                if (start_m < rows) & (start_m + REDUCE_M > 0):
+                    offs_m = start_m + tl.arange(0, REDUCE_M)
+                    inside_m = (offs_m >= 0) & (offs_m < rows)
+                    offs = tl.cast(tile, tl.int64) * BLOCK + first * ROW_WORDS
+                    total = partial_sums.finished(
+                        slots + offs, slot_stride, finish, offs_m, inside_m, tile_n * BLOCK_N, N,
+                        BLOCK_N, ROW_WORDS, WORLD_SIZE, offsets is None,
+                    )  # fmt: skip
+                    tiles.store_rows(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)
+
+
+def launch(
+    out: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    terms: Terms,
+    finish: Finish,
+    ws: Workspace,
+    offsets: tuple[int, ...] | None,
+    config: Config,
+) -> None:
+    """Enqueue out = scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
+
+    Args:
+        out: (M, N), or with `offsets` this rank's rows of it; contiguous.
+        xs, weights: (M, K_i) and (K_i, N), as they are in `terms`.
+        offsets: where each rank's rows begin, and M; None for all rows on every rank.
+    """
+    tiling, x = config.tiling, xs[0]
+    M, N = x.shape[0], weights[0].shape[1]
+    operands = described(xs, weights, tiling, config.descriptors)
+    _gemm_one_shot_kernel[(config.programs,)](
+        out,
+        terms,
+        *operands.arguments,
+        finish,
+        splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling),
+        link_of(ws),
+        offsets,
+        M,
+        N,
+        ws.rank,
+        WORLD_SIZE=ws.world_size,
+        TILES=tiling,
+        TERMS=len(xs),
+        SPLIT=config.split,
+        X_TRANSPOSED=operands.x_transposed,
+        W_TRANSPOSED=operands.w_transposed,
+        EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
+        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
+        REDUCE_M=config.reduce_m,
+        **tiling.options,
+    )

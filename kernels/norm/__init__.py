@@ -1,0 +1,4 @@
+"""The sum over ranks, the residual and the RMS norm between two tensor-parallel blocks.
+
+May import `weft.collectives` and `kernels.engine`. Read `rms_norm`, then `rms_norm_kernel`.
+"""

@@ -1,0 +1,260 @@
+"""reduce_scatter_rms_norm_all_gather: what stands between two tensor-parallel blocks, in one call.
+
+W ranks; rank r has terms x_r (T, H), and the residual of its own rows:
+
+    x_0 + x_1 + ..  -- rows of rank r -->  h_r = sum + residual_r   next residual, stays there
+                                           y_r = rms_norm(h_r)  -- gathered -->  y on every rank
+
+Each row is added up and normalized by one rank, and the residual is never whole anywhere; by
+all_reduce and rms_norm, every rank would keep it and normalize all rows.
+
+The host and generic engines are a reduce_scatter, torch's ops and an all_gather, on those engines.
+The triton engine, for the few rows of decoding, is one launch: `sum_rms_norm`.
+
+Backward: dy is summed over the ranks and scattered; dh = d rms_norm(dy_r) + dh_r is the gradient of
+the residual and, gathered, that of every rank's x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import settings
+from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives.memory.exchange import check_call
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.kernels.engine.autocast import outside_autocast
+from weft.kernels.engine.engines import Problem, choose, is_supported
+from weft.kernels.engine.local_matmul import as_rows, check_residual
+from weft.kernels.engine.replicated import Spread, Summed
+
+_OP = "reduce_scatter_rms_norm_all_gather"
+# Elements of a row, as many programs share each. Beyond so many bytes of x and y the collectives
+# are as fast, and leave the cores free.
+WIDEST = 1 << 16
+_MOST_BYTES = 4 << 20
+
+
+def reduce_scatter_rms_norm_all_gather(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    group: GroupLike = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float | None = None,
+    dim: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm of the sum of every rank's x and a sharded residual; and that sum, sharded.
+
+    As all_reduce, addition and F.rms_norm, but each row is normalized by one rank only, and the
+    residual stays in shards from block to block.
+
+    Args:
+        x: (*batch, H), this rank's terms: the same shape and dtype on every rank. Any strides.
+        weight: (H,) of any floating dtype, the same on every rank; None: ones.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        residual: this rank's torch.chunk along `dim` of what is added to the sum, dtype of x. All
+            ranks pass one or none does.
+        eps: None: that of fp32 (fp64 for fp64), which is what F.rms_norm takes.
+        dim: dim of x that is cut, but not the last one; trailing ranks may get nothing.
+
+    Returns:
+        y: new, the shape and dtype of x, bitwise the same on every rank: the norm is computed in
+            fp32 (fp64 for fp64) from the second result, and rounded once.
+        h: new, this rank's chunk of the sum and the residual: the next residual. Added up in rank
+            order in fp32, and rounded once or, by collectives, before the residual is added too.
+
+        With `dim` > 0 they may be non-contiguous. Gradients: those of y are summed over the ranks;
+        that of weight is the sum over all rows, the same on every rank.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: the triton engine was forced and cannot run the call.
+
+    Example:
+        x = [[3., 4.]] on both of 2 ranks, eps 0: y = [[.8485, 1.1314]] on both, h = [[6., 8.]] on
+        rank 0 and of shape (0, 2) on rank 1.
+    """
+    _check(x, weight, dim)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    eps = torch.finfo(wide).eps if eps is None else eps
+    dim %= x.ndim
+    made: tuple[torch.Tensor, torch.Tensor]
+    if is_call_traced(x):  # see `library`
+        op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
+        made = op(x, weight, residual, group_name(group), eps, dim)
+        return made
+    group = resolve(group)
+    check_call(
+        group,
+        lambda: (
+            f"{_OP} of {list(x.shape)} {x.dtype} along dim {dim}, eps {eps}, "
+            f"{'no ' if weight is None else ''}weight, {'no ' if residual is None else ''}residual"
+        ),
+    )
+    sizes = chunk_sizes(x.shape[dim], group.world_size)
+    shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
+    check_residual(residual, shape, x.dtype, x.device)
+    call = Call(group, sizes, eps, dim)
+    made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
+    return made
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, dim: int) -> None:
+    if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"x must have at least 2 dims, and dim be one of them but the last, over which the "
+            f"norm is taken: got shape {tuple(x.shape)}, {dim=}"
+        )
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise ValueError(f"x must be float64, float32, bfloat16 or float16, got {x.dtype}")
+    if weight is not None and (
+        weight.shape != x.shape[-1:] or not weight.is_floating_point() or weight.device != x.device
+    ):
+        raise ValueError(
+            f"weight must be floating, of shape {tuple(x.shape[-1:])}, on {x.device}: got "
+            f"{weight.dtype}, {tuple(weight.shape)}, on {weight.device}"
+        )
+
+
+def _by_kernel(x: torch.Tensor, group: Group) -> bool:
+    """Whether the kernel runs the call, from what is the same on every rank."""
+    engine, H = settings.current_engine(), x.shape[-1]
+    rows, nbytes = x.numel() // max(H, 1), 2 * x.numel() * x.element_size()
+    refusal = f"rows may have up to {WIDEST} elements, got {H}" if H > WIDEST else ""
+    problem = Problem(_OP, rows, H, 0, x.dtype, nbytes, kernel_refusal=refusal)
+    if engine == "triton":
+        return choose(problem, group, x.device) == "triton"
+    if engine != "auto" or not group.on_gpus(x.device) or nbytes > _MOST_BYTES:
+        return False
+    supported, _ = is_supported("triton", problem, group, x.device)
+    if supported and settings.tracing():
+        settings.record(_OP, "triton", "few bytes", f"{rows}x{H}", ranks=group.world_size)
+    return supported
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+class Call(NamedTuple):
+    """One call, except for its tensors, which autograd must see.
+
+    Attributes:
+        group: given by its name in a graph.
+        sizes: of the chunks along `dim`.
+    """
+
+    group: GroupLike
+    sizes: list[int]
+    eps: float
+    dim: int
+
+    def gradients(
+        self,
+        h: torch.Tensor,
+        weight: torch.Tensor | None,
+        dy: torch.Tensor,
+        dh: torch.Tensor,
+        needs: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Those of x, weight and residual that are needed, by differentiable ops.
+
+        With n = h / rms(h) and g = dy * weight: dh += (g - n mean(g n)) / rms(h), dw = sum of dy n.
+        """
+        g, wide = _wide(reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)), _wide(h)
+        scale = _inverse_rms(wide, self.eps)
+        n, dx, dw = wide * scale, None, None
+        needs_x, needs_weight, needs_residual = needs
+        if weight is not None:
+            if needs_weight:
+                of_rows = (g * n).flatten(0, -2).sum(0)
+                dw = Summed.apply(of_rows, resolve(self.group), "sum").to(weight.dtype)
+            if torch.is_grad_enabled():  # for the gradient of this one
+                weight = Spread.apply(weight, resolve(self.group))
+            g = g * weight
+        grad = (scale * (g - n * (g * n).mean(-1, keepdim=True)) + dh).to(h.dtype)
+        if needs_x:
+            dx = all_gather(grad, self.group, dim=self.dim, sizes=self.sizes)
+        return dx, dw, grad if needs_residual else None
+
+
+class _ReduceNormGather(torch.autograd.Function):
+    """x (*batch, H), weight (H,), residual like h -> y like x, h (this rank's chunk)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        by_kernel: bool,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        run = _kernel_forward if by_kernel else _forward
+        y, h = run(call, x, weight, residual)
+        ctx.save_for_backward(h, weight)
+        ctx.call = call
+        return y, h
+
+    @staticmethod
+    @outside_autocast
+    def backward(ctx: Any, dy: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *ctx.call.gradients(h, weight, dy, dh, needs)
+
+
+def _forward(
+    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = reduce_scatter(x, call.group, dim=call.dim)
+    if residual is not None:
+        h += residual
+    wide = _wide(h)
+    y = wide * _inverse_rms(wide, call.eps)
+    y = (y if weight is None else y * weight).to(h.dtype)
+    return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
+
+
+def _kernel_forward(
+    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from weft.kernels.norm import rms_norm_kernel as kernel
+
+    front, group = x.movedim(call.dim, 0), resolve(call.group)
+    between, H = front.shape[1:-1], x.shape[-1]
+    share = call.sizes[0] * between.numel()
+    rows = as_rows(front)
+    kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))
+    ws = kernel.workspace_for(rows, share, group)
+    with ws.call(_OP):
+        y, h = kernel.launch_sum_rms_norm(
+            rows, ws, share, weight=weight, residual=kept, eps=call.eps
+        )
+    h = h.view(call.sizes[group.rank], *between, H)
+    return y.view(front.shape).movedim(0, call.dim), h.movedim(0, call.dim)
+
+
+def reduce_scatter_rms_norm_all_gather_reference(
+    xs: list[torch.Tensor],
+    weight: torch.Tensor | None = None,
+    residuals: list[torch.Tensor] | None = None,
+    eps: float = 0.0,
+    dim: int = 0,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(y, every rank's h), given all ranks' operands: the oracle of the tests, in any dtype."""
+    total = torch.stack(xs).sum(0)
+    if residuals is not None:
+        total = total + torch.cat(residuals, dim)
+    y = torch.nn.functional.rms_norm(total, total.shape[-1:], weight, eps)
+    return y, list(total.split(chunk_sizes(total.shape[dim], len(xs)), dim))

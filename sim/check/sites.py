@@ -1,0 +1,84 @@
+"""Where in the source an access was made, kept as a small number until it is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+import triton
+
+from weft.collectives.device import signals
+
+# Frames of these are machinery, not the code that is looked at.
+_MACHINERY = (
+    str(Path(triton.__file__).parent),
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),  # all of sim, as it is imported and as it lies
+    str(Path(__file__).resolve().parent.parent),
+)
+_SIGNALS = (str(signals.__file__), str(Path(str(signals.__file__)).resolve()))
+_DEPTH = 3
+_MACHINE, _HELPER, _OWN = range(3)
+
+Frames = tuple[tuple[CodeType, int], ...]
+
+
+class Sites:
+    """Numbers distinct call paths."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Frames, int] = {}
+        self._frames: list[Frames] = []
+        self._kinds: dict[CodeType, int] = {}
+
+    def here(self) -> int:
+        """The number of the caller's call path: the innermost frames that are not machinery, and
+        of weft's signals only if there is no other."""
+        frame: FrameType | None = sys._getframe(1)
+        found: list[tuple[CodeType, int]] = []
+        helper: tuple[tuple[CodeType, int], ...] = ()
+        kinds = self._kinds
+        while frame is not None and len(found) < _DEPTH:
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _kind(code.co_filename)
+            if kind == _OWN:
+                found.append((code, frame.f_lasti))
+            elif kind == _HELPER:
+                helper = helper or ((code, frame.f_lasti),)
+            elif code.co_name == "run_strand":
+                break
+            frame = frame.f_back
+        key = tuple(found) or helper
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._frames)
+            self._frames.append(key)
+        return number
+
+    def text(self, number: int) -> str:
+        """`file:line function`, innermost first."""
+        frames = self._frames[number] if number >= 0 else ()
+        return " < ".join(_place(*frame) for frame in frames) or "before its first signal"
+
+
+def _kind(filename: str) -> int:
+    if filename.startswith((*_MACHINERY, "<")):
+        return _MACHINE
+    return _HELPER if filename in _SIGNALS else _OWN
+
+
+def _place(code: CodeType, instruction: int) -> str:
+    line = next(
+        (
+            line
+            for start, stop, line in code.co_lines()
+            if line is not None and start <= instruction < stop
+        ),
+        code.co_firstlineno,
+    )
+    path = Path(code.co_filename)
+    return f"{path.parent.name}/{path.name}:{line} {code.co_name}"

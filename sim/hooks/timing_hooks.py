@@ -1,0 +1,252 @@
+"""What virtual time hooks in Triton's interpreter, beside `interpreter_hooks` and underneath it.
+
+    InterpreterBuilder.create_masked_load / _store, create_dot    noted on the program's lane
+
+and, without numerics, what makes real sizes cheap: no floating-point number is loaded, stored or
+computed, zeros that take no memory stand for all of them, and of a loop that only loads and
+multiplies the first two turns and the last are run, the others being like the second.
+
+    InterpreterBuilder.cast_impl, create_fp_to_fp, create_bitcast, binary_op, unary_op, ternary_op
+    InterpretedFunction.rewrite     puts a `range` of ours before Python's in a kernel's module
+    _patch_lang_core                and one in the place of tl.range
+
+Integers are loaded, stored and computed for real: tables of pointers, generations, indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton.runtime import interpreter
+
+from weft.sim.hooks import fast_integers, interpreter_hooks
+from weft.sim.schedule.scheduler import local
+from weft.sim.time.trace import Lane, Recorder
+
+Array = npt.NDArray[Any]
+
+_COMPARISONS = frozenset(
+    (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@cache
+def requirements() -> list[str]:
+    """What is missing in this Triton, in words; empty if all hooks fit."""
+    want = {
+        "create_masked_load": ["ptrs", "mask"],
+        "create_masked_store": ["ptrs", "value", "mask"],
+        "create_dot": ["a", "b", "d", "input_precision"],
+        "cast_impl": ["src", "dst_type"],
+        "create_fp_to_fp": ["src", "dst_type", "rounding_mode"],
+        "create_bitcast": ["src", "dst_type"],
+        "binary_op": ["lhs", "rhs", "op"],
+        "unary_op": ["arg", "op"],
+        "ternary_op": ["lhs", "rhs", "other", "op"],
+    }
+    missing = interpreter_hooks.moved(want, ["_patch_lang_core"])
+    if not hasattr(interpreter.InterpretedFunction, "rewrite"):
+        missing.append("InterpretedFunction.rewrite is gone")
+    return missing
+
+
+@contextmanager
+def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
+    """Note what programs of virtual ranks load, store and multiply, inside the block.
+
+    Enter it before `interpreter_hooks.installed`.
+    """
+    if missing := requirements():
+        raise RuntimeError(f"weft.sim cannot time on this Triton: {'; '.join(missing)}")
+    kind = interpreter.InterpreterBuilder
+    hooks = _noting(kind, recorder, numerics)
+    if not numerics:
+        hooks |= _skipping(kind)
+    before = {name: vars(kind)[name] for name in hooks}
+    for name, hook in hooks.items():
+        setattr(kind, name, hook)
+    try:
+        if numerics:
+            yield
+        else:
+            with _sampled_loops():
+                yield
+    finally:
+        for name, method in before.items():
+            setattr(kind, name, method)
+
+
+def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
+    load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
+
+    def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:
+        # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
+        live, addresses = np.asarray(getattr(mask, "data", mask), dtype=bool), ptrs.data
+        if not live.all():
+            addresses = addresses[np.broadcast_to(live, addresses.shape)]
+        flat = addresses.reshape(-1)
+        return recorder.owners(flat, rank) if flat.size else []
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        element, strand = ptrs.get_element_ty(), local.strand
+        number = None
+        if strand is not None and strand.lane is not None:
+            bits = element.primitive_bitwidth
+            floating = element.is_floating()
+            name = _DTYPES.get(element.name, "float8") if floating else ""
+            for owner, first, count in blocks(ptrs, mask, strand.rank):
+                nbytes = count * max(1, bits // 8)
+                number = strand.lane.load(owner, first, nbytes, name, bits if floating else 0)
+        if not numerics and element.is_floating() and strand is not None:
+            values = _zeros(ptrs.data.shape, element)
+        else:
+            values = load(self, ptrs, mask, *rest, **kwargs)
+        values.loaded_by = number  # an attribute of ours: a store of these very values finds it
+        return values
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        element, strand = ptrs.get_element_ty(), local.strand
+        if strand is not None and strand.lane is not None:
+            loaded = getattr(value, "loaded_by", None)
+            for owner, _, count in blocks(ptrs, mask, strand.rank):
+                nbytes = count * max(1, element.primitive_bitwidth // 8)
+                strand.lane.store(owner, nbytes, loaded)
+        if not numerics and element.is_floating() and strand is not None:
+            return None
+        return store(self, ptrs, value, mask, *rest, **kwargs)
+
+    def noted_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        strand = local.strand
+        if strand is not None and strand.lane is not None:
+            tf32 = str(precision).upper().endswith("TF32")
+            strand.lane.dot(2 * a.data.size * b.data.shape[-1], tf32)
+        if not numerics and strand is not None:
+            return d
+        return dot(self, a, b, d, precision, *rest)
+
+    return {
+        "create_masked_load": masked_load,
+        "create_masked_store": masked_store,
+        "create_dot": noted_dot,
+    }
+
+
+def _zeros(shape: tuple[int, ...], element: Any) -> Any:
+    zero = np.zeros((), interpreter._get_np_dtype(element))
+    return interpreter.TensorHandle(np.broadcast_to(zero, shape), element)
+
+
+def _skips(handle: Any) -> bool:
+    # A single number may decide where a program goes, and is computed.
+    return local.strand is not None and handle.data.size > 1 and handle.dtype.scalar.is_floating()
+
+
+def _skipping(kind: Any) -> dict[str, Any]:
+    cast, fp_to_fp, binary = kind.cast_impl, kind.create_fp_to_fp, kind.binary_op
+    unary, ternary, bitcast = kind.unary_op, kind.ternary_op, kind.create_bitcast
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if _skips(src) and dst_type.scalar.is_floating():
+            return _zeros(src.data.shape, dst_type.scalar)
+        return cast(self, src, dst_type)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if _skips(src):
+            return _zeros(src.data.shape, dst_type.scalar)
+        return fp_to_fp(self, src, dst_type, rounding_mode)
+
+    def create_bitcast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.data.size > 1 and not any(src.data.strides):
+            return _zeros(src.data.shape, dst_type.scalar)
+        return bitcast(self, src, dst_type)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if op not in _COMPARISONS and (_skips(lhs) or _skips(rhs)):
+            shape = np.broadcast_shapes(lhs.data.shape, rhs.data.shape)
+            return _zeros(shape, lhs.dtype.scalar)
+        return binary(self, lhs, rhs, op)
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        return _zeros(arg.data.shape, arg.dtype.scalar) if _skips(arg) else unary(self, arg, op)
+
+    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+        if _skips(rhs):
+            shape = np.broadcast_shapes(lhs.data.shape, rhs.data.shape, other.data.shape)
+            return _zeros(shape, rhs.dtype.scalar)
+        return ternary(self, lhs, rhs, other, op)
+
+    return {
+        "cast_impl": cast_impl,
+        "create_fp_to_fp": create_fp_to_fp,
+        "create_bitcast": create_bitcast,
+        "binary_op": binary_op,
+        "unary_op": unary_op,
+        "ternary_op": ternary_op,
+    }
+
+
+def _sampled_range(*bounds: Any) -> Any:
+    """`range`, and in a program fewer turns of it: see the module."""
+    turns = range(*bounds)
+    lane = local.strand.lane if local.strand is not None else None
+    if lane is None:
+        return turns
+    lane.loops += 1
+    return turns if len(turns) < 4 else _sampled(lane, turns)
+
+
+def _sampled(lane: Lane, turns: range) -> Iterator[int]:
+    yield turns[0]
+    loops, before = lane.loops, lane.state()
+    yield turns[1]
+    # Of nested loops only the innermost is the same in each turn.
+    if lane.loops == loops and lane.repeat(before, len(turns) - 3):
+        yield turns[-1]
+    else:
+        yield from turns[2:]
+
+
+@contextmanager
+def _sampled_loops() -> Iterator[None]:
+    rewrite, patch_core = interpreter.InterpretedFunction.rewrite, interpreter._patch_lang_core
+    patched: list[dict[str, Any]] = []
+
+    def sampling_rewrite(self: Any) -> Any:
+        fn = rewrite(self)
+        names = self.fn.__globals__
+        if "range" not in names:
+            names["range"] = _sampled_range
+            patched.append(names)
+        return fn
+
+    def sampling_core(lang: Any, scope: Any) -> None:
+        patch_core(lang, scope)
+        fast_integers.install_functions(scope, lang)
+        if lang is tl:
+            fast_integers.install(scope, tl.tensor)
+
+        def sampled_tl_range(
+            start: Any, end: Any = None, step: Any = None, **options: object
+        ) -> Any:
+            first, last = (0, start) if end is None else (start, end)
+            return _sampled_range(first, last, 1 if step is None else step)
+
+        scope.set_attr(lang, "range", sampled_tl_range)
+
+    interpreter.InterpretedFunction.rewrite = sampling_rewrite
+    interpreter._patch_lang_core = sampling_core
+    try:
+        with fast_integers.unchecked():
+            yield
+    finally:
+        interpreter.InterpretedFunction.rewrite = rewrite
+        interpreter._patch_lang_core = patch_core
+        for names in patched:
+            del names["range"]

@@ -1,0 +1,320 @@
+"""One rank of a group on a whole chip: its own kernels, with peers that are memory and words.
+
+    world = SoloWorld(8, device)
+    world.learn(fn)                  what the peers of every rank send, data and signals
+    with world.at(3):                this thread is rank 3 of 8
+        world.post(calls=1)          the peers' signals of the next call
+        y = fn(3)                    as on 8 chips, all but the links
+
+All W segments of symmetric memory lie on one device and one thread plays every rank, one after
+another. A rank launches what it would launch on a chip of its own: `chip_of` is the whole chip,
+peers' tables point at the other segments. So a call does all of a rank's work, and its stores to
+peers go to local memory. Multicast there is none.
+
+What peers would send is learned, not modelled:
+  1. With every signal of every pad posted far ahead, nothing waits: each rank runs fn once. The
+     words that change are those that the ranks signal, and by how much they exceed GENERATION tells
+     with what. A word of the rank's own pad is local to it: nobody posts it from then on.
+  2. With the learned signals posted, each rank runs fn twice for every exchange of a call that
+     needs the one before (`depth`): both halves of all memory then hold what peers leave there.
+A call finds data and signals as if its peers had been quicker. That they are right is not proved:
+compare its result with an oracle. A signal that was not learned ends in `PeerTimeout`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from weft.collectives.cost import Machine
+from weft.collectives.device import signals
+from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter, open_buffers, told_by
+from weft.collectives.memory.workspace import forget
+from weft.collectives.ranks import pad
+from weft.collectives.ranks.group import Group, here, virtual_rank
+from weft.errors import MismatchError
+from weft.kernels.engine.shards import copy_stream
+from weft.kernels.matmul import copy_engines
+from weft.sim.run.team import VirtualMemory
+
+_FAR = 1 << 62  # more than any generation, and than what `kernels.turns` makes of one
+
+
+_ALIGN = 4096
+
+
+class _Buffer:
+    """The segments of one symmetric buffer, and what was learned of its pads.
+
+    Attributes:
+        generations: int64 (W, 1), the number of each rank's last call.
+        slots: int64 (W, slots), the words of each pad that are signals.
+        posted: bool (W, slots): those that peers write.
+        beyond: int64 (W, slots): by how much these exceed the generation before the call.
+        own: bool (W, slots): those that the rank itself writes.
+        steps: int64 (W, 1): by how much a call raises the generation.
+    """
+
+    def __init__(self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device):
+        # One allocation, for pads that can be read and written together. The data hold NaN.
+        whole = -(-(pad_bytes + data_bytes) // _ALIGN) * _ALIGN
+        memory = torch.full((world_size, whole), 255, dtype=torch.uint8, device=device)
+        memory[:, :pad_bytes] = 0
+        self.segments = [segment[: pad_bytes + data_bytes] for segment in memory]
+        pads = memory[:, :pad_bytes].view(torch.int64)
+        self.generations = pads[:, pad.GENERATION : pad.GENERATION + 1]
+        # On a CPU, what hosts signal is up to `_SoloWaiter`.
+        first = pad.KERNEL_SLOTS if device.type == "cpu" else pad.HOST_SLOTS
+        self.slots, self._of_hosts = pads[:, first:], pads[:, pad.HOST_SLOTS : first]
+        self.posted = torch.zeros_like(self.slots, dtype=torch.bool)
+        self.own = torch.zeros_like(self.posted)
+        self.beyond = torch.zeros_like(self.slots)
+        self.steps = torch.zeros_like(self.generations)
+
+    def open(self) -> None:
+        """Let nothing wait, and forget what was learned. All ranks have made as many calls."""
+        self.generations.fill_(int(self.generations.max()))
+        self.slots.fill_(_FAR)
+        self._of_hosts.zero_()
+        self.posted.fill_(False)
+        self.own.fill_(False)
+
+    def learn(self, rank: int, began: int) -> None:
+        """What `rank` has written in the call before which its generation was `began`."""
+        self.steps[rank] = self.generations[rank] - began
+        new = (self.slots != _FAR) & ~self.posted & ~self.own
+        self.own[rank] |= new[rank]
+        new[rank] = False
+        self.posted |= new
+        self.beyond[new] = self.slots[new] - began
+
+    def post(self, ranks: slice, calls: int = 1) -> None:
+        """Write the signals that the next `calls` calls of `ranks` await, in the current stream."""
+        ahead = self.generations[ranks] + (calls - 1) * self.steps[ranks] + self.beyond[ranks]
+        self.slots[ranks] = torch.where(self.posted[ranks], ahead, self.slots[ranks])
+
+
+class SoloTeam:
+    """All ranks, as `weft.collectives.ranks.group.Ranks`: whichever asks, peers say the same."""
+
+    chip, sharing = "", 1
+    rates: Machine | None = None
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size, self.device = world_size, device
+        self.buffers: list[_Buffer] = []
+        self.learning = False
+        self._asked = [0] * world_size  # for how many buffers
+        self._told: dict[Any, Any] = {}
+
+    def begin(self) -> None:
+        """Learn a function: forget the one before."""
+        self.learning = True
+        self._told.clear()
+        for buffer in self.buffers:
+            buffer.open()
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """What every rank says: the same as `rank`."""
+        return [value] * self.world_size
+
+    def memory(
+        self, rank: int, pad_bytes: int, data_bytes: int, device: torch.device
+    ) -> VirtualMemory:
+        """Every rank's segment. Ranks ask for the same buffers in the same order."""
+        number = self._asked[rank]
+        self._asked[rank] += 1
+        if number == len(self.buffers):
+            if not self.learning:
+                raise RuntimeError(
+                    "symmetric memory was asked for after `learn`: what peers leave in it is not "
+                    "known. A function must make the same calls each time"
+                )
+            buffer = _Buffer(self.world_size, pad_bytes, data_bytes, device)
+            buffer.open()
+            self.buffers.append(buffer)
+        return VirtualMemory(self.buffers[number].segments)
+
+    def agree(self, message: Any, words: list[int]) -> None:
+        """Raise MismatchError unless all ranks have the same `words` in a `message`."""
+        if self._told.setdefault(message, words) != words:
+            raise MismatchError(
+                f"a rank by itself needs peers with equal shards, that make the same calls: the "
+                f"ranks tell each other {self._told[message]} and {words}"
+            )
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Signals between hosts."""
+        return _SoloWaiter(self, buffer)
+
+    def share(self, x: torch.Tensor) -> None:
+        """One process has all memory."""
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out`, on the CPU, from the memory at `address`."""
+        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """Of the CPU: what is enqueued there is done at once."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """As `beside`."""
+
+
+class _SoloWaiter(Waiter):
+    """Each peer has told this rank what this rank tells it."""
+
+    def __init__(self, team: SoloTeam, buffer: SymmetricBuffer) -> None:
+        super().__init__(buffer)
+        self._team = team
+        self._name = buffer.buffer_ptrs[0].item()
+
+    def post(self, peer: int, value: int, word: int = 0) -> None:
+        """Tell `peer` that this rank has reached `value`; the peer has just told the same."""
+        super().post(peer, value, word)
+        mine, theirs = (pad.HOST_SLOTS + pad.LINE * rank for rank in (self.rank, peer))
+        self.own[theirs : theirs + pad.LINE] = self.words[peer][mine : mine + pad.LINE]
+        if self._team.learning:
+            told = self.own[mine + 1 : mine + pad.LINE].tolist()
+            self._team.agree((self._name, value, word), told)
+
+    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
+        self.give_up(peer, value, op, 0.0)
+
+
+class SoloWorld:
+    """W ranks that one thread plays on one device.
+
+    Attributes:
+        groups: by rank: what `group=None` means on it.
+    """
+
+    def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
+        if not 2 <= world_size <= pad.MAX_RANKS:
+            raise ValueError(f"world_size must be in 2..{pad.MAX_RANKS}, got {world_size}")
+        device = torch.device(device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.world_size, self.device = world_size, device
+        self.team = SoloTeam(world_size, device)
+        everybody = tuple(range(world_size))
+        self.groups = [Group(None, r, world_size, everybody, (), "", self.team) for r in everybody]
+
+    @contextmanager
+    def at(self, rank: int) -> Iterator[None]:
+        """This thread is `rank` inside the block; backward runs in it, too."""
+        with ExitStack() as stack:
+            stack.enter_context(virtual_rank(self.groups[rank]))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.device.type == "cpu":  # nobody will come
+                stack.enter_context(patch.object(signals, "on_poll", lambda *_: _FAR))
+            yield
+
+    def learn(self, fn: Callable[[int], Any], depth: int = 1) -> None:
+        """Run `fn(rank)` on every rank, to know what its peers send in each call of it.
+
+        Args:
+            fn: makes the same calls each time, of shards that are equal on all ranks.
+            depth: how many exchanges of a call follow one from another, such as 2 for a
+                reduce-scatter whose results are gathered.
+
+        Raises:
+            RuntimeError: signals do not follow the generation, or differ from call to call.
+        """
+        team = self.team
+        team.begin()
+        for rank in range(self.world_size):
+            before = {buffer: int(buffer.generations[rank]) for buffer in team.buffers}
+            self._run(fn, rank)
+            for buffer in team.buffers:
+                buffer.learn(rank, before.get(buffer, 0))
+        team.learning = False
+        for buffer in team.buffers:
+            buffer.slots.fill_(0)
+        for _ in range(2 * depth):
+            self._round(fn)
+
+    def _round(self, fn: Callable[[int], Any]) -> None:
+        """One more call of every rank, whose signals are compared with the learned ones."""
+        for buffer in self.team.buffers:
+            buffer.post(slice(None))
+        told = [buffer.slots.clone() for buffer in self.team.buffers]
+        for rank in range(self.world_size):
+            self._run(fn, rank)
+        for buffer, expected in zip(self.team.buffers, told, strict=True):
+            if not torch.equal(buffer.slots.where(~buffer.own, expected), expected):
+                raise RuntimeError(
+                    "the signals of a later call are not those of the first one, counted from the "
+                    "generation: peers cannot be posted ahead"
+                )
+
+    def _run(self, fn: Callable[[int], Any], rank: int) -> None:
+        with self.at(rank):
+            fn(rank)
+            self.check()
+
+    def post(self, calls: int = 1) -> None:
+        """Inside `at(rank)`: the signals of the peers for the next `calls` calls of this rank.
+
+        On a GPU they are written by the current stream, after which they are there: a graph may
+        hold this.
+        """
+        assert here.world is not None
+        rank = here.world.rank
+        for buffer in self.team.buffers:
+            buffer.post(slice(rank, rank + 1), calls)
+
+    def check(self) -> None:
+        """Inside `at(rank)`, after its calls: wait for the device.
+
+        Raises:
+            PeerTimeout: a signal was awaited that no peer sends.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        group = here.world
+        for buffer in open_buffers():
+            if buffer.group is group and (status := buffer.status_of(buffer.rank).tolist())[0]:
+                raise told_by(status, buffer.rank, "a call by itself")
+
+    def __enter__(self) -> SoloWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for rank in range(self.world_size):
+            with virtual_rank(self.groups[rank]):
+                forget(rank)
+        self.team.buffers.clear()
+
+
+@contextmanager
+def copied_first(then: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """What copy engines would fetch lies there before the kernel that waits for it is launched.
+
+    They are the link of such a kernel. Copies inside of one chip take cores from it instead.
+    `then` is called between the two, with the kernel's stream as the current one.
+    """
+    fetching = copy_engines.fetching
+
+    @contextmanager
+    def before(x: torch.Tensor, *args: Any) -> Iterator[None]:
+        with fetching(x, *args):
+            if x.is_cuda:
+                for number in range(copy_engines.STREAMS):
+                    beside = copy_stream(x.device, number)
+                    torch.cuda.current_stream(x.device).wait_stream(beside)
+            then()
+            yield
+
+    with patch.object(copy_engines, "fetching", before):
+        yield

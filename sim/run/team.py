@@ -1,0 +1,345 @@
+"""Ranks that make calls together: the virtual world, or a group of it.
+
+It implements `weft.collectives.ranks.group.Ranks`: values gathered from all members, symmetric
+memory, host-side signals; and the messages of a process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from weft.collectives.cost import Machine
+from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.ranks import pad
+from weft.errors import MismatchError
+from weft.sim.hooks.host_signals import VirtualWaiter
+from weft.sim.schedule.scheduler import strand_here
+from weft.sim.time.trace import Meet
+
+if TYPE_CHECKING:
+    from weft.sim.run.world import World
+
+_numbers = itertools.count()
+_MEMORY = "ask for the same symmetric memory"
+
+
+class VirtualMemory:
+    """Every member's segment, between guards."""
+
+    multicast_ptr = 0
+
+    def __init__(self, segments: list[torch.Tensor]) -> None:
+        self.segments = segments
+
+
+class Meeting:
+    """One call of all members: what each brought, and what they are all ordered after."""
+
+    def __init__(self, key: Hashable, size: int) -> None:
+        self.key = key  # the same in every schedule
+        self.values: dict[int, Any] = {}
+        self.clock = np.zeros(0, np.int32)
+        self.number = next(_numbers)
+        self._size = size
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return len(self.values) == self._size
+
+
+class Members:
+    """Ranks that make calls together. They are numbered in the order of `ranks`.
+
+    Attributes:
+        met: how many calls each member has made.
+        mail: by source, target and tag: what was sent and not yet received.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.met = [0] * len(ranks)
+        self.mail: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._name = name
+        self._open: dict[int, Meeting] = {}  # by number of the call, until all have come
+
+    def enter(self, member: int, value: Any, call: str) -> Meeting:
+        """Bring `value` to the next call, which must be the same `call` for all.
+
+        Raises:
+            MismatchError: another member makes another call.
+        """
+        number = self.met[member]
+        self.met[member] += 1
+        meeting = self._open.get(number)
+        if meeting is None:
+            meeting = self._open[number] = Meeting((self._name, number), len(self.ranks))
+        for other, (_, theirs) in meeting.values.items():
+            if theirs != call:
+                raise MismatchError(
+                    f"rank {self.ranks[member]} is to {call} where rank {self.ranks[other]} is to "
+                    f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
+                )
+        meeting.values[member] = value, call
+        if meeting.complete:
+            del self._open[number]
+        return meeting
+
+    def arrive(self, member: int, value: Any, call: str) -> Meeting:
+        """`enter`, as the others see it."""
+        raise NotImplementedError
+
+    def attend(self, meeting: Meeting, call: str) -> list[Any]:
+        """What every member brought to `meeting`, once all have come."""
+        raise NotImplementedError
+
+    def complete(self, meeting: Meeting) -> bool:
+        """Whether all have come to `meeting`."""
+        return meeting.complete
+
+    def senders(self, source: int | None, target: int, tag: int) -> list[int]:
+        """Who has sent what `receive` would take."""
+        sources = range(len(self.ranks)) if source is None else [source]
+        return [s for s in sources if self.mail[s, target, tag]]
+
+    def has_mail(self, source: int | None, target: int, tag: int) -> bool:
+        """Whether `receive` would not wait."""
+        return bool(self.senders(source, target, tag))
+
+    def gather(self, member: int, value: Any) -> list[Any]:
+        """Every member's `value`: nobody goes on before all have come."""
+        return self.attend(self.arrive(member, value, _MEMORY), _MEMORY)
+
+
+MembersT = TypeVar("MembersT", bound=Members)
+
+
+class Teams(Generic[MembersT]):
+    """All groups of a virtual world, by name."""
+
+    def __init__(self) -> None:
+        self._teams: dict[str, MembersT] = {}
+
+    def new_team(self, name: str, ranks: tuple[int, ...]) -> MembersT:
+        raise NotImplementedError
+
+    def team(self, name: str, ranks: tuple[int, ...]) -> MembersT:
+        """The group that its members call `name`."""
+        team = self._teams.get(name)
+        if team is None:
+            team = self._teams[name] = self.new_team(name, ranks)
+        if team.ranks != ranks:
+            raise MismatchError(
+                f"the ranks make different groups in one call: {team.ranks} and {ranks}"
+            )
+        return team
+
+
+class Team(Members):
+    """The ranks `ranks` of a virtual world that `sim.run` runs, in this order."""
+
+    device, sharing = torch.device("cpu"), 1
+
+    def __init__(self, world: World, name: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(name, ranks)
+        self._world = world
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip that the ranks stand for; empty if they are CPU ranks."""
+        hardware = self._world.hardware
+        return hardware.chip if hardware else ""
+
+    @property
+    def rates(self) -> Machine | None:
+        """What the choice of an engine is made from, if the ranks stand for some hardware."""
+        hardware = self._world.hardware
+        return hardware.rates() if hardware else None
+
+    @property
+    def calls(self) -> int:
+        """How many calls the first member has made."""
+        return self.met[0]
+
+    def arrive(self, member: int, value: Any, call: str) -> Meeting:
+        """Bring `value` to the next call of the team, which must be the same `call` for all.
+
+        Raises:
+            MismatchError: another member makes another call.
+        """
+        if self._world.scheduler.tracing:
+            self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
+        meeting = self.enter(member, value, call)
+        if self._world.tape:
+            self._world.tape.sync(strand_here(), "arrive", meeting.key)
+        self._world.bring(value)
+        if self._world.detector:
+            meeting.clock = _joined(meeting.clock, self._clock())
+        return meeting
+
+    def attend(self, meeting: Meeting, call: str) -> list[Any]:
+        """What every member brought to `meeting`, once all have come."""
+
+        def waits_for() -> str:
+            absent = [r for i, r in enumerate(self.ranks) if i not in meeting.values]
+            return f"rank {_listed(absent)} to {call}"
+
+        strand = strand_here()
+        if self._world.recorder:
+            self._world.recorder.add(strand, Meet(meeting.number, len(self.ranks)))
+        if self._world.tape:
+            self._world.tape.sync(strand, "attend", meeting.key, len(self.ranks))
+        self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
+        self._join(meeting.clock)
+        return [meeting.values[i][0] for i in range(len(self.ranks))]
+
+    def complete(self, meeting: Meeting) -> bool:
+        """Whether all have come to `meeting`; if not, others go on first."""
+        what = f"all of ranks {_listed(self.ranks)} to come to a call, for which it asks in a loop"
+        return self._glance(lambda: meeting.complete, what)
+
+    def _glance(self, there: Callable[[], bool], what: str) -> bool:
+        """Whether `what` has come from other ranks. Who asks in a loop must let them go on."""
+        strand, scheduler = strand_here(), self._world.scheduler
+        if self._world.tape:
+            self._world.tape.unfit = "a look at whether others have come"
+        if not there():
+            scheduler.let_others(strand, what)
+        found = there()
+        if found:
+            scheduler.progressed(strand)
+        if scheduler.tracing:
+            scheduler.saw(strand, self.ranks, found, False)
+        return found
+
+    @contextmanager
+    def timed_as_one(self, name: str) -> Iterator[None]:
+        """In virtual time, what this rank does inside is one collective of a process group."""
+        recorder = self._world.recorder
+        if recorder is None:
+            yield
+            return
+        # Every member reads all of every other here; in two steps, reduced parts and then results,
+        # an all-reduce moves no more than twice what one member has.
+        share = 2 / len(self.ranks) if name == "all_reduce" else 1.0
+        with recorder.collective(strand_here(), name, share):
+            yield
+
+    def memory(
+        self, member: int, pad_bytes: int, data_bytes: int, device: torch.device
+    ) -> VirtualMemory:
+        """Zeroed pads and data that holds nothing yet."""
+        made = None
+        if member == 0:
+            made = self._world.allocate(self, pad_bytes, data_bytes)
+        return VirtualMemory(self.gather(member, made)[0])
+
+    def waiter(self, buffer: SymmetricBuffer) -> Waiter:
+        """Host-side signals between members."""
+        return VirtualWaiter(self._world, buffer)
+
+    def share(self, x: torch.Tensor) -> None:
+        """Let others read the private memory of `x`."""
+        self._world.share(x)
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out` from the memory at `address`, which another member shares."""
+        self._world.read(address, out)
+
+    @contextmanager
+    def beside(self, number: int) -> Iterator[None]:
+        """In virtual time, what this rank enqueues inside runs beside its stream."""
+        recorder, strand = self._world.recorder, strand_here()
+        if recorder is None or not strand.timed:
+            yield
+            return
+        with recorder.beside(strand.rank, number):
+            yield
+
+    def rejoin(self) -> None:
+        """In virtual time, this rank's stream goes on when those beside it have ended."""
+        recorder, strand = self._world.recorder, strand_here()
+        if recorder is not None and strand.timed:
+            recorder.rejoin(strand.rank)
+
+    def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
+        """Leave `value` for member `target`; never waits."""
+        if self._world.scheduler.tracing:
+            self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
+        self._world.bring(value)
+        clock = self._clock().copy() if self._world.detector else None
+        self.mail[source, target, tag].append((value, clock))
+        if self._world.tape:
+            self._world.tape.sync(strand_here(), "send", (self._name, source, target, tag))
+
+    def receive(self, source: int | None, target: int, tag: int) -> tuple[int, torch.Tensor]:
+        """The next value that `source` (None: anybody) left for `target`, and who it was."""
+
+        def waits_for() -> str:
+            return f"{self._named(source)} to send it something with tag {tag}"
+
+        if tape := self._world.tape:
+            tape.sync(strand_here(), "receive", (self._name, source, target, tag))
+            if source is None:
+                tape.unfit = "a message from anybody"
+        self._world.scheduler.sleep_until(
+            strand_here(), lambda: bool(self.senders(source, target, tag)), waits_for
+        )
+        sender = self.senders(source, target, tag)[0]
+        value, clock = self.mail[sender, target, tag].popleft()
+        if clock is not None:
+            self._join(clock)
+        return sender, value
+
+    def has_mail(self, source: int | None, target: int, tag: int) -> bool:
+        """Whether `receive` would not wait; if not, others go on first."""
+        what = f"{self._named(source)} to send it something with tag {tag}"
+        return self._glance(lambda: bool(self.senders(source, target, tag)), what)
+
+    def _named(self, source: int | None) -> str:
+        return "anybody" if source is None else f"rank {self.ranks[source]}"
+
+    def _clock(self) -> Any:
+        assert self._world.detector is not None
+        return self._world.detector.clocks[strand_here().slot]
+
+    def _join(self, clock: Any) -> None:
+        if self._world.detector:
+            own = self._clock()
+            np.maximum(own[: len(clock)], clock, out=own[: len(clock)])
+
+
+def _joined(one: Any, other: Any) -> Any:
+    # Clocks grow as strands come: a shorter one is ordered after nothing of the later strands.
+    joined = other.copy()
+    np.maximum(joined[: len(one)], one, out=joined[: len(one)])
+    return joined
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def word_told(team: Team, owner: int, word: int, value: int) -> str:
+    """A word of the pad of rank `owner`, the `value` in it, and who writes it."""
+    if word >= pad.KERNEL_SLOTS:
+        rest, program = divmod(word - pad.KERNEL_SLOTS, pad.MAX_PROGRAMS)
+        phase, member = divmod(rest, len(team.ranks))
+        source = team.ranks[member]
+        name = f"(phase {phase}, rank {source}, program {program})"
+    elif word >= pad.HOST_SLOTS:
+        member, index = divmod(word - pad.HOST_SLOTS, pad.LINE)
+        source = team.ranks[member]
+        name = f"({source}, {index})"
+    else:
+        return f"word {word} of rank {owner}'s pad, which is {value}"
+    return (
+        f"word {name} of rank {owner}'s pad, which is {value}: rank {source} should have signalled"
+    )

@@ -1,0 +1,5 @@
+"""Who runs next: ranks switch where they wait, in an order that a seed picks.
+
+May import `sim.check` and `sim.time`. Read `scheduler`, `schedules`, `player` (an order played
+again), `untimed`.
+"""

@@ -1,0 +1,224 @@
+"""What virtual time is counted on: a chip, its memory, and the links between chips.
+
+Rates are those of the data sheets, dense, in units a second; `sustained` and `link_sustained` say
+how much of them long matmuls and long transfers have been measured to reach. Latencies are
+published microbenchmarks where there are any, and estimates else: every preset says which.
+
+Sources
+  [H100]    NVIDIA H100 Tensor Core GPU data sheet, SXM5
+  [H200]    NVIDIA H200 Tensor Core GPU data sheet, SXM
+  [B200]    NVIDIA HGX B200 data sheet; SMs as the driver reports them
+  [MI300X]  AMD Instinct MI300X data sheet and the CDNA 3 white paper
+  [A100]    NVIDIA A100 white paper: 5120 bytes a clock between L2 and the SMs
+  [MAMF]    S. Bekman, Machine Learning Engineering: maximum achievable matmul FLOPS, measured
+  [DeepEP]  DeepEP V2: 740 of 900 GB/s received over NVLink 5 by dispatch and combine
+  [Hopper]  Luo et al., arXiv 2402.13499: an L2 hit about 260 cycles, memory about 480
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weft.collectives.cost import Machine
+
+Topology = Literal["switch", "mesh"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A domain of equal chips.
+
+    Attributes:
+        name, chip: for people, and as `weft.kernels.engine.chips` knows it ("sm_90").
+        cores: SMs or compute units.
+        flops: dense matmul rate of a chip by dtype, in flop a second.
+        sustained: share of `flops` that long matmuls reach.
+        hbm_bandwidth: bytes a second, reads and writes together.
+        l2_bytes, l2_bandwidth: the last cache before HBM.
+        core_bandwidth: bytes a second that one core can move.
+        link_bandwidth: bytes a second and direction: of a chip's port on the switch, or of each of
+            its links to a peer in a mesh.
+        link_sustained: share of `link_bandwidth` that long transfers reach.
+        topology: "switch": any peer at the port's full rate; "mesh": a link to each peer.
+        ranks: chips in the domain.
+        l2_latency_us, hbm_latency_us: of a load.
+        link_latency_us: one way to a peer; a remote load takes two and a local one.
+        launch_us: from the end of a kernel to the start of the next one on its stream.
+        collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
+        collective_sustained: share of `link_bandwidth` that such a collective reaches. By default
+            what fits the measurements of NCCL's all-gather in `tools.scaling_page`.
+    """
+
+    name: str
+    chip: str
+    cores: int
+    flops: dict[str, float] = field(hash=False)
+    sustained: float
+    hbm_bandwidth: float
+    l2_bytes: float
+    l2_bandwidth: float
+    core_bandwidth: float
+    link_bandwidth: float
+    link_sustained: float
+    topology: Topology
+    ranks: int
+    l2_latency_us: float
+    hbm_latency_us: float
+    link_latency_us: float
+    launch_us: float
+    collective_us: float = 15.0
+    collective_sustained: float = 0.68
+
+    def core_flops_per_us(self, dtype: str) -> float:
+        """Rate of one core on operands of `dtype` ("bfloat16"), sustained.
+
+        Raises:
+            ValueError: the chip has no rate for it.
+        """
+        if dtype not in self.flops:
+            raise ValueError(f"{self.name} has no matmul rate for {dtype}, only {[*self.flops]}")
+        return self.flops[dtype] * self.sustained / self.cores / 1e6
+
+    def rates(self) -> Machine:
+        """What `weft.explain` and the choice of an engine would measure on such chips."""
+        from weft.kernels.engine.chips import known
+
+        port = self.link_bandwidth * (self.ranks - 1 if self.topology == "mesh" else 1) / 1e6
+        names = {dtype: dtype for dtype in ("bfloat16", "float16", "float32", "float64")}
+        if known(self.chip).fp8:
+            names["float8"] = "float8_e4m3fn"
+        flops = {
+            f"torch.{names[dtype]}": rate * self.sustained / 1e6
+            for dtype, rate in self.flops.items()
+            if dtype in names
+        }
+        return Machine(
+            flops,
+            copy=port * self.link_sustained,
+            sync_us=self.launch_us + 2 * self.link_latency_us,
+            wire=port * self.collective_sustained,
+            wire_us=self.collective_us,
+        )
+
+    def without_communication(self) -> Hardware:
+        """The same chips, where what goes to peers or comes from them takes no time."""
+        return replace(
+            self,
+            name=f"{self.name}, communication free",
+            link_bandwidth=math.inf,
+            link_latency_us=0.0,
+        )
+
+
+_HOPPER_FLOPS = {
+    "float8": 1978.9e12,
+    "bfloat16": 989.4e12,
+    "float16": 989.4e12,
+    "tf32": 494.7e12,
+    "float32": 66.9e12,
+    "float64": 66.9e12,
+}
+
+# [H100], [MAMF] 794.5 of 989 TFLOP/s, [DeepEP], [A100] at 1.755 GHz, [Hopper]; 64 bytes a clock for
+# an SM; the latency of the link and of a launch are estimates.
+H100 = Hardware(
+    name="H100",
+    chip="sm_90",
+    cores=132,
+    flops=_HOPPER_FLOPS,
+    sustained=0.803,
+    hbm_bandwidth=3.35e12,
+    l2_bytes=50e6,
+    l2_bandwidth=5120 * 1.755e9,
+    core_bandwidth=64 * 1.755e9,
+    link_bandwidth=450e9,
+    link_sustained=0.82,
+    topology="switch",
+    ranks=8,
+    l2_latency_us=0.15,
+    hbm_latency_us=0.3,
+    link_latency_us=0.7,
+    launch_us=2.0,
+)
+
+# [H200]: the H100's chip with more and faster memory; [MAMF] has the same rate for it.
+H200 = replace(H100, name="H200", hbm_bandwidth=4.8e12)
+
+# [B200], [MAMF] 1745 of 2250 TFLOP/s, [DeepEP]; two dies, each taken to have the L2 bandwidth of
+# [A100]; other latencies as for the H100.
+B200 = replace(
+    H100,
+    name="B200",
+    chip="sm_100",
+    cores=148,
+    flops={
+        "float8": 4500e12,
+        "bfloat16": 2250e12,
+        "float16": 2250e12,
+        "tf32": 1125e12,
+        "float32": 75e12,
+        "float64": 37e12,
+    },
+    sustained=0.776,
+    hbm_bandwidth=7.7e12,
+    l2_bytes=126e6,
+    l2_bandwidth=2 * 5120 * 1.85e9,
+    core_bandwidth=128 * 1.85e9,
+    link_bandwidth=900e9,
+    hbm_latency_us=0.4,
+)
+
+# The same chips, 72 on one switch.
+GB200_NVL72 = replace(B200, name="GB200 NVL72", ranks=72, hbm_bandwidth=8e12)
+
+# [MI300X], [MAMF] 668.4 of 1307 TFLOP/s; the Infinity Cache stands for the L2; seven links of
+# 64 GB/s each way; latencies are estimates.
+MI300X = Hardware(
+    name="MI300X",
+    chip="gfx942",
+    cores=304,
+    flops={
+        "float8": 2614.9e12,
+        "bfloat16": 1307.4e12,
+        "float16": 1307.4e12,
+        "tf32": 653.7e12,
+        "float32": 163.4e12,
+        "float64": 163.4e12,
+    },
+    sustained=0.514,
+    hbm_bandwidth=5.3e12,
+    l2_bytes=256e6,
+    l2_bandwidth=17.2e12,
+    core_bandwidth=64 * 2.1e9,
+    link_bandwidth=64e9,
+    link_sustained=0.75,
+    topology="mesh",
+    ranks=8,
+    l2_latency_us=0.25,
+    hbm_latency_us=0.7,
+    link_latency_us=1.0,
+    launch_us=4.0,
+)
+
+PRESETS = {
+    "h100": H100,
+    "h200": H200,
+    "b200": B200,
+    "gb200-nvl72": GB200_NVL72,
+    "mi300x": MI300X,
+}
+
+
+def named(hardware: Hardware | str) -> Hardware:
+    """The preset of that name ("h100"), or what is a description already.
+
+    Raises:
+        ValueError: no such preset.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware.lower() not in PRESETS:
+        raise ValueError(f"hardware must be one of {[*PRESETS]} or a Hardware, got {hardware!r}")
+    return PRESETS[hardware.lower()]

@@ -1,0 +1,364 @@
+"""The events of a run that take time, without the time they take.
+
+A lane is a sequence of events: a rank's stream (`Launch`, `HostOp`, signals), or one program of a
+launch (`Work`, `Store`, signals). `weft.sim.time.clock` plays a trace on a `Hardware`. Lengths are
+in bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from weft.sim.schedule.scheduler import Strand
+
+Array = npt.NDArray[Any]
+
+_SCALAR_BYTES = 64  # loads and stores up to this are words of tables and pads: they cost nothing
+
+
+@dataclass(slots=True)
+class Work:
+    """Loads and dots up to the next store or signal: a software pipeline.
+
+    Attributes:
+        loads: (position in its turn, owner of the memory) -> [first address, bytes].
+        flops, turns: of all its dots; how many there are.
+        dtype: the narrowest that the program has loaded.
+        stored: what it loads goes to stores as it is: they wait for it, the program does not.
+    """
+
+    loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    flops: int = 0
+    turns: int = 0
+    dtype: str = "float32"
+    stored: bool = False
+
+
+@dataclass(slots=True)
+class Store:
+    """A store to rank `owner`'s memory: of what event `loaded` brought, or (None) of results."""
+
+    owner: int
+    nbytes: int
+    loaded: int | None = None
+
+
+@dataclass(slots=True)
+class Signal:
+    """The word at `address`, of rank `owner`, changes for the `version`-th time.
+
+    `release`: after the program's stores have been acknowledged.
+    """
+
+    address: int
+    version: int
+    owner: int
+    release: bool = True
+
+
+@dataclass(slots=True)
+class Wait:
+    """What comes next needs changes of words, looked at together: address -> which change."""
+
+    versions: dict[int, int]
+
+
+@dataclass(slots=True)
+class Update:
+    """An atomic that reads a word's last change and makes the next: if anything follows it in the
+    program, that waits for what it read."""
+
+    address: int
+    version: int
+    owner: int
+
+
+@dataclass(slots=True)
+class Meet:
+    """`count` ranks reach meeting `key` before any goes on. Takes no time, as it is set-up."""
+
+    key: Hashable
+    count: int
+
+
+@dataclass(slots=True)
+class Beside:
+    """From here on `events` run in a stream beside this one, until it comes to a `Rejoin`."""
+
+    events: list[StreamEvent]
+
+
+@dataclass(slots=True)
+class Rejoin:
+    """What comes next needs all streams beside this one to have ended."""
+
+
+@dataclass(slots=True)
+class HostOp:
+    """An op of torch, as one kernel of all cores.
+
+    Attributes:
+        reads, writes: owner of the memory -> bytes.
+        matmul: (M, N, K) and how often, if it is one.
+        collective: whether it is a process group's, of all ranks.
+    """
+
+    name: str
+    reads: dict[int, int]
+    writes: dict[int, int]
+    matmul: tuple[int, int, int, int] | None = None
+    dtype: str = "float32"
+    collective: bool = False
+
+
+ProgramEvent = Work | Store | Signal | Wait | Update
+
+
+@dataclass(slots=True)
+class Launch:
+    """A kernel. `warps` bounds how many of its programs fit on a core together."""
+
+    kernel: str
+    warps: int
+    programs: list[list[ProgramEvent]]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has dots: then a program fills its core."""
+        return any(isinstance(e, Work) and e.turns for events in self.programs for e in events)
+
+
+StreamEvent = Launch | HostOp | Signal | Wait | Meet | Beside | Rejoin
+
+
+@dataclass
+class Trace:
+    """The streams of all ranks."""
+
+    streams: list[list[StreamEvent]]
+
+    def events(self, rank: int) -> Iterator[StreamEvent]:
+        """Those of a rank's stream and of the streams beside it, as they were enqueued."""
+        for event in self.streams[rank]:
+            yield event
+            if isinstance(event, Beside):
+                yield from event.events
+
+
+class Lane:
+    """Collects what one program does."""
+
+    __slots__ = ("_dtype", "_position", "_width", "_work", "events", "loops")
+
+    def __init__(self) -> None:
+        self.events: list[ProgramEvent] = []
+        self.loops = 0  # that it has begun
+        self._work: Work | None = None
+        self._position = 0  # loads since the last dot
+        self._dtype, self._width = "float32", 64
+
+    def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> int | None:
+        """`width` is that of an element in bits; 0 if it is an integer. Number of its event."""
+        if nbytes <= _SCALAR_BYTES:
+            return None
+        if 0 < width < self._width:
+            self._dtype, self._width = dtype, width
+        work = self._pipeline()
+        entry = work.loads.setdefault((self._position, owner), [address, 0])
+        entry[1] += nbytes
+        self._position += 1
+        return len(self.events) - 1
+
+    def dot(self, flops: int, tf32: bool) -> None:
+        """An (M, K) @ (K, N): 2 M N K flops; `tf32` if it may round fp32 to that."""
+        work = self._pipeline()
+        work.flops += flops
+        work.turns += 1
+        work.dtype = "tf32" if tf32 and self._dtype == "float32" else self._dtype
+        self._position = 0
+
+    def store(self, owner: int, nbytes: int, loaded: int | None) -> None:
+        """A store to `owner`'s memory; `loaded`: what came with that event, unchanged."""
+        if nbytes > _SCALAR_BYTES:
+            if loaded is not None:
+                work = self.events[loaded]
+                assert isinstance(work, Work)
+                work.stored = True
+            self.add(Store(owner, nbytes, loaded))
+
+    def add(self, event: ProgramEvent) -> None:
+        """Anything that ends the pipeline."""
+        self._work, self._position = None, 0
+        # Polls in vain are one wait: for what the last of them saw.
+        last = self.events[-1] if self.events else None
+        match event, last:
+            case Wait(versions), Wait(before) if versions.keys() == before.keys():
+                self.events.pop()
+        self.events.append(event)
+
+    def _pipeline(self) -> Work:
+        if self._work is None:
+            self._work = Work()
+            self.events.append(self._work)
+        return self._work
+
+    def state(self) -> tuple[int, int, int, dict[tuple[int, int], int]]:
+        """Enough to see what an iteration of a loop has added: see `repeat`."""
+        work = self._work or Work()
+        loads = {key: entry[1] for key, entry in work.loads.items()}
+        return len(self.events), work.flops, work.turns, loads
+
+    def repeat(self, before: tuple[int, int, int, dict[tuple[int, int], int]], times: int) -> bool:
+        """Add `times` more what came since `before`. False, and nothing, unless it was a turn of a
+        pipeline: loads and at least one dot."""
+        count, flops, turns, loads = before
+        work = self._work
+        if work is None or len(self.events) != count or work.turns == turns or not turns:
+            return False
+        for key, entry in work.loads.items():
+            entry[1] += times * (entry[1] - loads.get(key, 0))
+        work.flops += times * (work.flops - flops)
+        work.turns += times * (work.turns - turns)
+        return True
+
+
+class Recorder:
+    """Collects the trace of a run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.trace = Trace([[] for _ in range(world_size)])
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._owners: list[int] = []
+        self._collectives: dict[int, HostOp] = {}  # rank -> the one that it is in
+        self._values: dict[int, list[tuple[int, int]]] = {}  # word -> its versions, their values
+        self._current = list(self.trace.streams)  # rank -> the stream that it enqueues in
+        self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
+
+    def add_memory(self, start: int, end: int, owner: int) -> None:
+        """`owner`'s symmetric memory; all else belongs to the rank that accesses it."""
+        at = bisect_right(self._starts, start)
+        if at and self._starts[at - 1] == start:
+            self._ends[at - 1], self._owners[at - 1] = end, owner
+            return
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+        self._owners.insert(at, owner)
+
+    def owner(self, address: int, rank: int) -> int:
+        """Whose memory it is, for an access by `rank`."""
+        at = bisect_right(self._starts, address) - 1
+        return self._owners[at] if at >= 0 and address < self._ends[at] else rank
+
+    def owners(self, addresses: Array, rank: int) -> list[tuple[int, int, int]]:
+        """(owner, first address, elements) of a block of addresses, in most cases one.
+
+        In the order of the block: kernels store to their peers in another order on each rank.
+        """
+        first, last = int(addresses[0]), int(addresses[-1])
+        owner = self.owner(first, rank)
+        if owner == self.owner(last, rank):
+            return [(owner, first, len(addresses))]
+        found = np.searchsorted(np.array(self._starts, np.uint64), addresses, "right") - 1
+        inside = (found >= 0) & (addresses < np.array(self._ends, np.uint64)[found])
+        every = np.where(inside, np.array(self._owners)[found], rank)
+        places = np.sort(np.unique(every, return_index=True)[1])
+        return [
+            (int(every[place]), int(addresses[place]), int((every == every[place]).sum()))
+            for place in places
+        ]
+
+    def add(self, strand: Strand, event: ProgramEvent | Meet | HostOp) -> None:
+        """What `strand` does next: in its program, or on its rank's stream."""
+        if not strand.timed:
+            return
+        collective = self._collectives.get(strand.rank)
+        if collective is not None and isinstance(event, HostOp):
+            for mine, theirs in (
+                (collective.reads, event.reads),
+                (collective.writes, event.writes),
+            ):
+                for owner, nbytes in theirs.items():
+                    mine[owner] = mine.get(owner, 0) + nbytes
+        elif strand.lane is not None:
+            strand.lane.add(event)  # type: ignore[arg-type]
+        else:
+            self._current[strand.rank].append(event)  # type: ignore[arg-type]
+
+    def changed(self, address: int, version: int) -> None:
+        """The word at `address` has changed for the `version`-th time."""
+        value = ctypes.c_int64.from_address(address).value
+        self._values.setdefault(address, []).append((version, value))
+
+    def atomic(self, strand: Strand, address: int, version: int, changed: bool, order: str) -> None:
+        """`strand` has changed a word, or read it; it had changed `version` times after that."""
+        owner = self.owner(address, strand.rank)
+        if not changed:
+            self.add(strand, Wait(self._awaited(strand, address, version)))
+        elif order in ("acquire", "acq_rel"):
+            self.add(strand, Update(address, version, owner))
+        else:
+            self.add(strand, Signal(address, version, owner, order == "release"))
+
+    def _awaited(self, strand: Strand, address: int, last: int) -> dict[int, int]:
+        """The changes that a poll waited for: the last, or earlier ones if it looks for theirs."""
+        if address not in strand.looks_for:
+            return {address: last}
+        return {
+            word: next((v for v, held in self._values.get(word, ()) if held >= value), last)
+            for word, value in strand.looks_for.items()
+        }
+
+    @contextmanager
+    def beside(self, rank: int, number: int) -> Iterator[None]:
+        """What `rank` enqueues inside goes to stream `number` beside its own."""
+        main = self._current[rank]
+        events = self._beside.get((rank, number))
+        if events is None:
+            events = self._beside[rank, number] = []
+            main.append(Beside(events))
+        self._current[rank] = events
+        try:
+            yield
+        finally:
+            self._current[rank] = main
+
+    def rejoin(self, rank: int) -> None:
+        """`rank`'s stream waits for those beside it."""
+        self._beside = {key: events for key, events in self._beside.items() if key[0] != rank}
+        self._current[rank].append(Rejoin())
+
+    @contextmanager
+    def collective(self, strand: Strand, name: str, share: float) -> Iterator[None]:
+        """The ops of `strand` inside are one collective of a process group.
+
+        Args:
+            share: of what it reads from each peer here, what a good algorithm would move.
+        """
+        whole = self._collectives[strand.rank] = HostOp(name, {}, {}, collective=True)
+        try:
+            yield
+        finally:
+            del self._collectives[strand.rank]
+        whole.reads.pop(strand.rank, None)
+        for peer in whole.reads:
+            whole.reads[peer] = round(whole.reads[peer] * share)
+        self.add(strand, whole)
+
+    def launch(self, strand: Strand, kernel: str, warps: int, programs: int) -> list[Lane] | None:
+        """A lane for each program of a kernel that `strand` launches; None if it is not timed."""
+        if not strand.timed:
+            return None
+        lanes = [Lane() for _ in range(programs)]
+        launch = Launch(kernel, warps, [lane.events for lane in lanes])
+        self._current[strand.rank].append(launch)
+        return lanes

@@ -1,0 +1,439 @@
+"""`make gpu`: prove and measure on GPUs what no other machine can tell, in slices that resume.
+
+    make gpu ARGS="--minutes 9 --out DIR"        the first slice
+    make gpu ARGS="--minutes 9 --resume DIR"     the next one, from DIR or a copy of it
+
+Steps, in this order, each within its own minutes; what one had no time for comes after the last:
+
+{steps}
+
+All results are in DIR: `outcomes.jsonl`, a line for every case as it begins and ends, from which a
+run goes on however it ended; `figures.json`, `solo.json`, tables of tuned launches, `page.md`,
+`log.txt`. What has passed is kept; what has failed is run again once the sources have changed.
+A failure is told with the kernel that was launched last and a command that repeats it alone.
+
+Ranks that share a chip by turns are never timed: figures are of one rank, or of a GPU a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools import gpu_page, gpu_steps
+from tools.gpu_steps import STEPS, Plan, append
+from weft.cli import make_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTHING_TO_DO = (
+    "make gpu: skipped, torch sees no GPU here. On a machine with one or more (CUDA or ROCm build "
+    "of torch >= 2.11) the same command proves and measures; --device cpu --quick rehearses it."
+)
+FILES = ("outcomes.jsonl", "figures.json", "solo.json", "page.md", "log.txt")
+
+_MARGIN_S = 8.0  # before the limit, in which the page is written
+_LEAST_S = 10.0  # a step is not begun with less
+_LOG_BYTES = 8 << 20
+_WHY_CHARACTERS = 2000  # of what a process said before it died
+
+
+@dataclass
+class Outcomes:
+    """What the lines of `outcomes.jsonl` say: the last word on every case.
+
+    Attributes:
+        runs: what the slices ran on.
+        found: by step and case, how it ended.
+        begun: cases that have begun and not ended, and when.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    begun: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """A line."""
+        if "run" in entry:
+            self.runs.append(entry["run"])
+            return
+        key = entry["step"], entry["case"]
+        if "begun" in entry:
+            self.begun[key] = entry["begun"]
+        else:
+            self.begun.pop(key, None)
+            of = self.runs[-1] if self.runs else {}
+            self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache")}
+
+    def settled(self, step: str, case: str, run: dict[str, Any]) -> bool:
+        """Whether a run need not make the case again."""
+        entry = self.found.get((step, case))
+        if entry is None or entry["outcome"] == "cut":
+            return False
+        if step == "compile":  # of this machine
+            return bool(entry.get("cache") == run["cache"] and entry["sources"] == run["sources"])
+        return entry["outcome"] != "failed" or bool(entry["sources"] == run["sources"])
+
+    def count(self, outcome: str) -> int:
+        """How many cases ended so."""
+        return sum(entry["outcome"] == outcome for entry in self.found.values())
+
+
+def read(record: Path) -> Outcomes:
+    """The outcomes in a file; the last line may be half written."""
+    outcomes = Outcomes()
+    for line in record.read_text(errors="replace").splitlines() if record.exists() else ():
+        with suppress(ValueError):
+            outcomes.take(json.loads(line))
+    return outcomes
+
+
+def sources() -> str:
+    """A digest of what the kernels and these steps are made of."""
+    digest = hashlib.sha256()
+    for folder in ("collectives", "kernels", "sim", "bench", "dtensor"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cache_name() -> str:
+    """The name of this machine's cache of compiled kernels: a new one has a new name."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    file = folder / "weft-gpu.name"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(os.urandom(6).hex())
+    return file.read_text()
+
+
+class Log:
+    """Lines for the terminal and the folder's log, which does not grow without end."""
+
+    def __init__(self, path: Path, begun: float) -> None:
+        self._path, self._begun = path, begun
+
+    def __call__(self, text: str) -> None:
+        self.write(f"{time.monotonic() - self._begun:4.0f} s {text}\n")
+
+    def write(self, text: str) -> None:
+        """As it is."""
+        print(text, end="", flush=True)
+        if not self._path.exists() or self._path.stat().st_size < _LOG_BYTES:
+            with open(self._path, "a") as file:
+                file.write(text)
+
+
+class Said:
+    """Passes on what a process says, and knows the end of it."""
+
+    def __init__(self, log: Log) -> None:
+        self._log, self.end = log, ""
+
+    def __call__(self, news: bytes) -> None:
+        text = news.decode(errors="replace")
+        self._log.write(text)
+        self.end = (self.end + text)[-_WHY_CHARACTERS:]
+
+
+class Slice:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: Any,
+        quick: bool,
+        until: float,
+        log: Log,
+        wanted: Callable[[str, str], bool],
+        again: bool,
+    ) -> None:
+        self.folder, self.device, self.quick = folder, device, quick
+        self.until, self.log, self.wanted, self.again = until, log, wanted, again
+        self.record = folder / FILES[0]
+        if self.record.exists() and not self.record.read_bytes().endswith(b"\n"):
+            with open(self.record, "a") as file:
+                file.write("\n")
+        self.run = gpu_page.where(device) | {"sources": sources(), "cache": cache_name()}
+        append(self.record, {"run": self.run})
+        self.outcomes = read(self.record)
+        self._size = self.record.stat().st_size
+        self._now: set[tuple[str, str]] = set()  # ended in this slice
+        self._scratch = tempfile.mkdtemp(prefix="weft-gpu-")
+
+    def left(self, step: str) -> list[str]:
+        """The cases of a step that are to be run."""
+        return [
+            case
+            for case in gpu_steps.names(step, self.device, self.quick)
+            if self.wanted(step, case)
+            and (step, case) not in self._now
+            and (self.again or not self.outcomes.settled(step, case, self.run))
+        ]
+
+    def go(self, steps: Sequence[str]) -> None:
+        """Run the steps, then what they had no time for."""
+        for limited in (True, False):
+            for step in steps:
+                minutes = STEPS[step].minutes if limited else float("inf")
+                self._step(step, min(self.until, time.monotonic() + 60 * minutes))
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _step(self, step: str, until: float) -> None:
+        left = self.left(step)
+        if not left or until - time.monotonic() < _LEAST_S:
+            return
+        self.log(f"== {step}: {STEPS[step].about}; {len(left)} cases")
+        started = time.monotonic()
+        while left and until - time.monotonic() >= _LEAST_S:
+            self._process(step, left, until)
+            before, left = left, self.left(step)
+            if left == before:  # cut, or it could not begin
+                break
+        self.log(f"== {step}: {time.monotonic() - started:.0f} s" + self._tally(step, left))
+
+    def _tally(self, step: str, left: list[str]) -> str:
+        ends = [entry["outcome"] for (of, _), entry in self.outcomes.found.items() if of == step]
+        parts = [f"{ends.count(kind)} {kind}" for kind in ("passed", "failed", "skipped", "cut")]
+        told = [part for part in parts if not part.startswith("0 ")]
+        return "".join(f", {part}" for part in told) + (f", {len(left)} to come" if left else "")
+
+    def _process(self, step: str, cases: list[str], until: float) -> None:
+        """One process of a step, until it ends or its time is up."""
+        now = time.monotonic()
+        plan = Plan(
+            step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
+            until - now,
+        )  # fmt: skip
+        variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
+        variables["PYTHONUNBUFFERED"] = "1"
+        variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if self.device == "cpu":
+            variables["TRITON_INTERPRET"] = "1"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tools.gpu_steps", json.dumps(asdict(plan))],
+            stdin=subprocess.PIPE,  # its end tells the process that this one is gone
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            preexec_fn=os.setpgrp,  # a group, to be ended with all that it started
+        )
+        said = Said(self.log)
+        try:
+            self._listen(process, until, said)
+        finally:
+            late = process.poll() is None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._hear()
+        under_way = [case for of, case in self.outcomes.begun if of == step]
+        self.outcomes.begun.clear()
+        if late:  # the run goes on with them
+            return
+        if not under_way and process.returncode not in (0, gpu_steps.FAILED):
+            under_way = cases[:1]  # it could not begin
+        for case in under_way:
+            why = f"{said.end}the process ended with {gpu_page.status(process.returncode)}"
+            launches = gpu_steps.Launches(Path(self._scratch)).read()
+            entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
+            append(self.record, {"step": step, "case": case, **entry})
+        self._hear()
+
+    def _listen(self, process: subprocess.Popen[bytes], until: float, say: Said) -> None:
+        """Pass on what a process says and records."""
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while process.poll() is None and time.monotonic() < until:
+                if selector.select(0.2):
+                    if news := process.stdout.read():
+                        say(news)
+                    else:
+                        time.sleep(0.05)
+                self._hear()
+        say(process.stdout.read() or b"")
+
+    def _hear(self) -> None:
+        """Take the lines that are new, tell them, and write the page."""
+        with open(self.record, "rb") as file:
+            file.seek(self._size)
+            news = file.read()
+        news = news[: news.rfind(b"\n") + 1]
+        self._size += len(news)
+        ended = False
+        for line in news.splitlines():
+            entry = json.loads(line)
+            self.outcomes.take(entry)
+            if "outcome" in entry:
+                ended = True
+                self._now.add((entry["step"], entry["case"]))
+                self.log.write(gpu_page.said(entry, self.device, self.quick))
+        if ended:
+            self.write()
+
+    def write(self) -> None:
+        """The page and the figures."""
+        gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "\n".join(f"    {step.name:<10} {step.about}" for step in STEPS.values())
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu",
+        description=(__doc__ or "").format(steps=about),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="end by then (30)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where results are kept (--resume, out/gpu)",
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR",
+        help="go on from the results in DIR; with --out, from a copy of them there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", choices=list(STEPS), metavar="STEP", help="these steps"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", choices=list(STEPS), default=[], metavar="STEP", help="all but these"
+    )
+    parser.add_argument(
+        "--case", nargs="+", metavar="NAME",
+        help="these cases, or all whose names have this in them, again if they have passed",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the steps and their cases")
+    parser.add_argument("--quick", action="store_true", help="few cases, small sizes")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda",
+        help="cpu: a rehearsal with interpreted kernels; use with --quick",
+    )  # fmt: skip
+    parser.add_argument(
+        "--publish", action="store_true",
+        help="then copy figures into bench/results, tables into kernels/tuned, the page to docs",
+    )  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps. The exit status is 0 if all passed, 1 if a case failed, 130 if some remain."""
+    begun = time.monotonic()
+    parser = _parser()
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    steps = [step for step in args.only or STEPS if step not in args.skip]
+    wanted = _chosen(args.case, {s: gpu_steps.names(s, args.device, args.quick) for s in steps})
+    if args.case and not any(wanted.values()):
+        parser.error(f"no case is named like {' or '.join(args.case)}: --list shows them")
+    if args.list:
+        for step, cases in wanted.items():
+            print(f"{step}: {STEPS[step].about}, {STEPS[step].minutes:g} minutes")
+            print("".join(f"    {case}\n" for case in cases), end="")
+        return 0
+    folder = args.out or args.resume or Path("out/gpu")
+    nothing = args.device == "cuda" and not torch.cuda.is_available()
+    if nothing:
+        print(NOTHING_TO_DO)
+    if nothing and not args.publish:
+        return 0
+    if args.resume and not (args.resume / FILES[0]).exists():
+        parser.error(f"--resume {args.resume}: there is no {FILES[0]} in it")
+    try:
+        make_folder(folder)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.resume and args.resume.resolve() != folder.resolve():
+        for path in args.resume.iterdir():
+            shutil.copy(path, folder / path.name)
+    elif not args.resume and (folder / FILES[0]).exists() and not args.case:
+        parser.error(f"--out {folder} has results already: --resume {folder} goes on from them")
+    if nothing:
+        gpu_page.publish(folder, ROOT)
+        return 0
+    _stay_on_this_host()
+    log = Log(folder / "log.txt", begun)
+    until = begun + 60 * args.minutes - _MARGIN_S
+    this = Slice(
+        folder, args.device, args.quick, until, log,
+        lambda step, case: case in wanted[step], bool(args.case),
+    )  # fmt: skip
+    log(f"make gpu: {shlex.join(sys.argv[1:] if argv is None else argv)}: results in {folder}")
+    if missing := [name for name in ("pytest_benchmark", "rich") if not _is_there(name)]:
+        log(f"without {' and '.join(missing)}: no bars, no statistics of rounds; else the same")
+    try:
+        this.go(steps)
+    except KeyboardInterrupt:
+        log("interrupted")
+    this.write()
+    left = {step: len(cases) for step in steps if (cases := this.left(step))}
+    ended = this.outcomes
+    log(
+        f"{ended.count('passed')} passed, {ended.count('failed')} failed, "
+        f"{ended.count('skipped')} skipped; page: {folder / 'page.md'}"
+    )
+    if args.publish:
+        gpu_page.publish(folder, ROOT)
+    if left:
+        told = ", ".join(f"{count} of {step}" for step, count in left.items())
+        log(f"to come: {told}; --resume {folder} goes on")
+    if ended.count("failed"):
+        return 1
+    return 130 if left else 0
+
+
+def _chosen(names: Sequence[str] | None, cases: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The cases of each step with one of these names, else those that have one in theirs."""
+    if not names:
+        return cases
+    exact = {step: [case for case in each if case in names] for step, each in cases.items()}
+    if any(exact.values()):
+        return exact
+    return {
+        step: [case for case in each if any(name in case for name in names)]
+        for step, each in cases.items()
+    }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _stay_on_this_host() -> None:
+    """Spare each rank's Gloo to look for the host's name in a network that there may not be."""
+    started = time.monotonic()
+    with suppress(OSError):
+        socket.getaddrinfo(socket.gethostname(), None)
+        if time.monotonic() - started < 1:
+            return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What `make gpu` shows of its outcomes: lines as cases end, a page, figures, and their copies."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_steps import STEPS
+from weft.bench.environment import environment
+from weft.bench.report.tables import LEGEND, figure, markdown_lines, table_of
+from weft.bench.solo import page as solo_page
+
+_Found = Mapping[tuple[str, str], Mapping[str, Any]]
+
+
+def where(device: str) -> dict[str, Any]:
+    """What a slice runs on."""
+    found = environment(1, device, 1)
+    name = found["gpus"][0]["name"] if found["gpus"] and device == "cuda" else "cpu"
+    return found | {"chip": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")}
+
+
+def status(code: int) -> str:
+    """An exit status in words."""
+    return signal.Signals(-code).name if code < 0 else f"status {code}"
+
+
+def repeating(step: str, case: str, device: str, quick: bool) -> str:
+    """The command that runs a case alone."""
+    command = ["python", "-m", "tools.gpu", "--only", step, "--case", case]
+    command += [*(["--device", "cpu"] if device == "cpu" else []), *(["--quick"] if quick else [])]
+    return shlex.join([*command, "--out", "out/again"])
+
+
+def said(entry: Mapping[str, Any], device: str, quick: bool) -> str:
+    """The lines that tell of the end of a case."""
+    text = f"{entry['step']}: {entry['case']}: {entry['outcome']}, {entry['seconds']:.1f} s"
+    if "row" in entry:
+        text += f": {times_of(entry['row'])}"
+    elif entry["outcome"] == "skipped":
+        text += f": {entry['why']}"
+    if entry["outcome"] != "failed":
+        return text + "\n"
+    lines = [text, *(f"    {line}" for line in entry["why"].splitlines()[-30:])]
+    lines += [f"    launched last by {each}" for each in entry.get("launches", ())]
+    lines.append(f"    again: {repeating(entry['step'], entry['case'], device, quick)}")
+    return "\n".join(lines) + "\n"
+
+
+def times_of(row: Mapping[str, Any]) -> str:
+    """The times of a case in us, and what has none."""
+    from weft.bench.rows import Case
+
+    return ", ".join(
+        f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
+        for name, timing in Case.from_dict(dict(row)).variants.items()
+    )
+
+
+def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> None:
+    """`figures.json` and `page.md`, anew."""
+    from weft.bench.rows import Case, Result
+
+    cases = [Case.from_dict(dict(entry["row"])) for entry in found.values() if "row" in entry]
+    here = dict(runs[-1])
+    here["ranks"] = max([case.params.get("ranks", 1) for case in cases], default=1)
+    result = Result("gpu", here, cases, command="python -m tools.gpu")
+    if cases:
+        result.write(folder / "figures.json")
+    (folder / "page.md").write_text(page(folder, runs, found, result))
+
+
+def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
+    """All that is known, as Markdown."""
+    from weft.bench.rows import Result
+
+    here = runs[-1]
+    name = here["gpus"][0]["name"] if here["gpus"] else here["cpu"]
+    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs if run["commit"]))
+    lines = [
+        "# On a GPU",
+        "",
+        f"`make gpu` wrote this page: {max(1, len(here['gpus']))} x {name}, torch {here['torch']}, "
+        f"triton {here['triton']}, Python {here['python']}, {here['date'][:10]}, "
+        f"commit {commits or '-'}. Ranks that share a chip are proven there, never timed.",
+        "",
+        *_steps(found),
+        *_failures(found),
+        *solo_page.lines(folder / "solo.json"),
+    ]
+    for suite in dict.fromkeys(case.suite for case in result.cases):
+        cases = [case for case in result.cases if case.suite == suite]
+        table = table_of(Result(suite, result.environment, cases))
+        lines += ["", f"## {suite}", "", *markdown_lines(table.header, table.rows), ""]
+        lines += [f"- {line}" for line in (*table.summary, *table.notes)]
+    if result.cases:
+        lines += ["", f"{LEGEND} Every time is of a result that was right."]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(found: _Found) -> list[str]:
+    rows = []
+    for step in STEPS:
+        ends = [entry for (of, _), entry in found.items() if of == step]
+        kinds = [entry["outcome"] for entry in ends]
+        counts = [str(kinds.count(kind) or "") for kind in ("passed", "failed", "skipped", "cut")]
+        seconds = sum(entry["seconds"] for entry in ends)
+        rows.append([step, *counts, figure(seconds) if ends else "not run"])
+    return markdown_lines(["step", "passed", "failed", "skipped", "cut", "seconds"], rows)
+
+
+def _failures(found: _Found) -> list[str]:
+    lines: list[str] = []
+    for (step, case), entry in found.items():
+        if entry["outcome"] == "failed":
+            last = entry["why"].strip().splitlines()[-1:] or [""]
+            lines += [f"- **{step}, {case}**: {last[0]}"]
+            lines += [f"  - launched last by {each}" for each in entry.get("launches", ())]
+    skipped: dict[str, list[str]] = {}
+    for (step, case), entry in found.items():
+        if entry["outcome"] == "skipped":
+            skipped.setdefault(entry["why"], []).append(f"{step} {case}")
+    told = [f"- {', '.join(cases)}: {why}" for why, cases in skipped.items()]
+    return [
+        *(["", "## What failed", "", *lines] if lines else []),
+        *(["", "## What was skipped", "", *told] if told else []),
+    ]
+
+
+def publish(folder: Path, root: Path) -> None:
+    """Copy what a run has found to where the repository keeps it."""
+    lines = (folder / "outcomes.jsonl").read_text().splitlines()
+    chip = next(json.loads(line)["run"]["chip"] for line in lines if line.startswith('{"run"'))
+    results = root / "bench" / "results"
+    for name, to in {
+        "figures.json": results / f"{chip}.json",
+        "solo.json": results / f"{chip}.solo.json",
+        "outcomes.jsonl": results / f"{chip}.outcomes.jsonl",
+        "page.md": root / "docs" / "gpu.md",
+    }.items():
+        if (folder / name).exists():
+            shutil.copy(folder / name, to)
+            print(f"wrote {to}")

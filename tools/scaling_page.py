@@ -1,0 +1,249 @@
+"""How the fused matmuls scale on GPUs, without having any: `python -m tools.scaling_page`.
+
+Each op runs at real sizes, without numerics, on virtual ranks: the fused kernel with the chip's own
+tiles and grid, the host engine, and a collective followed by a matmul. Rows are stored in a JSON
+file one by one, from which an interrupted run resumes and the page is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tools import scaling_tables
+from weft import settings, sim
+from weft.bench import shapes
+from weft.bench.blocks.virtual import call, share_of, timeline_of
+from weft.bench.rows import Result
+from weft.sim import H100, Hardware
+from weft.sim.time.hardware import PRESETS, named
+
+# By the names that the page has for them.
+MODELS = {
+    "Llama-3 8B": shapes.MODELS["llama-3-8b"],
+    "Llama-3 70B": shapes.MODELS["llama-3-70b"],
+    "Llama-3 405B": shapes.MODELS["llama-3-405b"],
+    "Qwen2-72B": shapes.MODELS["qwen2-72b"],
+}
+_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Each op with the numbers of tokens that it is looked at with; all-reduce is for decoding.
+OPS = {
+    "all_gather_matmul": _ROWS,
+    "matmul_reduce_scatter": _ROWS,
+    "matmul_all_reduce": (1, 16, 32, 64, 128, 256, 512),
+}
+
+_ENGINES: tuple[settings.Engine, ...] = ("triton", "host", "generic")
+
+
+@dataclass
+class Row:
+    """One problem on one domain: a rank's matmul is (M, K) @ (K, N). Times in us.
+
+    Attributes:
+        fused: the figures of the fused kernel's timeline, as `Timeline.summary` names them.
+        engines: makespan of each engine.
+        auto: what the cost model takes.
+    """
+
+    hardware: str
+    op: str
+    model: str
+    ranks: int
+    M: int
+    N: int
+    K: int
+    fused: dict[str, float] = field(default_factory=dict)
+    engines: dict[str, float] = field(default_factory=dict)
+    auto: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.hardware, self.op, self.model, self.ranks, self.M
+
+    @property
+    def regret(self) -> float:
+        """Time of the engine that is taken, over that of the best."""
+        return self.engines[self.auto] / min(self.engines.values())
+
+
+def problem(op: str, model: str, M: int, ranks: int) -> tuple[int, int, int]:
+    """(M, N, K) of a rank's matmul: the way up gathers its rows, the way down sums its results."""
+    hidden, ffn = MODELS[model].hidden, MODELS[model].ffn
+    N, K = (ffn, hidden) if op == "all_gather_matmul" else (hidden, ffn)
+    return share_of(op, M, N, K, ranks)
+
+
+class _ChosenError(Exception):
+    """Not an error: it ends a call whose engine has been chosen."""
+
+
+def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> str:
+    """The engine that `auto` takes."""
+
+    def told(decision: settings.Decision) -> None:
+        raise _ChosenError(decision.engine)
+
+    def body(rank: int) -> None:
+        with settings.engine("auto"), settings.listening(told):
+            call(op, M, N, K, rank, ranks)
+
+    try:
+        sim.run(ranks, body, hardware=hardware, numerics=False)
+    except _ChosenError as choice:
+        return str(choice.args[0])
+    raise RuntimeError(f"{op} chose no engine")
+
+
+def measure(
+    op: str,
+    model: str,
+    M: int,
+    ranks: int,
+    machines: Sequence[Hardware],
+    say: Callable[[str], None],
+) -> list[Row]:
+    """The row of one problem on each of some machines with the same chip."""
+    _, N, K = problem(op, model, M, ranks)
+    timelines = {}
+    for engine in _ENGINES:
+        say(f"{op} {model} M={M} {engine}")
+        timelines[engine] = timeline_of(op, M, N, K, ranks, machines[0], engine)
+    rows = []
+    for hardware in machines:
+        played = {engine: timeline.on(hardware) for engine, timeline in timelines.items()}
+        rows.append(
+            Row(
+                hardware.name,
+                op,
+                model,
+                ranks,
+                M,
+                N,
+                K,
+                fused=played["triton"].summary(),
+                engines={engine: timeline.makespan_us for engine, timeline in played.items()},
+                auto=chosen(op, M, N, K, ranks, hardware),
+            )
+        )
+    return rows
+
+
+# Public measurements of 8 x H100 with HBM2e at 500 W: all-gather by NCCL, then cuBLAS (the figures
+# of symm-mem-recipes' README). Two numbers are fitted to these nine, what this chip's matmuls
+# sustain and what NCCL does (`collective_sustained`); how time goes with the sizes is the model's.
+_MEASURED_US = {
+    (4096, 1792, 4096): 230,
+    (8192, 1792, 4096): 416,
+    (16384, 1792, 4096): 819,
+    (4096, 3584, 8192): 652,
+    (8192, 3584, 8192): 1291,
+    (16384, 3584, 8192): 2541,
+    (4096, 6656, 16384): 2077,
+    (8192, 6656, 16384): 3847,
+    (16384, 6656, 16384): 7801,
+}
+H100_500W = replace(H100, name="H100 HBM2e 500 W", hbm_bandwidth=2.0e12, sustained=0.577)
+
+
+def against_measurements(results: Path | None = None) -> list[tuple[str, float, float]]:
+    """(what, measured us, modelled us) of every measurement that there is.
+
+    Args:
+        results: the folder to which `make gpu` writes; what it has measured on the chip of a
+            preset, a GPU a rank, counts as well.
+    """
+    rows = [
+        (
+            f"all-gather, then matmul {M} x {N} x {K}, 8 x {H100_500W.name}",
+            float(us),
+            timeline_of("all_gather_matmul", M, N, K, 8, H100_500W, "generic").makespan_us,
+        )
+        for (M, N, K), us in _MEASURED_US.items()
+    ]
+    for path in sorted(results.glob("*.json")) if results else ():
+        for name, hardware in PRESETS.items():
+            if name in path.stem.split("-"):  # as in nvidia-h100-80gb-hbm3
+                rows += _own_measurements(Result.read(path), hardware)
+    return rows
+
+
+def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, float, float]]:
+    rows = []
+    gpus = min(len(result.environment["gpus"]), hardware.ranks)
+    for case in result.cases:
+        p = case.params
+        if case.suite != "ops" or p["ranks"] > gpus or p["dtype"] != "bfloat16":
+            continue
+        M, N, K = share_of(p["op"], p["M"], p["N"], p["K"], p["ranks"])
+        for engine in _ENGINES:
+            if engine in case.timed:
+                model = timeline_of(p["op"], M, N, K, p["ranks"], hardware, engine)
+                what = f"{p['op']} {M} x {N} x {K}, {engine}, {p['ranks']} x {hardware.name}"
+                rows.append((what, case.timed[engine].us, model.makespan_us))
+    return rows
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a file; empty if it does not exist."""
+    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+
+
+def save(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows, in the order of the page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(row) for row in ordered(rows)], indent=1) + "\n")
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """In the order of the page: by op, hardware, model and number of tokens."""
+    ops, models = [*OPS], [*MODELS]
+    return sorted(rows, key=lambda r: (ops.index(r.op), r.hardware, models.index(r.model), r.M))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="tools.scaling_page", description=__doc__)
+    parser.add_argument("--hardware", default="h100,h200", help="presets (default h100,h200)")
+    parser.add_argument("--ops", default=",".join(OPS), help="(default all three)")
+    parser.add_argument("--models", default=",".join(MODELS), help="(default all four)")
+    parser.add_argument("--rows", help="M (default 128 .. 16384; all-reduce: 1 .. 512)")
+    parser.add_argument("--ranks", type=int, default=8, metavar="W", help="(default 8)")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("bench/results/scaling_page.json"), metavar="FILE",
+        help="where rows are kept (default bench/results/scaling_page.json)",
+    )  # fmt: skip
+    parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
+    parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
+    args = parser.parse_args(argv)
+    machines = [named(name) for name in args.hardware.split(",")]
+    kept = {row.key: row for row in load(args.keep)}
+    given = args.rows and tuple(map(int, args.rows.split(",")))
+    wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]
+    for M, op in sorted(wanted):
+        for model in args.models.split(","):
+            missing = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
+            if args.no_run or not missing:
+                continue
+            for row in measure(op, model, M, args.ranks, missing, _say):
+                kept[row.key] = row
+            save(args.keep, kept.values())
+    rows = [row for row in ordered(kept.values()) if row.ranks == args.ranks]
+    if args.page:
+        scaling_tables.write(args.page, rows, against_measurements(args.keep.parent))
+    else:
+        print(scaling_tables.tables(rows))
+    return 0
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
