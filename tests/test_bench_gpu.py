@@ -149,7 +149,7 @@ print(*seen)
     written = {
         line.split("def ")[1].split("(")[0]
         for folder in ("kernels", "collectives")
-        for path in (root / folder).glob("*.py")
+        for path in (root / folder).rglob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.split("(")[0].endswith("_kernel")
     }

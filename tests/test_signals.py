@@ -303,7 +303,9 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
 
 _COMPILED = """
 import torch, triton, weft
-from weft.kernels import aot, aot_cases, chips
+from weft.kernels.compile import aot
+from weft.kernels.compile import aot_cases
+from weft.kernels.engine import chips
 
 chip = chips.known("sm_90")
 for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):

@@ -110,7 +110,7 @@ def sources() -> str:
     """A digest of what the kernels and these steps are made of."""
     digest = hashlib.sha256()
     for folder in ("collectives", "kernels", "sim", "bench", "dtensor"):
-        for path in sorted((ROOT / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -234,7 +234,7 @@ def workspace(
         raise RuntimeError(
             f"the workspace for {channel!r} has room for {found.half_bytes if found else 0} bytes "
             f"and cannot grow to {nbytes} during CUDA-graph capture: run the call once before, or "
-            f"weft.collectives.memory.workspace(group, {nbytes}, channel={channel!r})"
+            f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
         )
     had = found.half_bytes if found else 0
     if group.virtual is not None:  # no more than was asked for, to catch writes beyond it

@@ -16,7 +16,7 @@ sequences are. Sharded by head, a rank holds all tokens of its key heads, and ge
 other heads from their ranks. With shard=None nothing is exchanged: tensor-parallel layers query
 with their own heads alone, and go on with the results of those.
 
-`append_to_cache` stores new tokens where they belong. The kernels are in `flash_decoding`.
+`append_to_cache` stores new tokens where they belong. The kernels are in `decode_kernel`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def flash_decode(
         raise NotImplementedError(
             "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
         )
-    if is_call_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `custom_ops`
         op: Any = torch.ops.weft.flash_decode
         out, lse = op(
             q, k_cache, v_cache, lengths, name_of(group, shard), scale, shard or "sequence",
