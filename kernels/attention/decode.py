@@ -33,6 +33,7 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.memory.exchange import agree, check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
+from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, choose, too_wide
 from weft.kernels.engine.fp8 import FP8
@@ -255,6 +256,7 @@ def append_to_cache(
             block_size, block_table,
         )  # fmt: skip
         return
+    check_all()
     group = alone() if shard is None else resolve(group)
     if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
         raise ValueError(
