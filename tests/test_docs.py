@@ -61,11 +61,8 @@ def test_the_reference_has_every_public_name():
         imported = importlib.import_module(module)
         public = docs_pages.public_names(ast.parse((ROOT / file).read_text()))
         assert set(public) == set(getattr(imported, "__all__", public)) and public
-        for name in public:
-            assert (
-                f"{module}.{name}\n" in made[f"api/{page}.md"]
-                or f"`{name}`" in made[f"api/{page}.md"]
-            )
+        text = made[f"api/{page}.md"]
+        assert all(f"{module}.{name}\n" in text or f"`{name}`" in text for name in public)
 
 
 def test_the_environment_is_a_table():
