@@ -52,7 +52,11 @@ def test_every_room_has_fast_tests():
     names = {str(path.relative_to(ROOT)) for path in found}
     assert set(FAST) == names | set(FOLDERS) | {"weft"}, "tests/fast.py"
     for name, _, test in (each.partition("::") for tests in FAST.values() for each in tests):
-        assert f"def {test}(" in (HERE / name).read_text() if test else (HERE / name).exists()
+        assert (
+            f"def {test.partition('[')[0]}(" in (HERE / name).read_text()
+            if test
+            else (HERE / name).exists()
+        )
 
 
 def test_the_reference_has_every_public_name():
