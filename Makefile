@@ -60,7 +60,7 @@ bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the 
 
 # In the path, as signatures are written as ruff formats them. The warning tells of other builders.
 docs: .venv/.docs  ## the site, into out/docs; a link that leads nowhere is an error
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
 # Without rich and pytest-benchmark it has no bars and no report: nothing that is needed here.
