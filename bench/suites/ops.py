@@ -168,12 +168,8 @@ def _prices(op: str, problem: _Problem, group: Group, device: torch.device) -> d
     """What the cost model expects of each engine, as plain values."""
     (M, K), N, dtype = problem.local.shape, problem.ws[0].shape[1], problem.local.dtype
     call = engines.Problem(op, M, N, K, dtype, problem.moved_bytes)
-    prices: dict[str, engines.Price] = {}
-    if not group.why:
-        prices |= {str(name): price for name, price in engines.predict(call, group, device).items()}
-    # Forced, "generic" is the process group's collective; auto has others to choose from.
-    prices["generic"] = engines.by_process_group(call, group, device)
-    return {name: asdict(price) for name, price in prices.items()}
+    prices = engines.predict(call, group, device)
+    return {str(name): asdict(price) for name, price in prices.items()}
 
 
 @dataclass
