@@ -122,7 +122,14 @@ def test_missing_extras_are_named(
         importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name)
     )
     assert cli.main(["demo"]) == 2
-    assert "weft demo needs rich: pip install 'weft[bench]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "weft demo needs rich: pip install matplotlib pytest-benchmark rich pyyaml\n" in said
+
+
+def test_missing_extras_are_those_of_the_distribution() -> None:
+    project = (Path(cli.__file__).parent.parent / "pyproject.toml").read_text()
+    (packages,) = re.findall(r"^bench = \[(.*?)\]", project, re.MULTILINE)
+    assert sorted(re.findall(r'"(.*?)"', packages)) == sorted(cli.EXTRAS.values())
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
