@@ -235,6 +235,25 @@ def test_public_names_exist_and_are_documented() -> None:
             assert hasattr(module, name), f"weft.{folder}.{name}"
 
 
+def test_completion_lists_what_is_public() -> None:
+    import weft
+
+    assert set(dir(weft)) == {*weft.__all__, *FOLDERS, "__version__"}
+
+
+def test_a_name_of_a_folder_is_told_where_it_is() -> None:
+    import weft
+
+    for folder in ("collectives", "kernels", "dtensor", "sim"):
+        for name in set(getattr(weft, folder).__all__) - set(weft.__all__):
+            with pytest.raises(AttributeError, match=rf": it is weft\.\w+\.{name}$"):
+                getattr(weft, name)
+    with pytest.raises(AttributeError, match=r"it is weft\.collectives\.all_reduce"):
+        weft.all_reduce  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'all_reduced'$"):
+        weft.all_reduced  # noqa: B018
+
+
 def test_every_environment_variable_is_listed() -> None:
     def named(text: str) -> set[str]:
         return set(re.findall(r"WEFT_[A-Z_]+", text))
