@@ -44,7 +44,9 @@ def test_block(info: str, code: str, tmp_path: Path) -> None:
     # On the path: weft alone, as transformers would take our folder `kernels` for its own.
     (tmp_path / "path").mkdir()
     (tmp_path / "path/weft").symlink_to(ROOT / "weft")
+    logs = tmp_path / "logs"  # of each rank its own
     by = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    by += ["--redirects", "3", "--log-dir", str(logs)]
     if "\ndef test_" in code:
         by = ["pytest", "-q", "-p", "weft.pytest_plugin", "-p", "no:weft_sim"]
     run = subprocess.run(
@@ -52,8 +54,8 @@ def test_block(info: str, code: str, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
+    said = [path.read_text() for path in logs.rglob("std*.log")]
+    assert run.returncode == 0, "\n".join([run.stdout, run.stderr, *said])
     for part, printed in PRINTED.items():
         if part in code:
-            found = re.findall(printed, run.stdout, re.MULTILINE)
-            assert len(found) == 2, run.stdout
+            assert sum(bool(re.search(printed, text, re.MULTILINE)) for text in said) == 2, said
