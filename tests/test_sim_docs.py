@@ -43,7 +43,7 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     else:
         assert status == 1
         assert "RaceError: symmetric buffer 1 of rank" in said.err
-        for line in ("40 _all_reduce_kernel", "45 _all_reduce_kernel", "seed=0, schedule=0"):
+        for line in ("42 _all_reduce_kernel", "47 _all_reduce_kernel", "seed=0, schedule=0"):
             assert line in said.err
         again = "examples/sim_planted_bug.py:call --ranks 3 --seed 0 --schedule 0"
         assert said.err.endswith(f"here by weft sim {again}\n")
