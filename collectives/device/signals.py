@@ -456,8 +456,9 @@ def tell_peers(own_pad):
 
 @triton.jit
 def _record(own_pad, code, rank, peer, generation):
-    """Leave (code, waiter, peer, generation) in STATUS, unless this rank has failed before. The host
-    is told at once, peers at the end of the call: see `tell_peers`.
+    """Leave (code, waiter, peer, generation) in STATUS, unless this rank has failed before.
+
+    The host is told at once, peers at the end of the call: see `tell_peers`.
     """
     code, peer = tl.cast(code, tl.int64), tl.cast(peer, tl.int64)
     generation = tl.cast(generation, tl.int64)
