@@ -168,6 +168,16 @@ def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
         line.check()
 
 
+def test_a_wait_that_was_cut_short_names_the_process_that_has_ended(report):
+    """A kernel on a GPU records a time-out: the host knows why it came so early, and of whom."""
+    line, _ = report
+    words = (ctypes.c_int64 * 3).from_address(line.address)
+    words[reports.REPORTED] = pad.status_word(pad.TIMED_OUT, 1, 2, 6)
+    assert "waited 60 s for rank 2" in str(line.error())
+    words[reports.GONE_WORD] = 1 << 32 | 0 + 1
+    assert "waited in vain for rank 0 (call 6)" in str(line.error())
+
+
 @pytest.mark.ranks(2)
 def test_any_call_tells_of_a_failure_on_a_gpu() -> None:
     """One that reaches no peer may work on what a call that has failed has left."""

@@ -362,13 +362,20 @@ def _now(own_pad):
 
 @triton.jit
 def _given_up(own_pad, value):
-    """Whether a wait of this rank has failed, or the host has told that a process is gone."""
+    """Whether a wait of this rank has failed, or the host has told that a process is gone.
+
+    What is recorded then on a GPU is a time-out, of which the host knows the reason: the code for
+    more than that would cost the loops of large kernels registers.
+    """
+    given_up = _acquire(own_pad + _STATUS, "gpu")
     report = tl.load(own_pad + _REPORT)
     if report != 0:
         gone = _acquire(report.to(tl.pointer_type(tl.int64)) + _GONE_WORD, "sys")
-        if gone != 0:
-            _record(own_pad, _GONE, gone >> 32, (gone & 0xFFFFFFFF) - 1, value)
-    return _acquire(own_pad + _STATUS, "gpu") != 0
+        given_up |= gone
+        if _INTERPRETED:  # noqa: SIM102  # `and` would not leave the code out
+            if gone != 0:
+                _record(own_pad, _GONE, gone >> 32, (gone & 0xFFFFFFFF) - 1, value)
+    return given_up != 0
 
 
 # Looks at the clock, at STATUS and at the host's word, which is behind a slow link, take longer

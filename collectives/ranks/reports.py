@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import here
 
 REPORTED, GONE_WORD, ALARM_WORD = 0, 1, 2
@@ -114,7 +115,13 @@ class Report:
     def error(self) -> Exception | None:
         """What a kernel has told of."""
         word = int(self._page.words[self._at + REPORTED])
-        return self._told(word, self.rank, self.op) if word else None
+        if not word:
+            return None
+        code, waiter, _, generation = pad.status_in(word)
+        gone = int(self._page.words[self._at + GONE_WORD])
+        if code == pad.TIMED_OUT and waiter == self.rank and gone:  # the wait was cut short
+            word = pad.status_word(pad.GONE, waiter, (gone & 0xFFFFFFFF) - 1, generation)
+        return self._told(word, self.rank, self.op)
 
     def check(self) -> None:
         """Raise what a kernel has told of."""
