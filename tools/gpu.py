@@ -26,12 +26,11 @@ import selectors
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,8 +38,9 @@ from typing import Any
 
 import torch
 
-from tools import gpu_page, gpu_steps
-from tools.gpu_steps import STEPS, Plan, append
+from tools import gpu_page, gpu_report, gpu_steps
+from tools.gpu_report import append
+from tools.gpu_steps import STEPS, Plan
 from weft.cli import make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,37 +64,59 @@ class Outcomes:
         runs: what the slices ran on.
         found: by step and case, how it ended.
         begun: cases that have begun and not ended, and when.
+        unended: those that were under way when a run was ended.
+        spent: by step, and what it ran on, the seconds of its cases.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     begun: dict[tuple[str, str], float] = field(default_factory=dict)
+    unended: set[tuple[str, str]] = field(default_factory=set)
+    spent: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def take(self, entry: dict[str, Any]) -> None:
         """A line."""
         if "run" in entry:
             self.runs.append(entry["run"])
+            self.end()
             return
         key = entry["step"], entry["case"]
         if "begun" in entry:
             self.begun[key] = entry["begun"]
         else:
             self.begun.pop(key, None)
+            self.unended.discard(key)
             of = self.runs[-1] if self.runs else {}
-            self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache")}
+            self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache", "chip")}
+            where = entry["step"], _place(entry["step"], of)
+            self.spent[where] = self.spent.get(where, 0.0) + entry["seconds"]
+
+    def end(self) -> None:
+        """A run is over, whatever was under way."""
+        self.unended |= self.begun.keys()
+        self.begun.clear()
 
     def settled(self, step: str, case: str, run: dict[str, Any]) -> bool:
         """Whether a run need not make the case again."""
         entry = self.found.get((step, case))
         if entry is None or entry["outcome"] == "cut":
             return False
-        if step == "compile":  # of this machine
-            return bool(entry.get("cache") == run["cache"] and entry["sources"] == run["sources"])
+        if _place(step, entry) != _place(step, run):
+            return False
+        if step == "compile":
+            return bool(entry["sources"] == run["sources"])
         return entry["outcome"] != "failed" or bool(entry["sources"] == run["sources"])
 
     def count(self, outcome: str) -> int:
         """How many cases ended so."""
         return sum(entry["outcome"] == outcome for entry in self.found.values())
+
+
+def _place(step: str, run: Mapping[str, Any]) -> str:
+    """What outcomes of a step hold for: all chips, one kind, or a machine's compiled kernels."""
+    if step == "compile":
+        return str(run.get("cache"))
+    return str(run.get("chip")) if STEPS[step].figures else ""
 
 
 def read(record: Path) -> Outcomes:
@@ -109,8 +131,8 @@ def read(record: Path) -> Outcomes:
 def sources() -> str:
     """A digest of what the kernels and these steps are made of."""
     digest = hashlib.sha256()
-    for folder in ("collectives", "kernels", "sim", "bench", "dtensor"):
-        for path in sorted((ROOT / folder).glob("*.py")):
+    for folder in ("collectives", "kernels", "sim", "bench", "dtensor", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -182,20 +204,23 @@ class Slice:
 
     def left(self, step: str) -> list[str]:
         """The cases of a step that are to be run."""
-        return [
+        found = [
             case
             for case in gpu_steps.names(step, self.device, self.quick)
             if self.wanted(step, case)
             and (step, case) not in self._now
             and (self.again or not self.outcomes.settled(step, case, self.run))
         ]
+        # Last, what may hang: it was under way when a run was ended.
+        return sorted(found, key=lambda case: (step, case) in self.outcomes.unended)
 
     def go(self, steps: Sequence[str]) -> None:
         """Run the steps, then what they had no time for."""
         for limited in (True, False):
             for step in steps:
-                minutes = STEPS[step].minutes if limited else float("inf")
-                self._step(step, min(self.until, time.monotonic() + 60 * minutes))
+                spent_s = self.outcomes.spent.get((step, _place(step, self.run)), 0.0)
+                left_s = 60 * STEPS[step].minutes - spent_s if limited else float("inf")
+                self._step(step, min(self.until, time.monotonic() + left_s))
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _step(self, step: str, until: float) -> None:
@@ -219,24 +244,31 @@ class Slice:
 
     def _process(self, step: str, cases: list[str], until: float) -> None:
         """One process of a step, until it ends or its time is up."""
-        now = time.monotonic()
         plan = Plan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
-            until - now,
+            until - time.monotonic() + time.time(),
         )  # fmt: skip
         variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
         variables["PYTHONUNBUFFERED"] = "1"
         variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if step in ("proof", "threads"):
+            # A kernel of torch's that is loaded at its first launch would wait for all that runs,
+            # and so for ranks that wait for this one.
+            variables.setdefault("CUDA_MODULE_LOADING", "EAGER")
         if self.device == "cpu":
             variables["TRITON_INTERPRET"] = "1"
+        # A group, to be ended with all that it started.
+        group: dict[str, Any] = {"process_group": 0}
+        if sys.version_info < (3, 11):
+            group = {"preexec_fn": os.setpgrp}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.gpu_steps", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "tools.gpu_process", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,  # its end tells the process that this one is gone
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=os.setpgrp,  # a group, to be ended with all that it started
+            **group,
         )
         said = Said(self.log)
         try:
@@ -248,14 +280,14 @@ class Slice:
             process.wait()
             self._hear()
         under_way = [case for of, case in self.outcomes.begun if of == step]
-        self.outcomes.begun.clear()
+        self.outcomes.end()
         if late:  # the run goes on with them
             return
-        if not under_way and process.returncode not in (0, gpu_steps.FAILED):
+        if not under_way and process.returncode not in (0, gpu_report.FAILED):
             under_way = cases[:1]  # it could not begin
         for case in under_way:
             why = f"{said.end}the process ended with {gpu_page.status(process.returncode)}"
-            launches = gpu_steps.Launches(Path(self._scratch)).read()
+            launches = gpu_report.Launches(Path(self._scratch)).read()
             entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
             append(self.record, {"step": step, "case": case, **entry})
         self._hear()
@@ -284,7 +316,11 @@ class Slice:
         self._size += len(news)
         ended = False
         for line in news.splitlines():
-            entry = json.loads(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                self.log(f"not a line: {line.decode(errors='replace')[:200]}")
+                continue
             self.outcomes.take(entry)
             if "outcome" in entry:
                 ended = True
@@ -294,8 +330,11 @@ class Slice:
             self.write()
 
     def write(self) -> None:
-        """The page and the figures."""
-        gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+        """The page and the figures. All of them follow from the record: nothing is lost here."""
+        try:
+            gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+        except Exception as error:  # not the end of what is measured
+            self.log(f"no page: {gpu_report.told(error)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -339,9 +378,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the steps. The exit status is 0 if all passed, 1 if a case failed, 130 if some remain."""
-    begun = time.monotonic()
+def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
+    """Run the steps. The exit status is 0 if all passed, 1 if a case failed, 130 if some remain.
+
+    Its time counts from `begun`, of time.monotonic(): from now on unless given.
+    """
+    begun = time.monotonic() if begun is None else begun
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     steps = [step for step in args.only or STEPS if step not in args.skip]
@@ -367,13 +409,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if args.resume and args.resume.resolve() != folder.resolve():
         for path in args.resume.iterdir():
-            shutil.copy(path, folder / path.name)
+            shutil.copyfile(path, folder / path.name)  # a copy may be read-only
     elif not args.resume and (folder / FILES[0]).exists() and not args.case:
         parser.error(f"--out {folder} has results already: --resume {folder} goes on from them")
     if nothing:
         gpu_page.publish(folder, ROOT)
         return 0
-    _stay_on_this_host()
+    # Gloo would look for the host's name in a network that there may not be.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     log = Log(folder / "log.txt", begun)
     until = begun + 60 * args.minutes - _MARGIN_S
     this = Slice(
@@ -425,15 +468,15 @@ def _is_there(module: str) -> bool:
     return True
 
 
-def _stay_on_this_host() -> None:
-    """Spare each rank's Gloo to look for the host's name in a network that there may not be."""
-    started = time.monotonic()
-    with suppress(OSError):
-        socket.getaddrinfo(socket.gethostname(), None)
-        if time.monotonic() - started < 1:
-            return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _started() -> float:
+    """When this process began, of time.monotonic(): torch takes seconds to be imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, OSError):  # not Linux
+        age = 0.0
+    return time.monotonic() - (age if 0 < age < 120 else 0.0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(begun=_started()))
