@@ -142,9 +142,35 @@ def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) 
         ).encode() + b"\n")  # fmt: skip
     monkeypatch.setattr(gpu_page, "write", lambda *args: {}["a bug"])
     this._hear()
+    this.write()
     assert this.outcomes.count("passed") == 1
     log = (tmp_path / "log.txt").read_text()
     assert "not a line: no line" in log and "no page" in log and "a bug" in log
+
+
+def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
+    """As where the driver holds it; what it was at has failed."""
+    code = """
+import json, sys, time
+from tools import gpu_report, gpu_steps
+report = gpu_report.Report(gpu_steps.Plan(**json.loads(sys.argv[-1])))
+report.begin("doctor")
+time.sleep(600)
+"""
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        gpu.subprocess, "Popen",
+        lambda given, **more: popen([sys.executable, "-c", code, given[-1]], **more),
+    )  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "case_s", lambda step, case: 0.5)
+    monkeypatch.setattr(gpu, "_EXIT_S", 0.5)
+    this = gpu.Slice(
+        tmp_path, "cpu", True, time.monotonic() + 300, gpu.Log(tmp_path / "log.txt", 0.0),
+        lambda step, case: case == "doctor", False,
+    )  # fmt: skip
+    this.go(["proof"])
+    assert this.outcomes.found["proof", "doctor"]["outcome"] == "failed"
+    assert "SIGKILL" in this.outcomes.found["proof", "doctor"]["why"]
 
 
 def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path) -> None:

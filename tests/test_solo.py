@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,16 @@ def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.Monkey
     with compiling.compiling():
         triton.JITFunction.run(None, grid=(1,), warmup=False)
     assert made == ["compiled", "with what launches it"]
+
+
+def test_segments_of_what_is_compiled_only_share_memory() -> None:
+    with SoloWorld(8, hollow=True) as world:
+        world.team.learning = True
+        memory = world.team.memory(0, 4096, 10 << 20, CPU)
+        starts = [segment.data_ptr() for segment in world.team.buffers[0].segments]
+        assert {b - a for a, b in pairwise(starts)} == {4096}
+        whole = world.team.buffers[0].segments[0].untyped_storage().nbytes()
+        assert memory is not None and whole < 11 << 20
 
 
 def test_what_an_epilogue_adds() -> None:

@@ -51,6 +51,8 @@ NOTHING_TO_DO = (
 FILES = ("outcomes.jsonl", "figures.json", "solo.json", "page.md", "log.txt")
 
 _MARGIN_S = 8.0  # before the limit, in which the page is written
+_PAGE_S = 10.0  # between two pages
+_EXIT_S = 15.0  # that a process may take to end
 _LEAST_S = 10.0  # a step is not begun with less
 _LOG_BYTES = 8 << 20
 _WHY_CHARACTERS = 2000  # of what a process said before it died
@@ -199,6 +201,7 @@ class Slice:
         append(self.record, {"run": self.run})
         self.outcomes = read(self.record)
         self._size = self.record.stat().st_size
+        self._written = time.monotonic()
         self._now: set[tuple[str, str]] = set()  # ended in this slice
         self._scratch = tempfile.mkdtemp(prefix="weft-gpu-")
 
@@ -230,9 +233,9 @@ class Slice:
         self.log(f"== {step}: {STEPS[step].about}; {len(left)} cases")
         started = time.monotonic()
         while left and until - time.monotonic() >= _LEAST_S:
-            self._process(step, left, until)
+            status = self._process(step, left, until)
             before, left = left, self.left(step)
-            if left == before:  # cut, or it could not begin
+            if left == before or status == 0:  # it could not begin, or there is too little time
                 break
         self.log(f"== {step}: {time.monotonic() - started:.0f} s" + self._tally(step, left))
 
@@ -242,8 +245,8 @@ class Slice:
         told = [part for part in parts if not part.startswith("0 ")]
         return "".join(f", {part}" for part in told) + (f", {len(left)} to come" if left else "")
 
-    def _process(self, step: str, cases: list[str], until: float) -> None:
-        """One process of a step, until it ends or its time is up."""
+    def _process(self, step: str, cases: list[str], until: float) -> int:
+        """One process of a step, until it ends or its time is up. Its status."""
         plan = Plan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
             until - time.monotonic() + time.time(),
@@ -274,23 +277,28 @@ class Slice:
         try:
             self._listen(process, until, said)
         finally:
-            late = process.poll() is None
+            late = process.poll() is None and time.monotonic() >= until
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver may not let go of it
+                process.wait(_EXIT_S)
             self._hear()
+        code = gpu_report.FAILED if process.returncode is None else process.returncode
         under_way = [case for of, case in self.outcomes.begun if of == step]
         self.outcomes.end()
-        if late:  # the run goes on with them
-            return
-        if not under_way and process.returncode not in (0, gpu_report.FAILED):
+        if late:  # a later run goes on with them
+            self.write()
+            return code
+        if not under_way and code not in (0, gpu_report.FAILED, gpu_report.GO_ON):
             under_way = cases[:1]  # it could not begin
         for case in under_way:
-            why = f"{said.end}the process ended with {gpu_page.status(process.returncode)}"
+            why = f"{said.end}the process ended with {gpu_page.status(code)}"
             launches = gpu_report.Launches(Path(self._scratch)).read()
             entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
             append(self.record, {"step": step, "case": case, **entry})
         self._hear()
+        self.write()
+        return code
 
     def _listen(self, process: subprocess.Popen[bytes], until: float, say: Said) -> None:
         """Pass on what a process says and records."""
@@ -298,7 +306,7 @@ class Slice:
         os.set_blocking(process.stdout.fileno(), False)
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while process.poll() is None and time.monotonic() < until:
+            while process.poll() is None and time.monotonic() < until and not self._hangs():
                 if selector.select(0.2):
                     if news := process.stdout.read():
                         say(news)
@@ -307,6 +315,13 @@ class Slice:
                 self._hear()
         say(process.stdout.read() or b"")
 
+    def _hangs(self) -> bool:
+        """Whether a case takes longer than it may, and its process has not ended for that."""
+        return any(
+            time.time() - begun > gpu_steps.case_s(step, case) + _EXIT_S
+            for (step, case), begun in self.outcomes.begun.items()
+        )
+
     def _hear(self) -> None:
         """Take the lines that are new, tell them, and write the page."""
         with open(self.record, "rb") as file:
@@ -314,7 +329,6 @@ class Slice:
             news = file.read()
         news = news[: news.rfind(b"\n") + 1]
         self._size += len(news)
-        ended = False
         for line in news.splitlines():
             try:
                 entry = json.loads(line)
@@ -323,14 +337,15 @@ class Slice:
                 continue
             self.outcomes.take(entry)
             if "outcome" in entry:
-                ended = True
-                self._now.add((entry["step"], entry["case"]))
+                if entry["outcome"] != "cut":
+                    self._now.add((entry["step"], entry["case"]))
                 self.log.write(gpu_page.said(entry, self.device, self.quick))
-        if ended:
+        if time.monotonic() - self._written >= _PAGE_S:
             self.write()
 
     def write(self) -> None:
-        """The page and the figures. All of them follow from the record: nothing is lost here."""
+        """The page and the figures, which follow from the record: nothing is lost here."""
+        self._written = time.monotonic()
         try:
             gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
         except Exception as error:  # not the end of what is measured

@@ -46,8 +46,10 @@ def solo(plan: Plan, report: Report) -> None:
         unwaited.leave_out(part)
     for name in plan.cases:
         spec, of = specs[name]
-        # Kernels that lack a part need a process of their own.
-        if of != part or report.left_s < max(5.0, longest) or not _goes_on(report, device):
+        if of != part:  # its kernels need a process of their own
+            report.goes_on = True
+            return
+        if report.left_s < max(5.0, longest) or not _goes_on(report, device):
             return
         start = time.monotonic()
         with report.case(name, case_s(plan.step, name)) as found, report.launches.noting(lambda: 1):

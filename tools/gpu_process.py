@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import FAILED, Launches, Report
+from tools.gpu_report import FAILED, GO_ON, Launches, Report
 from tools.gpu_steps import STEPS, Plan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
 
 
 def main() -> int:
-    """Run the cases of the plan in argv. `FAILED` if one failed, whatever is left."""
+    """Run the cases of the plan in argv. `FAILED` if one failed, whatever is left, else `GO_ON` if
+    another process is to run the others, else 0."""
     from tools import gpu_compile, gpu_figures
 
     plan = Plan(**json.loads(sys.argv[1]))
@@ -50,7 +51,7 @@ def main() -> int:
     run(plan, report)
     sys.stdout.flush()
     # Threads of ranks that have failed may be waiting yet.
-    os._exit(FAILED if report.failed else 0)
+    os._exit(FAILED if report.failed else GO_ON if report.goes_on else 0)
 
 
 def _end_with_parent() -> None:

@@ -20,7 +20,8 @@ from tools.gpu_steps import Plan
 
 Outcome = Literal["passed", "failed", "skipped", "cut"]
 
-FAILED = 3  # the status of a process that a case has failed in
+# The statuses of a process that a case has failed in, and of one whose other cases need another.
+FAILED, GO_ON = 3, 4
 _WHY_CHARACTERS = 4000  # of the end of a reason
 _LAUNCH_BYTES = 600
 
@@ -29,7 +30,7 @@ class Report:
     """The lines of a step's process."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.failed = plan, False
+        self.plan, self.failed, self.goes_on = plan, False, False
         self.launches = Launches(Path(plan.scratch))
 
     @property

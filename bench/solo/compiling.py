@@ -70,7 +70,7 @@ class _Interpreted:
 def compiled(spec: Spec, device: torch.device) -> None:
     """Make the launches of a case once. Inside `compiling()`."""
     rank = 1 % spec.params["ranks"]
-    world = solo.SoloWorld(spec.params["ranks"], device)
+    world = solo.SoloWorld(spec.params["ranks"], device, hollow=True)
     world.team.learning = True
     try:
         with weft.engine("triton"):
