@@ -148,6 +148,19 @@ def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) 
     assert "not a line: no line" in log and "no page" in log and "a bug" in log
 
 
+def test_a_case_that_had_no_time_has_not_failed(tmp_path: Path) -> None:
+    """Not even if the time was over before the first one."""
+    for until in (1.0, 7.0):
+        folder = tmp_path / str(until)
+        folder.mkdir()
+        this = gpu.Slice(
+            folder, "cpu", True, time.monotonic() + 300, gpu.Log(folder / "log.txt", 0.0),
+            lambda step, case: True, False,
+        )  # fmt: skip
+        assert this._process("plain", this.left("plain"), time.monotonic() + until) <= 0
+        assert not this.outcomes.count("failed")
+
+
 def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
     """As where the driver holds it; what it was at has failed."""
     code = """

@@ -382,7 +382,6 @@ def test_kernels_without_waits_wait_for_nothing() -> None:
     code = """
 import torch, weft
 from weft.sim import unwaited
-from weft.kernels import all_gather_gemm, kernel_rates
 from weft.kernels.engine.chips import INTERPRETER, known
 from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS

@@ -286,7 +286,7 @@ class Slice:
         code = gpu_report.FAILED if process.returncode is None else process.returncode
         under_way = [case for of, case in self.outcomes.begun if of == step]
         self.outcomes.end()
-        if late:  # a later run goes on with them
+        if late or code == 0:  # its time was up: a later run goes on with them
             self.write()
             return code
         if not under_way and code not in (0, gpu_report.FAILED, gpu_report.GO_ON):

@@ -45,7 +45,7 @@ def run(plan: Plan, report: Report) -> None:
             done = compilers.run(units(name, plan), until, say)
             for part in PARTS if name == "solo" else ():
                 some = [
-                    (each, _of_solo(spec, device))
+                    (each, _of_solo(spec, device, alone=False))
                     for each, (spec, of) in solo_parts(plan.quick).items()
                     if of == part
                 ]
@@ -67,7 +67,10 @@ def units(name: str, plan: Plan) -> list[tuple[str, Any]]:
 
     device = torch.device(plan.device)
     if name == "kernels":
-        return [*_calls(plan), *((f"small {s.name}", _of_solo(s, device)) for s in _small())]
+        return [
+            *_calls(plan),
+            *((f"small {s.name}", _of_solo(s, device, alone=False)) for s in _small()),
+        ]
     if name == "solo":
         return [(each, _of_solo(spec, device)) for each, spec in solo_specs(plan.quick).items()]
     if name == "plain":
@@ -82,10 +85,10 @@ def units(name: str, plan: Plan) -> list[tuple[str, Any]]:
     ]
 
 
-def _of_solo(spec: Any, device: torch.device) -> partial[None]:
+def _of_solo(spec: Any, device: torch.device, alone: bool = True) -> partial[None]:
     from weft.bench.solo.compiling import compiled
 
-    return partial(compiled, spec, device)
+    return partial(compiled, spec, device, alone=alone)
 
 
 def _small() -> list[Any]:

@@ -143,10 +143,14 @@ def suites(plan: Plan, report: Report) -> None:
                 row=case.as_dict(),
             )  # fmt: skip
 
-        with time_limit(time.monotonic() + report.left_s - 3):
-            results = runner.run(
-                suites_of(plan.step), each, on_case=keep, on_begin=begin, wanted=wanted,
-                around=partial(_noting, plan.scratch),
-            )  # fmt: skip
+        every = suites_of(plan.step)  # imported before the time counts
+        try:
+            with time_limit(time.monotonic() + report.left_s - 3):
+                results = runner.run(
+                    every, each, on_case=keep, on_begin=begin, wanted=wanted,
+                    around=partial(_noting, plan.scratch),
+                )  # fmt: skip
+        except KeyboardInterrupt:  # before the first case
+            return
         if any(result.interrupted for result in results):
             return

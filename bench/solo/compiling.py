@@ -67,8 +67,8 @@ class _Interpreted:
         pass
 
 
-def compiled(spec: Spec, device: torch.device) -> None:
-    """Make the launches of a case once. Inside `compiling()`."""
+def compiled(spec: Spec, device: torch.device, *, alone: bool = True) -> None:
+    """Make the launches of a case once, inside `compiling()`; `alone`: for a group of one, too."""
     rank = 1 % spec.params["ranks"]
     world = solo.SoloWorld(spec.params["ranks"], device, hollow=True)
     world.team.learning = True
@@ -79,7 +79,7 @@ def compiled(spec: Spec, device: torch.device) -> None:
             world.team.learning = True
             with world.at(rank):
                 problem.run(rank)
-            if problem.alone is not None:
+            if alone and problem.alone is not None:
                 problem.alone()
     finally:
         world.close()
@@ -147,7 +147,7 @@ class Compilers:
             ended, _ = wait(running, timeout=max(0.0, patience), return_when=FIRST_COMPLETED)
             if not ended:
                 done.left += [name for name, _ in (*running.values(), *todo, *again)]
-                self.close()
+                self._kill()
                 return done
             ended_at = time.monotonic()
             for future in ended:
@@ -179,9 +179,13 @@ class Compilers:
             return self._submit(run)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
-        if self._pool is None:
-            return
+        """End the processes: nothing runs in them."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _kill(self) -> None:
+        assert self._pool is not None
         processes = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:

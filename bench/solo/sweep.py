@@ -52,7 +52,7 @@ def choices_of(spec: Spec, device: torch.device) -> tuple[tuning.Key, list[Choic
 def compile_choice(spec: Spec, choice: Choice, device: torch.device) -> None:
     """Inside `compiling()`: the kernels of one launch."""
     with tuning.trying(choice):
-        compiled(spec, device)
+        compiled(spec, device, alone=False)
 
 
 def search(
