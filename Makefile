@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all test-oldest test-newest opinfo sweeps lint format bench gpu clean
+.PHONY: help demo test test-fast test-all test-oldest test-newest opinfo sweeps lint format bench docs gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 
 test: .venv/.installed  ## the tests, under 15 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu'
+
+test-fast: .venv/.installed  ## some tests of every room, two minutes on two quiet cores
+	$(BIN)/python tests/fast.py -q -n 2 --dist loadfile
 
 test-all: .venv/.installed  ## the tests and the long sweeps over random shapes (hours)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not gpu'
@@ -50,6 +53,14 @@ bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the 
 	$(BIN)/weft bench ops collectives dispatch redistribute loss layers attention scaling model --out out/bench
 	cp out/bench/*.json out/bench/*.md bench/results/
 	$(BIN)/python -m tools.readme
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# In the path, as signatures are written as ruff formats them. The warning tells of other builders.
+docs: .venv/.docs  ## the site, into out/docs; a link that leads nowhere is an error
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
 # Without rich and pytest-benchmark it has no bars and no report: nothing that is needed here.

@@ -20,6 +20,7 @@ from weft.collectives.memory.exchange import agree, check_call, exchange
 from weft.collectives.movement import ReduceOp
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import Group, GroupLike, group_name, is_call_traced, resolve
+from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
 
 
@@ -391,6 +392,7 @@ def barrier(group: GroupLike = None) -> None:
         torch.ops.weft.barrier(group_name(group))
         return
     group = resolve(group)
+    check_all()
     if group.why:
         dist.barrier(group.pg)
     elif group.world_size > 1:

@@ -181,6 +181,7 @@ class DTensor(torch.Tensor):
                 tensor's placements, with `Replicate` for `Partial`. Use `Partial()` if each rank
                 uses a replica for something else.
         """
+        check_all()
         layout = self._layout
         wanted = layout.gradient_placements
         if grad_placements is not None:

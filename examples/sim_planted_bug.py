@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 
 from weft import collectives
-from weft.collectives.device import (
-    signals,  # before triton: it makes kernels interpreted without a GPU
-)
+from weft.collectives import signals  # before triton: it makes kernels interpreted without a GPU
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

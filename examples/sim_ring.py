@@ -13,9 +13,7 @@ import sys
 import torch
 
 from weft import collectives, sim
-from weft.collectives.device import (
-    signals,  # before triton: it makes kernels interpreted without a GPU
-)
+from weft.collectives import signals  # before triton: it makes kernels interpreted without a GPU
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

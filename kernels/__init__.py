@@ -1,21 +1,20 @@
 """Matmuls and attention fused with communication, and the layers made of them.
 
-    function                  file: checks, host and     kernels of its triton engine,
-                              generic engine, gradient   forward and backward
-    all_gather_matmul         gathered_matmul            all_gather_gemm, all_gather_contract
-    matmul_reduce_scatter     scattered_matmul           gemm_reduce_scatter, gemm_one_shot
-    matmul_all_reduce         reduced_matmul             gemm_all_reduce, gemm_one_shot
+    function                  checks, host and generic    kernels of its triton engine,
+                              engine, gradient            forward and backward
+    all_gather_matmul         matmul/all_gather           all_gather_kernel, contract_kernel
+    matmul_reduce_scatter     matmul/reduce_scatter       reduce_scatter_kernel, one_shot_kernel
+    matmul_all_reduce         matmul/all_reduce           two_shot_kernel, one_shot_kernel
     reduce_scatter_rms_norm_all_gather
-                              normalized_sum             sum_rms_norm
-    ring_attention            sequence_attention         ring_flash, ring_flash_backward
-    ulysses_attention         head_exchange              heads_flash, heads_flash_backward
-    flash_decode              cached_attention           flash_decoding
-    append_to_cache           cached_attention           flash_decoding
+                              norm/rms_norm               rms_norm_kernel
+    ring_attention            attention/ring              flash/ring_kernel, ring_grad_kernel
+    ulysses_attention         attention/ulysses           flash/heads_kernel, heads_grad_kernel
+    flash_decode              attention/decode            flash/decode_kernel
+    append_to_cache           attention/decode            flash/decode_kernel
 
-The matmul kernels are built from `tiles`, `gathers` or `copy_engines`, `partial_sums`, `splits` and
-`turns`; the attention kernels from `attention_tiles`, `ring_keys`, `ring_dkv` and `head_units`.
-`engines` chooses an engine, `library` registers the functions as custom ops, `aot` compiles all
-kernels without a GPU.
+From the bottom up: `engine` (what all ops share on the host), `device` (what matmul kernels are
+built from), `matmul`, `norm`, `flash`, `attention`, `layers`; `custom_ops` registers the functions
+with torch.library, `compile` has all kernels compiled without a GPU.
 """
 
 if not __name__.startswith("weft."):

@@ -69,6 +69,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     ranks = pyfuncitem._request.getfixturevalue("ranks")
     names = inspect.signature(pyfuncitem.function).parameters
+    if "monkeypatch" in names:
+        raise TypeError("ranks get a copy of monkeypatch, which nothing undoes: use mock.patch")
     body = partial(pyfuncitem.function, **{name: pyfuncitem.funcargs[name] for name in names})
     told = pyfuncitem.callspec.params
     world_size = told["world_size"] if "world_size" in told else math.prod(told["mesh"])

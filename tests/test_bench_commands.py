@@ -145,7 +145,7 @@ def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_doctor_knows_what_weft_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     read = [(ROOT / "weft" / "settings.py").read_text().split("VARIABLES = (")[1].split(")", 1)[1]]
-    read.append((ROOT / "kernels" / "tuning.py").read_text())
+    read.append((ROOT / "kernels" / "engine" / "tuning.py").read_text())
     assert set(re.findall(r'"(WEFT_\w+)"', "".join(read))) == set(settings.VARIABLES)
     for name in [name for name in os.environ if name.startswith("WEFT_")]:
         monkeypatch.delenv(name)

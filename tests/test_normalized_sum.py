@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -212,10 +214,12 @@ def test_errors_are_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_calls_are_compared_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_CHECK", "1")
+def test_calls_are_compared_where_asked() -> None:
     residual = torch.ones(2, 6) if dist.get_rank() else None
-    with pytest.raises(MismatchError, match="no residual"):
+    with (
+        patch.dict(os.environ, WEFT_CHECK="1"),
+        pytest.raises(MismatchError, match="no residual"),
+    ):
         op(torch.ones(4, 6), residual=residual)
 
 
@@ -230,7 +234,7 @@ def test_launches_that_the_heuristic_does_not_choose_here(one_shot: bool, part: 
     config = rms_norm_kernel.config_for(T, share, H, torch.float32, W, INTERPRETER)
     config = replace(config, teams=2, part=part, one_shot=one_shot)
     nbytes = rms_norm_kernel.workspace_bytes(T, share, H, torch.float32, W, config)
-    ws = weft.collectives.memory.workspace(resolve(None), nbytes, channel="norm test")
+    ws = weft.collectives.workspace(resolve(None), nbytes, channel="norm test")
     dist.barrier()
     for half in range(2):
         ws.tensor(rank, half, (ws.half_bytes,), torch.uint8).fill_(255)

@@ -44,6 +44,34 @@ class Nvml:
         return 0
 
 
+class Driver:
+    """Of two GPUs."""
+
+    def __init__(self, atomics: bool) -> None:
+        self.atomics = atomics
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = number + 10
+        return 0
+
+    def cuDeviceGetP2PAttribute(self, found: Any, what: int, own: Any, peer: Any) -> int:
+        assert (what, own.value, peer.value) == (3, 10, 11)
+        found._obj.value = self.atomics
+        return 0
+
+
+def libraries(driver: Driver | None, nvml: Nvml | None) -> Any:
+    """In place of ctypes.CDLL."""
+
+    def library(name: str) -> Any:
+        found = driver if "libcuda" in name else nvml
+        if found is None:
+            raise OSError(name)
+        return found
+
+    return library
+
+
 @pytest.mark.parametrize(
     ("gpus", "reached", "status", "why"),
     [
@@ -55,6 +83,7 @@ class Nvml:
         (["GPU-0", "GPU-1"], False, 1, "GPU 0 has no peer access to GPU 1"),
     ],
 )
+@pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("stores", [False, True])
 def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
     monkeypatch: pytest.MonkeyPatch,
@@ -63,8 +92,9 @@ def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
     status: int,
     why: str,
     stores: bool,
+    driver: bool,
 ) -> None:
-    """Triton 3.9 has release stores: it needs no atomics of peers."""
+    """Triton 3.9 has release stores: it needs no atomics of peers. Else the driver is believed."""
 
     def properties(number: int) -> Any:
         return SimpleNamespace(uuid=f"GPU-{number}")
@@ -72,8 +102,9 @@ def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
     def gathered(mine: str, what: str) -> list[str]:
         return gpus if mine.startswith("GPU-") else [mine, ""]
 
-    nvml = Nvml(status)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    nvml = Nvml(1 - status if driver and "hidden" not in gpus else status)
+    known = Driver(status == 0) if driver else None
+    monkeypatch.setattr(ctypes, "CDLL", libraries(known, nvml))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(tl, "atomic_store", None, raising=False)
     if not stores:
@@ -88,14 +119,20 @@ def test_gpus_that_do_not_reach_each_other_leave_it_to_the_process_group(
 
 
 def test_without_nvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(peer_access.ctypes, "CDLL", missing)
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", libraries(None, None))
     assert native_atomics("0", "1") is None
-    monkeypatch.setattr(peer_access.ctypes, "CDLL", lambda name: Nvml(0))
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", libraries(None, Nvml(0)))
     assert native_atomics("0", "1") is True
-    monkeypatch.setattr(peer_access.ctypes, "CDLL", lambda name: Nvml(1))
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", libraries(None, Nvml(1)))
     assert native_atomics("GPU-0", "GPU-1") is False
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert native_atomics("GPU-0", "GPU-1") is None
+
+
+def test_where_nobody_knows_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", libraries(None, None))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=n))
+    monkeypatch.setattr(tl, "atomic_store", None, raising=False)
+    monkeypatch.delattr(tl, "atomic_store")
+    assert peer_access._signals_arrive(0, 1, "GPU-1")
+    assert "native atomics on GPU-1" in caplog.text

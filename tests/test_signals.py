@@ -80,7 +80,7 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
     _signal_kernel[(1,)](ranks.table, 1, 5, N=1)
     _wait_kernel[(1,)](ranks.table, out, 6, 20)
     assert out.tolist() == [0, 0]
-    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.TIMED_OUT, 1, 0, 6]
+    assert ranks.words[1][pad.STATUS] == pad.status_word(pad.TIMED_OUT, 1, 0, 6)
     polls = []
     before = signals.on_poll
     signals.on_poll = lambda address, value: polls.append((address, value)) or 1
@@ -91,7 +91,7 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
     slot = pad.KERNEL_SLOTS + 2 * pad.MAX_PROGRAMS + 7
     # Each of the two waits gives up when it first looks, long before its time is over.
     assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 2 * signals._POLLS_A_LOOK.value
-    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.TIMED_OUT, 1, 0, 6]
+    assert ranks.words[1][pad.STATUS] == pad.status_word(pad.TIMED_OUT, 1, 0, 6)
 
 
 class Gone:
@@ -163,7 +163,7 @@ def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
     line.watch()
     _wait_kernel[(1,)](ranks.table, out, 6, 10**9)
     assert out.tolist() == [0, 0] and 100 < len(polls) <= 100 + 3 * signals._POLLS_A_LOOK.value
-    assert ranks.words[1][pad.STATUS : pad.STATUS + 4].tolist() == [pad.GONE, 1, 0, 6]
+    assert ranks.words[1][pad.STATUS] == pad.status_word(pad.GONE, 1, 0, 6)
     with pytest.raises(PeerTimeout, match="waited in vain for rank 0"):
         line.check()
 
@@ -189,7 +189,7 @@ def test_any_call_tells_of_a_failure_on_a_gpu() -> None:
         )
         for call in calls:
             call()
-        word.value, first.value = pad.TIMED_OUT | 1 << 8 | 9 << 32, 1  # as `tell_host` does
+        word.value, first.value = pad.status_word(pad.TIMED_OUT, 1, 0, 9), 1  # as `tell_host` does
         for call in calls:
             with pytest.raises(PeerTimeout, match=r"\(call 9\)"):
                 call()
@@ -211,16 +211,50 @@ def _call_kernel(table, out, n, END: tl.constexpr) -> None:
 
 def test_calls_on_the_same_memory_must_not_overlap():
     ranks, out = pads(1), torch.zeros(3)
-    status = ranks.words[0][pad.STATUS : pad.STATUS + 4]
+    status = ranks.words[0][pad.STATUS : pad.STATUS + 1]
     for generation in (1, 2):
         _call_kernel[(3,)](ranks.table, out, 3, END=True)
-        assert out.tolist() == [generation] * 3 and status.tolist() == [0, 0, 0, 0]
+        assert out.tolist() == [generation] * 3 and status == 0
     _call_kernel[(1,)](ranks.table, out, 3, END=False)  # a launch that is still under way
     _call_kernel[(3,)](ranks.table, out, 3, END=True)
-    assert status.tolist() == [pad.OVERLAPPED, 0, 0, 3]
+    assert status == pad.status_word(pad.OVERLAPPED, 0, 0, 3)
     assert out.isnan().all()
-    error = told_by(status.tolist(), 0, "matmul_all_reduce")
+    error = told_by(int(status), 0, "matmul_all_reduce")
     assert "matmul_all_reduce: two calls on the same memory" in str(error)
+
+
+def test_a_failure_is_told_to_peers_that_come_later():
+    """They would take what this rank has announced of later calls for that of theirs."""
+    ranks, out = pads(2), torch.zeros(3)
+    for words in ranks.words:
+        words[pad.PADS], words[pad.RANKS] = ranks.table.data_ptr(), 2
+    waited = torch.zeros(2, dtype=torch.int64)
+    _wait_kernel[(1,)](ranks.table, waited, 6, 20)  # rank 1 waits in vain
+    status = pad.status_word(pad.TIMED_OUT, 1, 0, 6)
+    assert [int(words[pad.STATUS]) for words in ranks.words] == [status] * 2
+    _call_kernel[(3,)](ranks.table, out, 3, END=True)  # rank 0
+    assert out.isnan().all()
+    error = told_by(status, 0, "all_reduce")
+    assert "rank 1" in str(error) and "call 6" in str(error)
+
+
+def test_what_nobody_was_told_outlives_the_buffer(report):
+    line, _ = report
+    ranks, out = pads(2), torch.zeros(2, dtype=torch.int64)
+    ranks.words[1][pad.REPORT] = line.address
+    _wait_kernel[(1,)](ranks.table, out, 6, 20)
+    line.close()
+    with pytest.raises(PeerTimeout):
+        reports.check_all()
+    reports.forget()
+    reports.check_all()
+
+
+@pytest.mark.parametrize("code", [pad.TIMED_OUT, pad.GONE])
+def test_a_status_is_one_word(code):
+    status = code, 4095, 127, (1 << 31) - 1
+    assert pad.status_in(pad.status_word(*status)) == status
+    assert 0 < pad.status_word(*status) < 1 << 63
 
 
 @triton.jit
@@ -303,7 +337,9 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
 
 _COMPILED = """
 import torch, triton, weft
-from weft.kernels import aot, aot_cases, chips
+from weft.kernels.compile import aot
+from weft.kernels.compile import aot_cases
+from weft.kernels.engine import chips
 
 chip = chips.known("sm_90")
 for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):

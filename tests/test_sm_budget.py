@@ -20,7 +20,8 @@ from weft.kernels.engine import chips
 # What interpreted kernels are launched with is not what a GPU gets.
 _GRIDS = """
 import torch, weft
-from weft.kernels import aot_cases, chips
+from weft.kernels.compile import aot_cases
+from weft.kernels.engine import chips
 
 for name in ("sm_90", "gfx942"):
     for dtype in (torch.bfloat16, torch.float32):

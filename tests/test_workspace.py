@@ -169,7 +169,9 @@ def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
         assert buffer.report is not None
         address = int(buffer.pad_of(0)[pad.REPORT])
         assert address == buffer.report.address
-        ctypes.c_int64.from_address(address).value = pad.TIMED_OUT | 7 << 32  # as `tell_host` does
+        ctypes.c_int64.from_address(address).value = pad.status_word(
+            pad.TIMED_OUT, 0, 0, 7
+        )  # as `tell_host` does
         alarm = ctypes.c_int64.from_address(address + 8 * reports.ALARM_WORD).value
         ctypes.c_int64.from_address(alarm).value = 1
 

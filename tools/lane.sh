@@ -23,7 +23,7 @@ mkdir -p "$lanes"
 exec 9>"$lanes/$lane.lock"
 constraints=$(
   printf '%s\n' "${pins[@]}"
-  grep -vE '^(#|torch=|triton=|numpy=)' "$here/constraints.txt"  # the tools are the pinned ones
+  grep -vE '^(#|torch=|triton=|numpy=|setuptools=)' "$here/constraints.txt"  # the tools are the pinned ones
 )
 asked=$(
   "${PYTHON:-python3}" --version

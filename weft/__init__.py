@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,10 +36,19 @@ if TYPE_CHECKING:
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
-try:
-    __version__ = version("weft")
-except PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0+unknown"
+
+def _version() -> str:
+    """That of what is installed; of a checkout that is not, the one in pyproject.toml."""
+    try:
+        return version("weft")
+    except PackageNotFoundError:
+        told = Path(__file__).parent.parent / "pyproject.toml"
+        lines = told.read_text().splitlines() if told.exists() else []
+        found = [line.split('"')[1] for line in lines if line.startswith("version = ")]
+        return found[0] if found else "0+unknown"
+
+
+__version__ = _version()
 
 _FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # Public names, and the module that each is imported from.

@@ -131,4 +131,4 @@ def _keep_history(result: Result, folder: Path) -> None:
         "datetime": where["date"],
         "version": "5",
     }
-    FileStorage(str(folder), logging.getLogger(__name__)).save(content, result.suite)
+    FileStorage(str(folder), logging.getLogger("weft")).save(content, result.suite)

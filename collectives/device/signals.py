@@ -66,6 +66,7 @@ class Constant(tl.constexpr):  # type: ignore[misc]  # Triton ships no types
 _GENERATION = Constant(pad.GENERATION)
 _TICKET = Constant(pad.TICKET)
 _STATUS = Constant(pad.STATUS)
+_PADS, _RANKS = Constant(pad.PADS), Constant(pad.RANKS)
 _CLAIM = Constant(pad.CLAIM)
 _REPORT = Constant(pad.REPORT)
 _CLOCK = Constant(pad.CLOCK)
@@ -193,13 +194,15 @@ def begin_call(signal_ptrs, rank):
     """Number of the call that this launch begins. Every program of a call's first launch calls it.
 
     Calls of a rank on the same memory must not overlap, as those of a graph that is replayed in one
-    stream beside a call in another would: that is an error on this rank, `end_call` permitting.
+    stream beside a call in another would: that is an error, told as a wait that failed is.
     """
     own_pad = peer_ptr(signal_ptrs, rank, tl.int64)
+    overlaps = tl.program_id(0) < 0
+    if tl.program_id(0) == 0:  # before it looks which call this is: it acquires the last one's end
+        overlaps = tl.atomic_xchg(own_pad + _CLAIM, 1, sem="acquire", scope="gpu") != 0
     generation = tl.load(own_pad + _GENERATION) + 1
-    if tl.program_id(0) == 0:  # noqa: SIM102  # `and` would evaluate both
-        if tl.atomic_xchg(own_pad + _CLAIM, 1, sem="relaxed", scope="gpu") != 0:
-            _record(own_pad, _OVERLAPPED, rank, rank, generation)
+    if overlaps:
+        _record(own_pad, _OVERLAPPED, rank, rank, generation)
     return generation
 
 
@@ -226,7 +229,7 @@ def set_generation(signal_ptrs, rank, generation):
 @triton.jit
 def release_claim(own_pad):
     """End what `begin_call` has begun."""
-    tl.store(own_pad + _CLAIM, 0)
+    tl.atomic_xchg(own_pad + _CLAIM, 0, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -337,11 +340,21 @@ def _acquire(ptr, scope: tl.constexpr, mask=None):
 
 
 @triton.jit
+def _realtime():
+    """AMD's clock of 100 MHz. Not Triton's memrealtime, which reads the register that the clock is
+    on its way to: it waits for the vector unit's memory, and the clock comes by the scalar's.
+    """
+    return tl.inline_asm_elementwise(
+        "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _now(own_pad):
     """Time in ns, the same for all threads of a program: each would read another one, so what
     thread 0 has read goes through memory.
     """
-    now = tl.extra.cuda.globaltimer() if _target() == "cuda" else tl.extra.hip.memrealtime() * 10
+    now = tl.extra.cuda.globaltimer() if _target() == "cuda" else _realtime() * 10
     tl.atomic_max(own_pad + _CLOCK, now, sem="relaxed", scope="gpu")
     return tl.atomic_add(own_pad + _CLOCK, 0, sem="relaxed", scope="gpu")
 
@@ -363,12 +376,23 @@ _POLLS_A_LOOK = Constant(64)
 
 
 @triton.jit
-def _look(own_pad, value, timeout_ns, began, left):
+def _patience(timeout_ns, scope: tl.constexpr):
+    """For how many ns a wait goes on at most: for programs of this rank a quarter longer, as they
+    wait for peers themselves, and should be the ones to tell for whom.
+    """
+    left = tl.cast(timeout_ns, tl.int64)
+    if scope == "gpu":
+        left += left // 4
+    return left
+
+
+@triton.jit
+def _look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
     """When a wait `began`, if it is not 0 (unknown), and for how many ns it goes on."""
     if not _INTERPRETED:
         now = _now(own_pad)
         began = tl.where(began == 0, now, began)
-        left = timeout_ns - (now - began)
+        left = _patience(timeout_ns, scope) - (now - began)
     return began, tl.where(_given_up(own_pad, value), 0, left)
 
 
@@ -377,7 +401,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
     if _INTERPRETED:
         _begin(ptr, value)
     seen = _acquire(ptr, scope)
-    left = tl.cast(timeout_ns, tl.int64)
+    left = _patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (seen < value) & (left > 0):
         polls += 1
@@ -385,7 +409,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
             left -= _pause(ptr, value)
         if polls == _POLLS_A_LOOK:
             polls = 0
-            began, left = _look(own_pad, value, timeout_ns, began, left)
+            began, left = _look(own_pad, value, timeout_ns, began, left, scope)
         seen = _acquire(ptr, scope)
     return seen >= value
 
@@ -410,26 +434,29 @@ def tell_host(own_pad):
     report = tl.load(own_pad + _REPORT)
     if report != 0:
         word = report.to(tl.pointer_type(tl.int64))
-        status = own_pad + _STATUS
-        code, waiter = tl.load(status), tl.load(status + 1)
-        peer, generation = tl.load(status + 2), tl.load(status + 3)
-        tl.store(word, code | (waiter << 8) | (peer << 20) | (generation << 32))
+        tl.store(word, tl.load(own_pad + _STATUS, volatile=True))
         alarm = tl.load(word + _ALARM_WORD).to(tl.pointer_type(tl.int64))
         tl.store(alarm, 1)
 
 
 @triton.jit
 def _record(own_pad, code, rank, peer, generation):
-    """Leave (code, waiter, peer, generation) for the host, unless this rank has failed before."""
-    status = own_pad + _STATUS
-    code = tl.cast(code, tl.int64)
-    if tl.atomic_cas(status, code - code, code, sem="relaxed", scope="gpu") == 0:
-        tl.store(status + 1, rank)
-        tl.store(status + 2, peer)
-        tl.store(status + 3, generation)
-        # Other threads read these words than have stored them.
-        tl.debug_barrier()
+    """Leave (code, waiter, peer, generation) for the host and for all ranks, unless this rank has
+    failed before. See `pad`.
+
+    Peers are told before this rank announces anything more: who acquires that finds it.
+    """
+    code, peer = tl.cast(code, tl.int64), tl.cast(peer, tl.int64)
+    generation = tl.cast(generation, tl.int64)
+    generation = tl.where(generation >> 32 != 0, generation >> 32, generation)  # of a word of turns
+    word = code | (tl.cast(rank, tl.int64) << 8) | (peer << 20) | ((generation & 0x7FFFFFFF) << 32)
+    if tl.atomic_cas(own_pad + _STATUS, code - code, word, sem="relaxed", scope="gpu") == 0:
         tell_host(own_pad)
+        table, own = tl.load(own_pad + _PADS).to(tl.pointer_type(tl.int64)), own_pad.to(tl.int64)
+        for other in range(tl.load(own_pad + _RANKS)):
+            their_pad = tl.load(table + other)
+            if their_pad != own:
+                signal(their_pad.to(tl.pointer_type(tl.int64)) + _STATUS, word)
 
 
 @triton.jit
@@ -485,7 +512,7 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
     if _INTERPRETED:
         _begin(words, value, missing)
     missing &= _acquire(words, scope, missing) < value
-    left = tl.cast(timeout_ns, tl.int64)
+    left = _patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (greatest(missing.to(tl.int32)) > 0) & (left > 0):
         polls += 1
@@ -493,7 +520,7 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
             left -= _pause(words, value, missing)
         if polls == _POLLS_A_LOOK:
             polls = 0
-            began, left = _look(own_pad, value, timeout_ns, began, left)
+            began, left = _look(own_pad, value, timeout_ns, began, left, scope)
         missing &= _acquire(words, scope, missing) < value
     late = greatest(tl.where(missing, peers, -1))
     if late >= 0:
@@ -559,12 +586,18 @@ def wait_for_peers(
     timeout_ns,
 ):
     """Wait until every peer has announced `phase` of call `generation`. False on a time-out."""
-    lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
-    words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)
-    return wait_for_lanes(
-        peer_ptr(signal_ptrs, rank, tl.int64), words, peers, lanes < WORLD_SIZE - 1, rank,
-        generation, timeout_ns, "sys",
-    )  # fmt: skip
+    if WORLD_SIZE == 2:  # by loads: several lanes are polled by read-modify-writes
+        arrived = wait_for(
+            signal_ptrs, rank, WORLD_SIZE, phase, 1 - rank, program, generation, timeout_ns
+        )
+    else:
+        lanes, peers = peer_lanes(rank + 1, WORLD_SIZE)
+        words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)
+        arrived = wait_for_lanes(
+            peer_ptr(signal_ptrs, rank, tl.int64), words, peers, lanes < WORLD_SIZE - 1, rank,
+            generation, timeout_ns, "sys",
+        )  # fmt: skip
+    return arrived
 
 
 @triton.jit

@@ -80,15 +80,21 @@ def _wait_kernel(
     WORLD_SIZE: tl.constexpr,
     GENERATION_WORD: tl.constexpr,
     SLOT_WORD: tl.constexpr,
+    ONE: tl.constexpr,
 ) -> None:
-    """Hold the stream until `count` ranks from `first` on have posted this generation. Grid: 1."""
+    """Hold the stream until `count` ranks from `first` on have posted this generation. ONE: `count`
+    is 1. Grid: 1.
+    """
     own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
-    words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
     generation = tl.load(own_pad + GENERATION_WORD)
-    signals.wait_for_lanes(
-        own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys"
-    )
+    if ONE:
+        hold(signal_ptrs, rank, first % WORLD_SIZE, generation, timeout_ns, SLOT_WORD)
+    else:
+        lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
+        words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
+        signals.wait_for_lanes(
+            own_pad, words, peers, lanes < count, rank, generation, timeout_ns, "sys"
+        )
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -121,8 +127,8 @@ def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
 def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     _wait_kernel[(1,)](
-        ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns,
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
+        ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns, WORLD_SIZE=ws.world_size,
+        GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, ONE=count == 1, num_warps=1,
     )  # fmt: skip
 
 
@@ -130,7 +136,7 @@ def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
-    # Bytes of ones are NaN in whatever type.
+    # Bytes of ones are NaN in whatever type that the results of calls can have.
     flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
     pairs = tuple((x, x.numel()) for x in flat)
     _end_kernel[(1,)](ws.signal_ptrs, ws.rank, pairs, num_warps=4)
@@ -145,4 +151,4 @@ def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None)
     timeout_ns = signals.nanoseconds(timeout)
     _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
     _post_kernel[(1,)](*peers, **words)
-    _wait_kernel[(1,)](*peers, timeout_ns, **words)
+    _wait_kernel[(1,)](*peers, timeout_ns, ONE=W == 2, **words)

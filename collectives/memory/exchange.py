@@ -205,7 +205,7 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws, self._results)
             self._ws.launched(self.op)
-        elif issubclass(kind, Exception) and kind is not PeerTimeout:
+        elif kind is not PeerTimeout:
             self._abandon()
 
     def _abandon(self) -> None:

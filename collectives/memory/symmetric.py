@@ -268,8 +268,8 @@ class SymmetricBuffer:
         return self._segments[rank][: self._offset].view(torch.int64)
 
     def status_of(self, rank: int) -> torch.Tensor:
-        """The words at STATUS in the pad of `rank`, int64."""
-        return self.pad_of(rank)[pad.STATUS : pad.STATUS + 4]
+        """The word STATUS in the pad of `rank`, int64 (1,): see `pad.status_in`."""
+        return self.pad_of(rank)[pad.STATUS : pad.STATUS + 1]
 
     def words(self, rank: int) -> memoryview:
         """The signal pad of `rank` as int64 words; CPU only.
@@ -302,7 +302,10 @@ class SymmetricBuffer:
         peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
         report = Report(self.rank, {} if virtual else peers, on_gpu, told_by)
         weakref.finalize(self, report.close)
-        self.pad_of(self.rank)[pad.REPORT].fill_(report.address)
+        own = self.pad_of(self.rank)
+        own[pad.PADS].fill_(self.signal_ptrs.data_ptr())
+        own[pad.RANKS].fill_(self.world_size)
+        own[pad.REPORT].fill_(report.address)
         if on_gpu:  # the kernels of other streams read it, too
             torch.cuda.current_stream(self.device).synchronize()
         return report
@@ -326,7 +329,7 @@ class SymmetricBuffer:
         What any rank wrote before it is visible to every rank after it. `channel` (0 to 6)
         separates barriers that may be in flight at the same time. `timeout` is in seconds;
         WEFT_TIMEOUT_S if None. On a GPU it is ordered in the current stream and does not stop the
-        host: a later barrier tells of a time-out.
+        host: a later call tells of a time-out.
 
         Raises:
             PeerTimeout: a rank did not come in time.
@@ -459,18 +462,17 @@ class Waiter:
 
     def _tell(self, *status: int) -> None:
         for words in self.words:
-            for i, word in reversed(list(enumerate(status))):
-                words[pad.STATUS + i] = word
+            words[pad.STATUS] = pad.status_word(*status)
 
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
-        if self.own[pad.STATUS]:
-            raise told_by(self.own[pad.STATUS : pad.STATUS + 4], self.rank, op)
+        if status := self.own[pad.STATUS]:
+            raise told_by(status, self.rank, op)
 
 
-def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
-    """The error that the words at STATUS in the pad of `rank` tell of."""
-    code, waiter, peer, generation = status
+def told_by(status: int, rank: int, op: str) -> WeftError:
+    """The error that STATUS in the pad of `rank` tells of."""
+    code, waiter, peer, generation = pad.status_in(status)
     if code == pad.FAILED:
         return MismatchError(
             f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
@@ -479,7 +481,7 @@ def told_by(status: Sequence[int], rank: int, op: str) -> WeftError:
         )
     if code == pad.OVERLAPPED:
         return WeftError(
-            f"{op}: two calls on the same memory ran on rank {rank} at the same time (call "
+            f"{op}: two calls on the same memory ran on rank {waiter} at the same time (call "
             f"{generation}), as a CUDA graph that is replayed in one stream does beside calls or "
             f"replays in another. Have one stream wait for the other (torch.cuda.Stream."
             f"wait_stream). Results since are no good, and the group cannot be used until all of "

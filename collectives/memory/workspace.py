@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from weft.collectives.memory.symmetric import (
     device_for,
     open_buffers,
 )
-from weft.collectives.ranks import pad
+from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import (
     Group,
     GroupLike,
@@ -110,9 +111,13 @@ class Workspace:
             if self._on_host or not torch.cuda.is_current_stream_capturing():
                 self._failed = op
             raise
-        except BaseException:
+        except (
+            BaseException
+        ):  # of a signal's handler: peers are told, no call of theirs waits for us
             if self.addresses:
                 self.waiter.break_off()
+            elif not self._on_host and not torch.cuda.is_current_stream_capturing():
+                self.break_off()
             raise
         self.launched(op)
 
@@ -140,17 +145,38 @@ class Workspace:
         """The end of a call on the host; call it after launching kernels."""
         if self._on_host:
             self.waiter.check(op)
+        else:
+            _note_call(self.device)
 
     def break_off(self) -> None:
         """Tell all ranks in the current stream, this one as well, that this one has failed amid a
         call."""
-        told = torch.tensor([pad.FAILED, self.rank, self.rank, 0], device="cpu")
+        told = pad.status_word(pad.FAILED, self.rank, self.rank, 0)
         for rank in range(self.world_size):
-            self.buffer.status_of(rank).copy_(told)
+            self.buffer.status_of(rank).fill_(told)
 
 
-# Of the last call of each rank on each GPU: in which stream it was made, or captured.
-_last_stream: dict[tuple[torch.device, int, bool], torch.cuda.Stream] = {}
+@dataclass
+class _Last:
+    """The last call of a rank on a GPU.
+
+    Attributes:
+        stream: in which it was made, or captured.
+        end: recorded behind it, once there have been calls in several streams.
+    """
+
+    stream: torch.cuda.Stream
+    end: torch.cuda.Event | None = None
+    several: bool = False
+
+
+_last_calls: dict[tuple[torch.device, int, bool], _Last] = {}
+
+
+def _stream_of(device: torch.device) -> tuple[torch.cuda.Stream, tuple[torch.device, int, bool]]:
+    captured = torch.cuda.is_current_stream_capturing()
+    key = device, here.world.rank if here.world else 0, captured
+    return torch.cuda.current_stream(device), key
 
 
 def _after_calls_before(device: torch.device) -> bool:
@@ -162,16 +188,30 @@ def _after_calls_before(device: torch.device) -> bool:
 
     Returns whether the current stream is being captured.
     """
-    stream, captured = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
-    key = device, here.world.rank if here.world else 0, captured
-    last = _last_stream.get(key)
-    _last_stream[key] = stream
-    if last is not None and last != stream:
-        with torch.cuda.stream(last):
-            same = not captured or torch.cuda.is_current_stream_capturing()
-        if same:  # not one that an earlier graph was captured in
-            stream.wait_stream(last)
+    stream, key = _stream_of(device)
+    captured = key[-1]
+    last = _last_calls.get(key)
+    if last is None:
+        _last_calls[key] = _Last(stream)
+    elif last.stream != stream:
+        if last.end is not None:
+            stream.wait_event(last.end)  # not for what was enqueued behind that call
+        else:
+            with torch.cuda.stream(last.stream):
+                same = torch.cuda.is_current_stream_capturing() == captured
+            if same:  # neither one that an earlier graph was captured in nor one captured since
+                stream.wait_stream(last.stream)
+        _last_calls[key] = _Last(stream, several=not captured)
     return captured
+
+
+def _note_call(device: torch.device) -> None:
+    """The end of a call in the current stream. It costs an event only where streams take turns."""
+    stream, key = _stream_of(device)
+    last = _last_calls.get(key)
+    if last is not None and last.several:
+        last.end = torch.cuda.Event()
+        last.end.record(stream)
 
 
 def check_room(ws: Workspace, nbytes: int, ask: str) -> None:
@@ -234,7 +274,7 @@ def workspace(
         raise RuntimeError(
             f"the workspace for {channel!r} has room for {found.half_bytes if found else 0} bytes "
             f"and cannot grow to {nbytes} during CUDA-graph capture: run the call once before, or "
-            f"weft.collectives.memory.workspace(group, {nbytes}, channel={channel!r})"
+            f"weft.collectives.workspace(group, {nbytes}, channel={channel!r})"
         )
     had = found.half_bytes if found else 0
     if group.virtual is not None:  # no more than was asked for, to catch writes beyond it
@@ -288,12 +328,13 @@ def close() -> None:
         forget(here.world.rank)
         return
     _outgrown.clear()
-    _last_stream.clear()
+    _last_calls.clear()
     for kept in kept_by_group:
         kept.clear()
     for forget_mesh in forget_meshes:
         forget_mesh()
     close_buffers()
+    reports.forget()
 
 
 atexit.register(close)

@@ -2,19 +2,22 @@
 
 Loads and stores go over NVLink and over PCIe alike. Triton before 3.9 spells the release store of a
 signal as an atomic exchange, though, and PCIe carries no atomics between most GPUs: there such a
-Triton leaves calls to the process group. NVML knows, for GPUs too that this process does not see.
+Triton leaves calls to the process group. The driver knows, of GPUs that this process sees; of
+others NVML, which not every container has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
-_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
+_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS; CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, too
+_logger = logging.getLogger("weft")
 _WHAT = "the GPUs of the ranks"
 
 
@@ -35,7 +38,7 @@ def why_gpus_do_not_reach(group: Gathers) -> str:
         peer = numbers.get(uuid, own)
         if peer != own and not torch.cuda.can_device_access_peer(own, peer):
             why = f"GPU {own} has no peer access to GPU {peer}"
-        elif uuid != _uuid(own) and not why and not _signals_arrive(_uuid(own), uuid):
+        elif uuid != _uuid(own) and not why and not _signals_arrive(own, peer, uuid):
             there = f"GPU {peer}" if peer != own else f"GPU {uuid}"
             why = (
                 f"GPU {own} has no native atomics on {there}, as over PCIe, and signals of Triton "
@@ -48,10 +51,40 @@ def _uuid(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
-def _signals_arrive(own: str, peer: str) -> bool:
+def _signals_arrive(own: int, peer: int, uuid: str) -> bool:
+    """Whether GPU `own` can signal to that of `uuid`: `peer` is its number, or `own` if unseen."""
     import triton.language as tl
 
-    return hasattr(tl, "atomic_store") or native_atomics(own, peer) is not False
+    if hasattr(tl, "atomic_store"):
+        return True
+    seen = _driver_knows(own, peer) if peer != own else None
+    found = native_atomics(_uuid(own), uuid) if seen is None else seen
+    if found is None:
+        _logger.warning(
+            "nobody tells whether GPU %s has native atomics on %s. If not, as over PCIe, signals "
+            "of Triton before 3.9 do not arrive, and calls time out",
+            own, uuid,
+        )  # fmt: skip
+    return found is not False
+
+
+def _driver_knows(own: int, peer: int) -> bool | None:
+    """What CUDA's driver says of two GPUs that this process sees; None without such a driver."""
+    if torch.version.hip:
+        return None
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found, devices = ctypes.c_int(), []
+    for number in (own, peer):
+        device = ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(device), number):
+            return None
+        devices.append(device)
+    if cuda.cuDeviceGetP2PAttribute(ctypes.byref(found), _ATOMICS, *devices):
+        return None
+    return bool(found.value)
 
 
 def native_atomics(own: str, peer: str) -> bool | None:

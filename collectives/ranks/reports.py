@@ -3,7 +3,7 @@
 Pages of the host's memory, which a GPU reaches over a slow link, have a line for each buffer:
 
     word          written by   holds
-    REPORTED      kernels      0, or STATUS of the pad in one word
+    REPORTED      kernels      0, or STATUS of the pad
     GONE_WORD     the host     0, or waiter << 32 | peer + 1: the process of `peer` has ended
     ALARM_WORD    the host     address of the page's first word: 1 once one of its lines has news
 
@@ -44,6 +44,7 @@ class _Page:
 
 _pages: list[_Page] = []  # for good: a kernel may still write there
 _reports: list[Report] = []  # of open buffers
+_untold: list[tuple[object, Exception]] = []  # of buffers closed since: of which virtual rank, what
 
 
 class Alive(Protocol):
@@ -67,7 +68,7 @@ class Report:
         rank: int,
         peers: Mapping[int, Alive],
         on_gpu: bool,
-        told: Callable[[list[int], int, str], Exception],
+        told: Callable[[int, int, str], Exception],
     ) -> None:
         """
         Args:
@@ -82,7 +83,8 @@ class Report:
         self._told, self._peers = told, peers
         self._page, self._line = page, page.free.pop()
         self._at = self._line * _LINE
-        self._logged = self._watched = False
+        self._logged = self._watched = self._raised = False
+        self._gone: set[int] = set()  # peers whose processes had ended at the last look
         self.address = page.address + 8 * self._at
         page.words[self._at : self._at + _LINE] = 0
         page.words[self._at + ALARM_WORD] = page.address
@@ -99,9 +101,11 @@ class Report:
         """Tell kernels of ended processes, and the log of failures. Called by another thread."""
         if not self._watched:
             return
-        for peer, process in self._peers.items():
-            if not self._page.words[self._at + GONE_WORD] and not process.alive():
-                self._page.words[self._at + GONE_WORD] = self.rank << 32 | peer + 1
+        # A process may end right after its part of the last call: what is on its way from other
+        # ranks has until the next look.
+        before, self._gone = self._gone, {p for p, each in self._peers.items() if not each.alive()}
+        if before & self._gone and not self._page.words[self._at + GONE_WORD]:
+            self._page.words[self._at + GONE_WORD] = self.rank << 32 | min(before & self._gone) + 1
         if not self._logged and (error := self.error()):
             self._logged = True
             _logger.error("%s", error)
@@ -109,20 +113,20 @@ class Report:
     def error(self) -> Exception | None:
         """What a kernel has told of."""
         word = int(self._page.words[self._at + REPORTED])
-        if not word:
-            return None
-        status = [word & 0xFF, word >> 8 & 0xFFF, word >> 20 & 0xFFF, word >> 32]
-        return self._told(status, self.rank, self.op)
+        return self._told(word, self.rank, self.op) if word else None
 
     def check(self) -> None:
         """Raise what a kernel has told of."""
         if self._page.words[self._at + REPORTED] and (error := self.error()):
+            self._raised = True
             raise error
 
     def close(self) -> None:
-        """Give the line back: the memory is not used any more."""
+        """Give the line back: the memory is not used any more. What nobody was told is kept."""
         if self in _reports:
             _reports.remove(self)
+            if self._page.pinned and not self._raised and (error := self.error()):
+                _untold.append((self.world, error))
             self._page.words[self._at + REPORTED] = 0
             self._page.free.append(self._line)
             if not any(each.error() for each in _reports if each._page is self._page):
@@ -135,11 +139,20 @@ def check_all() -> None:
     Every call begins so, even one that reaches no peer: what it works on may be the result of one
     that failed. It takes 0.1 us.
     """
+    for entry in _untold:
+        if entry[0] is here.world:
+            _untold.remove(entry)
+            raise entry[1]
     for page in _pages:
         if page.pinned and page.words[0]:  # calls on a CPU have raised themselves
             for report in list(_reports):
                 if report._page is page and report.world is here.world:
                     report.check()
+
+
+def forget() -> None:
+    """What was not told is of no interest any more: all buffers of the process are closed."""
+    _untold.clear()
 
 
 def watch_all() -> None:
@@ -149,7 +162,7 @@ def watch_all() -> None:
 
 
 class _Watch(threading.Thread):
-    """Looks at the processes of all peers four times a second, while there are any."""
+    """Looks at the processes of all peers four times a second."""
 
     _running: _Watch | None = None
     _end = threading.Event()
@@ -163,7 +176,10 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self._end.wait(_LOOK_S):
             for report in list(_reports):
-                report.look()
+                try:
+                    report.look()
+                except OSError as error:  # say that no file can be opened now: it looks again
+                    _logger.debug("looking at the processes of peers: %s", error)
 
 
 atexit.register(_Watch._end.set)

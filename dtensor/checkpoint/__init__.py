@@ -32,8 +32,11 @@ from torch.distributed.checkpoint.filesystem import (
     _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from weft.collectives.ranks.reports import check_all
 from weft.dtensor.checkpoint.files import METADATA, SUFFIX, Stored
 
 __all__ = ["AtomicWriter", "load", "save"]
@@ -84,6 +87,12 @@ class AtomicWriter(FileSystemWriter):
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{token}_{rank}_"))
             for rank, plan in enumerate(plans)
         ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files, and look once more whether what is in them has been computed."""
+        written = super().write_data(plan, planner)
+        check_all()
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Make the new checkpoint the valid one, then delete the old; on the coordinating rank."""

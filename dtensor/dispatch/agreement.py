@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from weft.collectives.ranks.group import is_traced
+from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.call import leaves
 from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.move.redistribute import move
@@ -21,7 +22,9 @@ def all_agree(verdict: bool, layout: Layout, device: torch.device) -> bool:
     """Whether every rank of the mesh says True. Collective."""
     one = torch.tensor([verdict], dtype=torch.uint8, device=device)
     partial = layout_of(layout.mesh, (Partial("min"),) * layout.mesh.ndim, (1,), (1,), torch.uint8)
-    return bool(move(one, partial, partial.replicated()).item())
+    answer = bool(move(one, partial, partial.replicated()).item())
+    check_all()  # of what the host has just waited for
+    return answer
 
 
 def agreed(

@@ -1,6 +1,6 @@
 """Planning: how each rank does its part of one kind of call.
 
-The op runs once on meta tensors, which gives the global results. A rule (`rules_*.py`) offers
+The op runs once on meta tensors, which gives the global results. A rule (in `rules`) offers
 strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of
 this follows from the call alone, so it is the same on every rank.
 """

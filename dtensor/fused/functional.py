@@ -1,6 +1,6 @@
 """`DTensor.__torch_function__`: calls that are seen before autograd takes them apart.
 
-Matmuls, attention and cross-entropy run as fused ops (the `fused_*` modules); embedding and norms
+Matmuls, attention and cross-entropy run as fused ops (the modules beside this); embedding and norms
 have gradients of their own. Functions that read values or memory, which no rank has of the
 whole tensor, gather them or are refused.
 """

@@ -10,7 +10,7 @@ rank's box. Placements apply from left to right: a later mesh dim cuts what the 
 
 Everything here is arithmetic, without communication. Layouts are interned: equal layouts are one
 object, and a dictionary key made of them is cheap. Only those of a graph that is traced for several
-sizes are not: see `open_layout.py`.
+sizes are not: see `symbolic.py`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
+from weft.collectives.ranks.reports import check_all
 from weft.dtensor.layout.boxes import (
     REDUCE,
     Layout,
@@ -73,6 +74,7 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
 
 @profiled("redistribute")
 def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    check_all()  # a step that reaches no peer does not
     for step in _steps(source, target):
         local = _finish(_start(step, local))
     return local

@@ -1,4 +1,4 @@
-"""Rules of layers: softmax, embedding, cross-entropy. Norms are in `rules_norm.py`."""
+"""Rules of layers: softmax, embedding, cross-entropy. Norms are in `norm.py`."""
 
 from __future__ import annotations
 

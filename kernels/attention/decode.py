@@ -16,7 +16,7 @@ sequences are. Sharded by head, a rank holds all tokens of its key heads, and ge
 other heads from their ranks. With shard=None nothing is exchanged: tensor-parallel layers query
 with their own heads alone, and go on with the results of those.
 
-`append_to_cache` stores new tokens where they belong. The kernels are in `flash_decoding`.
+`append_to_cache` stores new tokens where they belong. The kernels are in `decode_kernel`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from weft.collectives import Group, all_gather, exchange, resolve
 from weft.collectives.memory.exchange import agree, check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
+from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, choose, too_wide
 from weft.kernels.engine.fp8 import FP8
@@ -144,7 +145,7 @@ def flash_decode(
         raise NotImplementedError(
             "flash_decode has no gradient: call it under torch.no_grad(), or ring_attention"
         )
-    if is_call_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `custom_ops`
         op: Any = torch.ops.weft.flash_decode
         out, lse = op(
             q, k_cache, v_cache, lengths, name_of(group, shard), scale, shard or "sequence",
@@ -255,6 +256,7 @@ def append_to_cache(
             block_size, block_table,
         )  # fmt: skip
         return
+    check_all()
     group = alone() if shard is None else resolve(group)
     if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
         raise ValueError(

@@ -8,7 +8,7 @@ W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences
 
 Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
 its own keys, then to each peer's in place once that peer has signalled, rank + 1 first. Partial
-results are merged by log-sum-exp (`chunk_attention`). Keys that no query here sees are not read.
+results are merged by log-sum-exp (`host`). Keys that no query here sees are not read.
 
 Backward. Keys are published again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t:
 dq is added up here, and dk and dv are written to symmetric memory, where their owner reads them at
@@ -16,8 +16,8 @@ the end of the step. So an owner adds up its own part, then those of rank - 1, r
 in that order, and gradients are bitwise the same from run to run. No rank ever holds more than two
 shards besides its own, however many ranks there are.
 
-The triton engine is in `ring_flash` and `ring_flash_backward`, the generic one in
-`gathered_attention`.
+The triton engine is in `ring_kernel` and `ring_grad_kernel`, the generic one in
+`generic`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def ring_attention(
         2 ranks, one head of width 1, all q = 0: every score is 0. v = [[1.], [2.]] on rank 0 and
         [[3.], [6.]] on rank 1 give out = 3 for every query; causal, [1, 1.5] and [2, 3].
     """
-    if is_call_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `custom_ops`
         op: Any = torch.ops.weft.ring_attention
         out, lse = op(
             q, k, v, group_name(group), causal, scale, layout, *as_op_arguments(window, cu_seqlens),

@@ -16,8 +16,8 @@ gradients come back from all of those ranks, and are added up in rank order.
 Between the swaps runs `ring_attention`: on this rank alone or, in two dimensions, over the ranks of
 another mesh dim, each of which then holds the part of the sequence of its own swap.
 
-In one dimension the triton engine does all of it in one launch, without swaps: see `heads_flash`
-and `heads_flash_backward`.
+In one dimension the triton engine does all of it in one launch, without swaps: see `heads_kernel`
+and `heads_grad_kernel`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def ulysses_attention(
     Example:
         2 ranks, 2 heads: rank 0 computes head 0 of all tokens, rank 1 head 1.
     """
-    if is_call_traced(q):  # see `library_attention`
+    if is_call_traced(q):  # see `custom_ops`
         op: Any = torch.ops.weft.ulysses_attention
         ring_name = "" if ring_group is None else group_name(ring_group)
         out, lse = op(

@@ -107,7 +107,7 @@ def _workspace() -> Any:
         buffer_ptrs=table,
         signal_ptrs=table,
         half_bytes=1 << 36,
-        timeout_ns=1 << 27,
+        timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
     )
 

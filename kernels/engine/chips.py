@@ -84,13 +84,16 @@ def chip_of(device: torch.device) -> Chip:
     ranks = here.world and here.world.virtual
     if ranks and ranks.chip:
         return known(ranks.chip)
-    return _share(_chip_behind(device), ranks.sharing if ranks else 1, settings.sms())
+    chip = _chip_behind(device)
+    if chip is INTERPRETER:
+        return chip
+    return _share(chip, ranks.sharing if ranks else 1, settings.sms())
 
 
 @lru_cache(maxsize=64)
 def _share(chip: Chip, ranks: int, sms: int) -> Chip:
     """What a rank counts on of a chip that several use, or others (`sms`, if not 0)."""
-    if chip is INTERPRETER or (ranks == 1 and not sms):
+    if ranks == 1 and not sms:
         return chip
     return replace(chip, cores=min(sms or chip.cores, chip.cores // ranks))
 

@@ -2,7 +2,7 @@
 
 flash_decode makes partial attention and merges that of all ranks in one launch. Legend: W ranks; B
 sequences, T new tokens, H_kv key heads, G query heads for each; G * T rows that read the same keys,
-in tiles of R. An *item* is one (sequence, key head, tile). See `cached_attention`.
+in tiles of R. An *item* is one (sequence, key head, tile). See `decode`.
 
     program p   item p // SPLIT, part p % SPLIT of this rank's keys (SPLIT > 1: few items)
                 or items p, p + programs, ..                      (SPLIT = 1)

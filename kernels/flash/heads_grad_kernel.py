@@ -1,6 +1,6 @@
 """ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
 
-Legend as in `ring_keys` and `head_units`, formulas as in `ring_flash_backward`. If there are fewer
+Legend as in `ring_keys` and `head_units`, formulas as in `ring_grad_kernel`. If there are fewer
 key heads than ranks, several ranks use the same one: what each contributes to dk and dv is a part
 with a slot of its own on the owner of the tokens, which adds up the slots in rank order.
 
@@ -22,7 +22,7 @@ Protocol
      up.
   4. The last program to finish sets GENERATION.
 
-Why it neither races nor deadlocks: as in `heads_flash`.
+Why it neither races nor deadlocks: as in `heads_kernel`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def config_for(
         return config
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
-    # More is kept in registers here than in `ring_flash_backward`, whose tiles spill 8 to 72 bytes.
+    # More is kept in registers here than in `ring_grad_kernel`, whose tiles spill 8 to 72 bytes.
     if D > 128:
         config = replace(config, copy_m=16)
     if 64 < D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":

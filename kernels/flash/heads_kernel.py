@@ -17,15 +17,16 @@ permuted on the way.
 Protocol
   1. Copy programs publish keys and queries, signal, and fetch the keys of their rank's heads, as
      described in `ring_keys`. When a source's keys are here, its queries are too.
-  2. The other programs make tiles of BLOCK_M queries of one head, as in `ring_flash`, and send them
+  2. The other programs make tiles of BLOCK_M queries of one head, as in `ring_kernel`, and send
+  them
      to the tokens' owner, as described in `head_units`. The rank's own tokens come last, while the
      other results travel.
   3. They wait for what their namesakes on the peers have sent, and copy it to out and lse.
   4. The last program to finish sets GENERATION.
 
-Why it neither races nor deadlocks: as in `ring_flash`; and no program waits in step 3 before it has
-signalled everything in step 2, where it waits only for copy programs of its own launch. An area of
-results is written after its owner has published in this call, and hence (rule 1 of
+Why it neither races nor deadlocks: as in `ring_kernel`; and no program waits in step 3 before it
+has signalled everything in step 2, where it waits only for copy programs of its own launch. An area
+of results is written after its owner has published in this call, and hence (rule 1 of
 `weft.collectives.device.signals`) after it has read what the call before the last had stored there.
 """
 
@@ -88,7 +89,7 @@ def config_for(
     if chip is INTERPRETER:
         return config
     if 64 < D <= 128 and chip.family == "sm_80":
-        # 128 rows fit in `ring_flash`, but spill 144 and 184 bytes here.
+        # 128 rows fit in `ring_kernel`, but spill 144 and 184 bytes here.
         config = replace(config, block_m=min(config.block_m, 64))
     # Nothing can begin before queries and keys are published.
     return replace(config, copy_programs=max(1, chip.cores // 8))

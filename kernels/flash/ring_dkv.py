@@ -16,7 +16,7 @@ number (u + d * tiles a shard) % P of the P programs that compute. So program p 
 owner what program p has made on each peer. Tiles that no query of a rank sees are left out, by that
 rank and by the sum.
 
-Protocol, steps 2 and 4 of `ring_flash_backward`
+Protocol, steps 2 and 4 of `ring_grad_kernel`
   `make_dkv`: for the owners rank, rank+1, ...: wait for the owner's keys, make the tiles, store
   them in the owner's slot `rank`, and signal the word (0, rank, program) of its pad, even if there
   was nothing to make: release at system scope.

@@ -1,6 +1,6 @@
 """ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
 
-Legend as in `ring_keys` and `ring_flash`. With p = exp(scores - lse), the final probabilities:
+Legend as in `ring_keys` and `ring_kernel`. With p = exp(scores - lse), the final probabilities:
 
     dv = p^T @ dout    ds = p * (dout @ v^T - delta)    dq = scale * ds @ k    dk = scale * ds^T @ q
     delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
@@ -14,8 +14,8 @@ Protocol
      `ring_dkv`.
   5. All programs take a ticket; the last one sets GENERATION.
 
-Why it neither races nor deadlocks: as in `ring_flash`; and no program waits in step 4 before it has
-signalled everything in step 2, where it waits only for copy programs.
+Why it neither races nor deadlocks: as in `ring_kernel`; and no program waits in step 4 before it
+has signalled everything in step 2, where it waits only for copy programs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Exchange of keys and values: what the attention kernels over sharded sequences share.
 
 Legend: W ranks; rank s holds m_s rows of keys and of values for each of B * H_kv heads, D wide, in
-one or two spans (see `sharded_sequence`). PITCH is D rounded up to 16 bytes' worth of elements.
+one or two spans (see `geometry`). PITCH is D rounded up to 16 bytes' worth of elements.
 
     shard of s     [k | v] x [heads] x [rows] x PITCH     published: first in s's half
                                                           fetched: in `gathered`, at row base[s]
 
-`ring_flash` fetches all heads, `heads_flash` those that its rank computes.
+`ring_kernel` fetches all heads, `heads_kernel` those that its rank computes.
 
 Protocol, shared by forward and backward; programs 0 .. C-1 copy, the others compute
   1. Copy program p publishes every C-th chunk of rows of the rank's own shard and signals the word

@@ -18,8 +18,8 @@ is first turned into the gradient of the activation's argument, which the forwar
 
 Scaled fp8 operands: the scales of x's rows travel with the rows. Forward only.
 
-The triton engine is in `all_gather_gemm`; its backward also uses the kernel of
-`gemm_reduce_scatter`.
+The triton engine is in `all_gather_kernel`; its backward also uses the kernel of
+`reduce_scatter_kernel`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def all_gather_matmul(
     )
     epilogues.check_activation(activation, weights)
     scaling = scaling_of("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
-    if is_call_traced(x):  # see `library`
+    if is_call_traced(x):  # see `custom_ops`
         refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(
             x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered

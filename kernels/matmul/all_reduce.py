@@ -13,7 +13,7 @@ Whoever adds rows does so in rank order, so y is bitwise the same on every rank.
 
 Backward: dy is the same on every rank, as y is; dx = dy @ w^T and dw = x^T @ dy move nothing.
 
-The triton engine is in `gemm_all_reduce`.
+The triton engine is in `two_shot_kernel`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def matmul_all_reduce(
     """
     scaling = scaling_of("matmul_all_reduce", x, [w], [bias, residual], scale_a, scale_b, out_dtype)
     dtype = scaling.out_dtype if scaling else x.dtype
-    if is_call_traced(x):  # see `library`
+    if is_call_traced(x):  # see `custom_ops`
         refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_all_reduce(
             x, w, bias, group_name(group), reduce_op

@@ -59,7 +59,7 @@ def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) 
     tiling = tiling_for(chip, M, N, dtype)
     if chip is INTERPRETER:
         return Config(tiling, chip.programs, 1, 32, 32)
-    # As many copy programs as in `all_gather_gemm`, for the same reason.
+    # As many copy programs as in `all_gather_kernel`, for the same reason.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     descriptors = chip.descriptors and dtype != torch.float32

@@ -121,3 +121,6 @@ def fetching(
                 gathered[own].copy_(x)
         yield
         beside.rejoin()
+        ex.result(gathered)  # side streams may have copied after the consumer has spoilt it
+        if gathered_scales is not None:
+            ex.result(gathered_scales)

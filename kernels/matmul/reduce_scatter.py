@@ -12,9 +12,10 @@ signals; it then adds up its own rows of all partial products, in place on the p
 order. One large matmul and no copy: the sum itself moves the data.
 
 Backward: dx = dy @ w^T and dw = x^T @ dy for the gathered gradient dy; both use one gather, as in
-the forward of `gathered_matmul`.
+the forward of `all_gather`.
 
-The triton engine is in `gemm_reduce_scatter`; its backward uses the kernels of `all_gather_gemm`.
+The triton engine is in `reduce_scatter_kernel`; its backward uses the kernels of
+`all_gather_kernel`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def matmul_reduce_scatter(
         "matmul_reduce_scatter", x, [w], [bias, residual], scale_a, scale_b, out_dtype
     )
     dtype = scaling.out_dtype if scaling else x.dtype
-    if is_call_traced(x):  # see `library`
+    if is_call_traced(x):  # see `custom_ops`
         refuse_traced(scaling)
         traced: torch.Tensor = torch.ops.weft.matmul_reduce_scatter(
             x, w, bias, group_name(group), scatter_dim, reduce_op

@@ -9,7 +9,7 @@ Each row is added up and normalized by one rank, and the residual is never whole
 all_reduce and rms_norm, every rank would keep it and normalize all rows.
 
 The host and generic engines are a reduce_scatter, torch's ops and an all_gather, on those engines.
-The triton engine, for the few rows of decoding, is one launch: `sum_rms_norm`.
+The triton engine, for the few rows of decoding, is one launch: `rms_norm_kernel`.
 
 Backward: dy is summed over the ranks and scattered; dh = d rms_norm(dy_r) + dh_r is the gradient of
 the residual and, gathered, that of every rank's x.
@@ -85,7 +85,7 @@ def reduce_scatter_rms_norm_all_gather(
     eps = torch.finfo(wide).eps if eps is None else eps
     dim %= x.ndim
     made: tuple[torch.Tensor, torch.Tensor]
-    if is_call_traced(x):  # see `library`
+    if is_call_traced(x):  # see `custom_ops`
         op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
         made = op(x, weight, residual, group_name(group), eps, dim)
         return made

@@ -1,7 +1,7 @@
 """The Triton kernel of reduce_scatter_rms_norm_all_gather: one launch, one or two crossings.
 
 Legend: W ranks, each with its own terms x (T, H) and the residual of its own rows, C at most; sums
-h and results y. See `normalized_sum`.
+h and results y. See `rms_norm`.
 
     two shots   x[rows of p] --> slot r of p   p: h = slot 0 + slot 1 .. + residual, normalize
                                                y[own rows] --> finished rows of every rank --> y

@@ -2,7 +2,7 @@
 
 Example:
     broken = mutant(signals, ('sem="release"', 'sem="relaxed"'))
-    kernel = mutant(all_gather_gemm, signals=broken)
+    kernel = mutant(all_gather_kernel, signals=broken)
 """
 
 from __future__ import annotations

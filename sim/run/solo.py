@@ -292,7 +292,7 @@ class SoloWorld:
             torch.cuda.synchronize(self.device)
         group = here.world
         for buffer in open_buffers():
-            if buffer.group is group and (status := buffer.status_of(buffer.rank).tolist())[0]:
+            if buffer.group is group and (status := int(buffer.status_of(buffer.rank))):
                 raise told_by(status, buffer.rank, "a call by itself")
 
     def __enter__(self) -> SoloWorld:

@@ -1,0 +1,67 @@
+"""`make test-fast`: for every room some of its tests, two minutes in all on two quiet cores.
+
+A change needs `make test` as well. These tell early that something is broken, and where.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# By room, and by the files that stand beside the rooms: tests, as pytest names them.
+FAST = {
+    "weft": ["test_structure.py", "test_versions.py", "test_docs.py"],
+    "collectives": ["test_collectives.py::test_misuse_is_an_error_on_every_rank"],
+    "collectives/ranks": ["test_collectives.py::test_chunk_sizes_are_those_of_torch"],
+    "collectives/device": ["test_signals.py"],
+    "collectives/memory": ["test_workspace.py"],
+    "collectives/kernels": ["test_kernel_collectives.py::test_one_and_two_shots"],
+    "kernels": ["test_matmul_ops.py::test_misuse_is_an_error_on_every_rank"],
+    "kernels/engine": ["test_engines.py"],
+    "kernels/device": ["test_partial_sums.py::test_slots_are_added_up_in_order"],
+    "kernels/matmul": [
+        f"test_kernels_triton.py::test_against_float64[{case}-2]"
+        for case in ("gather_rows", "gather_contraction", "reduce_scatter", "all_reduce")
+    ],
+    "kernels/norm": ["test_normalized_sum.py::test_the_launch_suits_the_chip"],
+    "kernels/flash": ["test_ring_attention.py::test_a_late_rank"],
+    "kernels/attention": ["test_flash_decode.py::test_caches_of_fp8"],
+    "kernels/layers": ["test_parallel_linear.py::test_training_equals_one_process"],
+    "kernels/compile": ["test_aot.py::test_an_unknown_arch_is_refused"],
+    "dtensor": ["test_notation.py", "test_dtensor_api.py"],
+    "dtensor/layout": ["test_layout.py"],
+    "dtensor/tracing": ["test_dtensor_training.py::test_inference_mode_comes_first"],
+    "dtensor/move": ["test_dtensor_redistribute.py::test_all_pairs"],
+    "dtensor/checkpoint": ["test_checkpoint.py::test_into_other_layouts_and_numbers_of_ranks"],
+    "dtensor/dispatch": ["test_dtensor_dispatch.py", "test_discovery.py::test_rules_are_found"],
+    "dtensor/rules": [
+        f"test_dtensor_ops.py::test_family[{family}-3]"
+        for family in ("pointwise", "reductions", "views", "matmuls", "layers")
+    ],
+    "dtensor/fused": ["test_parallel.py::test_sequence_parallel_mlp_is_the_plain_one"],
+    "dtensor/interop": ["test_optimizer_step.py::test_a_step_is_that_of_one_process"],
+    "sim": ["test_sim.py::test_results_come_in_rank_order"],
+    "sim/check": ["test_sim_races.py::test_a_hand_over_with_a_fault"],
+    "sim/hooks": ["test_fast_integers.py"],
+    "sim/run": ["test_solo.py::test_larger_worlds"],
+    "sim/schedule": ["test_sim_replay.py::test_systematic_schedules"],
+    "sim/time": ["test_sim_time.py::test_two_ranks_by_hand"],
+    "bench": ["test_bench.py::test_what_is_wrong_has_no_time"],
+    "bench/blocks": ["test_bench_memory.py"],
+    "bench/suites": ["test_bench_scaling.py"],
+    "bench/report": ["test_bench.py::test_old_files_are_refused"],
+    "bench/commands": ["test_bench_commands.py::test_doctor_knows_what_weft_reads"],
+    "bench/solo": ["test_solo.py::test_rates_of_tiles_follow_from_the_figures"],
+}
+
+
+def arguments() -> list[str]:
+    """All of them, for pytest."""
+    return [str(HERE / test) for tests in FAST.values() for test in tests]
+
+
+if __name__ == "__main__":
+    import pytest
+
+    sys.exit(pytest.main([*sys.argv[1:], "-m", "not sweep and not gpu", *arguments()]))
