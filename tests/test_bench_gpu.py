@@ -47,8 +47,8 @@ def test_steps_come_in_their_order_with_minutes_of_their_own(capsys) -> None:
         "compile", "proof", "solo", "plain", "threads", "processes", "tune", "ranks",
     ]  # fmt: skip
     assert sum(step.minutes for step in STEPS.values() if step.name != "ranks") <= 28
-    assert gpu_steps.case_s("threads", "sanitizer") == 150
-    assert gpu_steps.case_s("proof", "doctor") == 100
+    assert gpu_steps.case_s("threads", "sanitizer", "cuda") == 150
+    assert gpu_steps.case_s("proof", "doctor", "cuda") == 100
     assert [gpu_steps.rank_counts(n) for n in (0, 1, 2, 6, 8)] == [
         (), (), (2,), (2, 4, 6), (2, 4, 8),
     ]  # fmt: skip
@@ -175,7 +175,7 @@ time.sleep(600)
         gpu.subprocess, "Popen",
         lambda given, **more: popen([sys.executable, "-c", code, given[-1]], **more),
     )  # fmt: skip
-    monkeypatch.setattr(gpu_steps, "case_s", lambda step, case: 0.5)
+    monkeypatch.setattr(gpu_steps, "case_s", lambda step, case, device: 0.5)
     monkeypatch.setattr(gpu, "_EXIT_S", 0.5)
     this = gpu.Slice(
         tmp_path, "cpu", True, time.monotonic() + 300, gpu.Log(tmp_path / "log.txt", 0.0),
@@ -202,6 +202,11 @@ with report.case("a", 0.5):
     begun, ended = lines(tmp_path)
     assert "begun" in begun and ended["outcome"] == "failed" and "no end within" in ended["why"]
     assert ended["launches"] == ["rank 1: _some_kernel[8] W=2"]
+    # If the step's time ends first, that is no failure.
+    (tmp_path / "outcomes.jsonl").unlink()
+    code = code.replace("time.time() + 60", "time.time() + 1").replace('"a", 0.5', '"a", 60')
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
+    assert [entry.get("outcome") for entry in lines(tmp_path)] == [None, "cut"]
 
 
 def test_half_a_line_is_no_outcome(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Outcomes:
             self.begun[key] = entry["begun"]
         else:
             self.begun.pop(key, None)
-            self.unended.discard(key)
+            (self.unended.add if entry["outcome"] == "cut" else self.unended.discard)(key)
             of = self.runs[-1] if self.runs else {}
             self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache", "chip")}
             where = entry["step"], _place(entry["step"], of)
@@ -249,7 +249,7 @@ class Slice:
         """One process of a step, until it ends or its time is up. Its status."""
         plan = Plan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
-            until - time.monotonic() + time.time(),
+            until - time.monotonic() + time.time() - 1,
         )  # fmt: skip
         variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
@@ -318,7 +318,7 @@ class Slice:
     def _hangs(self) -> bool:
         """Whether a case takes longer than it may, and its process has not ended for that."""
         return any(
-            time.time() - begun > gpu_steps.case_s(step, case) + _EXIT_S
+            time.time() - begun > gpu_steps.case_s(step, case, self.device) + _EXIT_S
             for (step, case), begun in self.outcomes.begun.items()
         )
 

@@ -54,7 +54,9 @@ def run(plan: Plan, report: Report) -> None:
                 others.close()
                 done = Done(done.ended + more.ended, done.wrong + more.wrong, done.left + more.left)
             found |= {"compiled": done.ended, "processes": compilers.count}
-            if done.wrong:
+            if name == "tune":  # a launch that a chip has too little for is out of the search
+                found["refused"] = done.wrong
+            elif done.wrong:
                 raise RuntimeError("\n".join(done.wrong))
             if done.left:
                 raise CutError(f"no time for {len(done.left)}, first {done.left[0]}")

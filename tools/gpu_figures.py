@@ -52,7 +52,10 @@ def solo(plan: Plan, report: Report) -> None:
         if report.left_s < max(5.0, longest) or not _goes_on(report, device):
             return
         start = time.monotonic()
-        with report.case(name, case_s(plan.step, name)) as found, report.launches.noting(lambda: 1):
+        with (
+            report.case(name, case_s(plan.step, name, plan.device)) as found,
+            report.launches.noting(lambda: 1),
+        ):
             case = measure.measured(
                 spec, device, plan.quick, part, unobserved=report.launches.unnoted
             )
@@ -88,7 +91,10 @@ def tune(plan: Plan, report: Report) -> None:
         if report.left_s < 20 or not _goes_on(report, device):
             break
         spec = specs[name]
-        with report.case(name, case_s(plan.step, name)) as found, report.launches.noting(lambda: 1):
+        with (
+            report.case(name, case_s(plan.step, name, plan.device)) as found,
+            report.launches.noting(lambda: 1),
+        ):
             if device.type == "cuda":
                 _, choices = sweep.choices_of(spec, device)
                 compilers.run(
@@ -96,7 +102,7 @@ def tune(plan: Plan, report: Report) -> None:
                         (str(number), partial(sweep.compile_choice, spec, choice, device))
                         for number, choice in enumerate(choices)
                     ],
-                    time.monotonic() + min(report.left_s, case_s(plan.step, name)) / 2,
+                    time.monotonic() + min(report.left_s, case_s(plan.step, name, plan.device)) / 2,
                 )
             entry, trials = sweep.search(spec, device, Path(plan.folder), _say)
             failed = [trial.failure for trial in trials if trial.failure]

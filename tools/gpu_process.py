@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tools.gpu_report import FAILED, GO_ON, Launches, Report
-from tools.gpu_steps import STEPS, Plan, case_s
+from tools.gpu_steps import Plan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
 
@@ -87,7 +87,7 @@ def _threads(plan: Plan, report: Report) -> None:
     for name in plan.cases:
         if report.left_s < 1 or report.failed:
             return
-        limit_s = min(case_s(plan.step, name), max(report.left_s, 1))
+        limit_s = case_s(plan.step, name, plan.device)
         with report.case(name, limit_s):
             if name == "doctor":
                 _doctor()
@@ -181,7 +181,6 @@ def _sanitized(plan: Plan, seconds: float) -> None:
 def _processes(plan: Plan, report: Report) -> None:
     from weft.launch import RankError, launch
 
-    step = STEPS[plan.step]
     begun: list[tuple[str, float]] = []
 
     def hear(event: tuple[str, Any]) -> None:
@@ -196,7 +195,7 @@ def _processes(plan: Plan, report: Report) -> None:
     try:
         launch(
             2, _process, plan, device=plan.device, on_progress=hear,
-            stall_s=min(step.case_s, report.left_s),
+            stall_s=case_s(plan.step, "", plan.device),
         )  # fmt: skip
     except RankError as error:
         name, at = begun[-1] if begun else (plan.cases[0], time.monotonic())

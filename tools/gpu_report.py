@@ -59,18 +59,24 @@ class Report:
         """A case that passes unless the block raises, or takes longer than `case_s`.
 
         It gives what is to be kept of the case beside its outcome, to be filled in. A watch of its
-        own ends the process: Python hears no signal while it waits for a GPU.
+        own ends the process, as Python hears no signal while it waits for a GPU; also when the
+        step's time is up, which is no failure.
         """
         from tools.gpu_cases import ImpossibleError
 
         start, found = time.monotonic(), dict[str, Any]()
         self.begin(name)
 
+        limit_s = min(case_s, max(self.left_s, 0.0))
+
         def hang() -> None:
+            if limit_s < case_s:
+                self.end(name, "cut", limit_s, "the time was up")
+                os._exit(0)
             self.end(name, "failed", case_s, f"no end within {case_s:g} s\n{stacks()}")
             os._exit(FAILED)
 
-        watch = threading.Timer(case_s, hang)
+        watch = threading.Timer(limit_s, hang)
         watch.daemon = True
         watch.start()
         outcome: Outcome = "passed"
