@@ -19,6 +19,7 @@ from needs import needs_interpreter
 
 from tools import gpu, gpu_cases, gpu_page, gpu_report, gpu_steps
 from tools.gpu_steps import STEPS
+from weft.bench.rows import Case, Result, Timing
 
 RUN = {"sources": "s", "cache": "c", "chip": "some-chip"}
 QUICK = ["--device", "cpu", "--quick"]
@@ -159,6 +160,24 @@ def test_a_case_that_had_no_time_has_not_failed(tmp_path: Path) -> None:
         )  # fmt: skip
         assert this._process("plain", this.left("plain"), time.monotonic() + until) <= 0
         assert not this.outcomes.count("failed")
+
+
+def test_figures_are_of_one_chip_and_parts_stand_beside_the_whole(tmp_path: Path) -> None:
+    def entry(name: str, chip: str, **times: float) -> dict[str, Any]:
+        variants = {each: Timing([us], [us]) for each, us in times.items()}
+        row = Case("solo", name, {"op": "norm", "ranks": 2}, variants, main="weft").as_dict()
+        return {"outcome": "passed", "seconds": 1.0, "why": "", "row": row, "chip": chip}
+
+    run = gpu_page.where("cpu") | {"chip": "h100"}
+    found = {
+        ("solo", "norm a"): entry("norm a", "h100", weft=5.0),
+        ("solo", "norm a, without waits"): entry("norm a", "h100", **{"without waits": 4.0}),
+        ("solo", "norm b"): entry("norm b", "h200", weft=3.0),
+    }
+    gpu_page.write(tmp_path, [run], found)
+    (case,) = Result.read(tmp_path / "solo.json").cases
+    assert case.name == "norm a" and set(case.timed) == {"weft", "without waits"}
+    assert "norm b" not in (tmp_path / "page.md").read_text()
 
 
 def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
