@@ -47,7 +47,7 @@ class Step:
 STEPS = {
     step.name: step
     for step in (
-        Step("compile", "kernels of the other steps, by all cores", 3, case_s=600),
+        Step("compile", "kernels of the other steps, by all cores", 3, 600, 120),
         Step("proof", "4 ranks as threads: every call once", 1.5),
         # Peers' signals are there: what has not come does not come.
         Step("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),

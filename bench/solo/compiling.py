@@ -35,7 +35,7 @@ from weft.sim.run import solo
 from weft.sim.unwaited import PARTS
 
 _WORKER_BYTES = 5 << 30  # of the GPU's memory, for a process that compiles
-_STUCK_S = 90.0  # in which one unit at least must have ended
+_STUCK_S = 120.0  # in which one unit at least must have ended
 
 Unit = tuple[str, Callable[[], None]]  # a name, and what can be pickled
 
