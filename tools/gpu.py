@@ -220,7 +220,9 @@ class Slice:
     def go(self, steps: Sequence[str]) -> None:
         """Run the steps, then what they had no time for."""
         for limited in (True, False):
-            for step in steps:
+            # What was not compiled in its minutes is now compiled where it is launched.
+            order = steps if limited else sorted(steps, key=lambda step: step == "compile")
+            for step in order:
                 spent_s = self.outcomes.spent.get((step, _place(step, self.run)), 0.0)
                 left_s = 60 * STEPS[step].minutes - spent_s if limited else float("inf")
                 self._step(step, min(self.until, time.monotonic() + left_s))

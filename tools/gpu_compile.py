@@ -26,6 +26,7 @@ from tools.gpu_steps import (
     tune_specs,
 )
 
+_SEARCHES = 8  # the first ones, of some 30 launches each; the step compiles the others itself
 _CALL_S = 240.0  # that the ranks of a call may take: some have five kernels
 
 
@@ -82,7 +83,7 @@ def units(name: str, plan: Plan) -> list[tuple[str, Any]]:
         ]
     return [
         (f"{each}, {number}", partial(sweep.compile_choice, spec, choice, device))
-        for each, spec in tune_specs(plan.quick).items()
+        for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
         for number, choice in enumerate(sweep.choices_of(spec, device)[1])
     ]
 
