@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_interpreter
+from triton.runtime.jit import JITFunction
 
 from tools import gpu, gpu_cases, gpu_page, gpu_report, gpu_steps
 from tools.gpu_steps import STEPS
@@ -178,6 +179,21 @@ def test_figures_are_of_one_chip_and_parts_stand_beside_the_whole(tmp_path: Path
     (case,) = Result.read(tmp_path / "solo.json").cases
     assert case.name == "norm a" and set(case.timed) == {"weft", "without waits"}
     assert "norm b" not in (tmp_path / "page.md").read_text()
+
+
+def test_ranks_are_late_before_each_launch(tmp_path, monkeypatch) -> None:
+    """But not where what the host takes is measured, or kernels are compiled."""
+    made: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append("launch"))
+    monkeypatch.setattr(gpu_cases._here, "late", lambda: made.append("late"), raising=False)
+    launches = gpu_report.Launches(tmp_path)
+    with launches.noting(lambda: 0, gpu_cases.be_late):
+        JITFunction.run(SimpleNamespace(__name__="_a_kernel"), grid=(2,), warmup=False)
+        with launches.unnoted():
+            JITFunction.run(SimpleNamespace(__name__="_b_kernel"), grid=(2,), warmup=False)
+        JITFunction.run(SimpleNamespace(__name__="_c_kernel"), grid=(2,), warmup=True)
+    assert made == ["late", "launch", "launch", "launch"]
+    assert launches.read() == ["rank 0: _a_kernel[2]"]
 
 
 def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
