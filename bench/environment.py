@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
+from weft.collectives.cost import BUSY
 from weft.launch import cores
-
-# A load above this part of the cores, before a run, means that other work disturbs its times.
-BUSY = 0.4
 
 
 def environment(ranks: int, device: str, threads: int) -> dict[str, Any]:

@@ -53,11 +53,17 @@ class Timing:
         return max(self.ranks_us)
 
     @property
-    def spread(self) -> float:
-        """(90th - 10th percentile) / median of the rounds."""
+    def middle(self) -> tuple[float, float]:
+        """The 10th and the 90th percentile of the rounds."""
         ordered = sorted(self.rounds_us)
         low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
-        return (high - low) / statistics.median(ordered)
+        return low, high
+
+    @property
+    def spread(self) -> float:
+        """(90th - 10th percentile) / median of the rounds."""
+        low, high = self.middle
+        return (high - low) / statistics.median(self.rounds_us)
 
     @cached_property
     def statistics(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ if not __name__.startswith("weft."):
     )
 
 import os as _os
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
@@ -16,6 +17,10 @@ import torch as _torch
 # `python -m weft.kernels.compile.aot` opts out with TRITON_INTERPRET=0.
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
+if "triton.language" in _sys.modules:
+    from weft.collectives.device.interpreter import interpret_tritons_own as _interpret_tritons_own
+
+    _interpret_tritons_own()
 
 from weft import versions as _versions
 from weft.collectives import custom_ops as custom_ops  # registers torch.ops.weft

@@ -1,9 +1,12 @@
 """What this machine can do: rates by which engines are chosen, measured once and kept.
 
-The first call that has to choose measures them, on all ranks of its group at the same time (0.3 s).
-Rank 0 keeps the result in WEFT_CACHE_DIR or, if that cannot be written, in a folder of the user's
-own for temporary files. Every rank uses rank 0's numbers, so that all choose alike. `weft bench
-calibrate` measures again, as does deleting the file.
+The first call that has to choose measures them, on all ranks of its group at the same time: the
+least times of several rounds, as other work only adds to them. Rank 0 keeps the result in
+WEFT_CACHE_DIR and nowhere else if that is set; if not, in ~/.cache/weft or, where that cannot be
+written, in a folder of the user's own for temporary files. Every rank uses rank 0's numbers, so
+that all choose alike. The load of the machine is kept beside them: rates taken under load are
+measured again by later processes that find it lower, three times in all. `weft bench calibrate`
+measures again in any case, as does deleting the file.
 """
 
 from __future__ import annotations
@@ -12,12 +15,11 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ from weft.collectives.ranks.group import Group, kept_by_group, unwatched
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
+# A load above this part of the cores means that other work disturbs what is timed.
+BUSY = 0.4
+# How often rates are measured, all in all, for having been taken under load.
+_MOST_TRIES = 3
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -45,6 +52,8 @@ class Machine:
         sync_us: an empty exchange.
         wire: bytes per us that a rank receives in the process group's all-gather.
         wire_us: an empty all-gather in the process group.
+        load: of the machine when they were taken, as a part of its cores.
+        tries: how often they have been measured.
     """
 
     flops: dict[str, float]
@@ -52,6 +61,8 @@ class Machine:
     sync_us: float
     wire: float
     wire_us: float
+    load: float = 0.0
+    tries: int = 1
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Matmul rate of a dtype, in flop per us."""
@@ -94,20 +105,36 @@ def machine(group: Group, device: torch.device) -> Machine:
     if found is None:
         fields = Machine.__dataclass_fields__
         kept = _load(_name_for(group, device), fields) if group.rank == 0 else None
+        tries = kept["tries"] if kept else 0
+        if kept and _may_be_better_now(kept):
+            kept = None
         if (kept := _of_first(group, kept)) is None:
-            return calibrate(group, device)
+            return calibrate(group, device, tries + 1)
         found = _machines[group, device.type] = Machine(**kept)
     return found
 
 
-def calibrate(group: Group, device: torch.device) -> Machine:
+def calibrate(group: Group, device: torch.device, tries: int = 1) -> Machine:
     """Measure the rates for `group` on `device` now, and keep them. Collective."""
+    load = load_a_core()
     with unwatched(group):
-        rates = _of_first(group, asdict(_measure(group, device)))
+        measured = replace(_measure(group, device), load=round(load, 2), tries=tries)
+        rates = _of_first(group, asdict(measured))
     if group.rank == 0:
         _save(_name_for(group, device), rates)
-    measured = _machines[group, device.type] = Machine(**rates)
-    return measured
+    found = _machines[group, device.type] = Machine(**rates)
+    return found
+
+
+def load_a_core() -> float:
+    """The load of the last minute, as a part of the machine's cores."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def _may_be_better_now(kept: dict[str, Any]) -> bool:
+    """Whether rates were taken under a load that is lower now."""
+    busy: bool = kept["load"] > BUSY and kept["tries"] < _MOST_TRIES
+    return busy and load_a_core() <= max(BUSY, kept["load"] / 2)
 
 
 def _of_first(group: Group, value: Any) -> Any:
@@ -155,6 +182,8 @@ def _folders() -> list[Path]:
     folders = []
     with suppress(RuntimeError):  # a user without a home, as in containers
         folders.append(settings.cache_dir())
+    if settings.cache_dir_is_set():
+        return folders
     with suppress(FileNotFoundError):
         folders.append(Path(tempfile.gettempdir()) / f"weft-{os.getuid()}")
     return folders
@@ -246,23 +275,30 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return _onednn_square(x) if fp32_on_cpu and onednn_is_quicker() else x @ x
 
 
-def _timed(call: Callable[[], object], repeats: int, device: torch.device | None = None) -> float:
-    """Median time of a call in us, after one that is not counted.
+def _timed(
+    call: Callable[[], object], rounds: int, device: torch.device | None = None, calls: int = 1
+) -> float:
+    """Time of a call in us: the least of `rounds`, after one that is not counted.
 
-    On a GPU it is device time: what the host takes to enqueue is hidden behind earlier work, as in
-    a model's step.
+    Of calls in which ranks wait for each other a round has several: the last to come waits for
+    none. On a GPU it is device time: what the host takes to enqueue is hidden behind earlier work,
+    as in a model's step.
     """
-    gpu = device is not None and device.type == "cuda"
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
     call()
     times = []
-    for _ in range(repeats):
-        if gpu:
-            times.append(device_us(call, lead=call))  # ranks wait for each other in `lead`
+    for _ in range(rounds):
+        if device is not None and device.type == "cuda":
+            times.append(device_us(several, lead=call))  # ranks wait for each other in `lead`
             continue
         start = time.perf_counter()
-        call()
+        several()
         times.append((time.perf_counter() - start) * 1e6)
-    return max(statistics.median(times), 1e-3)
+    return max(min(times) / calls, 1e-3)
 
 
 def device_us(call: Callable[[], object], lead: Callable[[], object] | None = None) -> float:
@@ -285,16 +321,18 @@ def device_us(call: Callable[[], object], lead: Callable[[], object] | None = No
 _HEAD_START_CYCLES = 1_000_000  # half a millisecond
 
 
-def _measure(group: Group, device: torch.device) -> Machine:
-    def timed(call: Callable[[], object], repeats: int) -> float:
-        return _timed(call, repeats, device)
-
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Flop per us of a large matmul, now."""
     size = _MATMUL_SIZE[device.type]
-    flops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.ones(size, size, dtype=dtype, device=device)
-        us = timed(partial(_square, a), 5)
-        flops[str(dtype)] = 2 * size**3 / us
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _timed(partial(_square, a), 7, device)
+
+
+def _measure(group: Group, device: torch.device) -> Machine:
+    def timed(call: Callable[[], object], rounds: int, calls: int = 1) -> float:
+        return _timed(call, rounds, device, calls)
+
+    flops = {str(dtype): matmul_rate(dtype, device) for dtype in (torch.float32, torch.bfloat16)}
     if device.type == "cuda":
         flops[str(torch.float16)] = flops[str(torch.bfloat16)]
         if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -322,8 +360,8 @@ def _measure(group: Group, device: torch.device) -> Machine:
                 ex.wait(peer)
                 target.copy_(ex.peer(peer, (nbytes,), torch.uint8))
 
-        sync_us = timed(nothing, 50)
-        copy_us = timed(read, 5)
+        sync_us = timed(nothing, 8, 10)
+        copy_us = timed(read, 5, 2)
         copy = nbytes / max(copy_us - sync_us, copy_us / 2)
         give_back(group, "measure", device)
 
@@ -331,7 +369,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=group.pg)
 
-    wire_us = timed(lambda: gather(source[:64]), 20)
-    whole_us = timed(lambda: gather(source), 3)
+    wire_us = timed(lambda: gather(source[:64]), 5, 8)
+    whole_us = timed(lambda: gather(source), 3, 2)
     wire = nbytes * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     return Machine(flops, copy, sync_us, wire, wire_us)

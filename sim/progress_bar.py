@@ -15,7 +15,7 @@ _SHOW_AFTER_S = 1.0
 def progress(total: int | None) -> Iterator[Callable[[], None]]:
     """Yields what to call after each schedule; `total` is None if their number is not known.
 
-    Needs rich (`weft[bench]`), and says nothing without it, off a terminal, and in short runs.
+    Needs rich, and says nothing without it, off a terminal, and in short runs.
     """
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda: None

@@ -161,6 +161,21 @@ def test_another_process_gets_the_arguments(monkeypatch, given):
     assert commands == [[sys.executable, "-m", "weft.kernels.compile.aot", *given]]
 
 
+def test_chips_have_names(monkeypatch):
+    assert set(aot._CHIPS.values()) == set(aot._TARGETS)
+    asked = []
+
+    def compile_all(archs, *args, **options):
+        asked.extend(archs)
+        yield from ()
+
+    monkeypatch.setattr(aot, "compile_all", compile_all)
+    monkeypatch.setattr(aot.signals, "INTERPRETED", False)
+    with pytest.raises(SystemExit):  # nothing was compiled
+        aot.main(["--arch", "h100,a100", "H200", "gfx942"])
+    assert asked == ["sm_90", "sm_80", "gfx942"]
+
+
 @pytest.mark.parametrize(("given", "named"), [("sm_90,sm_42", "'sm_42'"), (",", "','")])
 def test_an_unknown_arch_is_refused(capsys, given, named):
     with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.bench.commands import doctor, explain, tune
 from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
+from weft.collectives.cost import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "docs" / "bench.md").read_text()
@@ -36,6 +38,7 @@ def test_the_commands_of_the_docs_in_their_order(
     assert (tmp_path / "report" / "index.html").exists()
     text = answers["explain"]
     assert re.search(r"^host: .* us predicted, .* us measured", text, re.MULTILINE)
+    assert re.search(r"^generic: .*MiB at .* GB/s", text, re.MULTILINE | re.DOTALL)
     assert "64 x 64 x 32 flop" in text or "of operands at" in text
     assert re.search(r"^bound: .* us measured \(arithmetic", text, re.MULTILINE)
     assert re.search(r"^auto took \w+: \d\.\d+ of the bound", text, re.MULTILINE)
@@ -141,6 +144,28 @@ def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys:
     here |= {"torch": "2.99.0", "triton": "3.7.1"}
     findings = {finding.what: finding for finding in doctor._versions()}
     assert findings["torch"].mark == "--" and "tested with 2.11 to 2.15" in findings["torch"].cure
+
+
+def test_doctor_doubts_rates_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    good = Machine({"torch.float32": 4e4}, 1e4, 10.0, 1e3, 200.0)
+    assert doctor.doubt_of(good, 4e4) == doctor.doubt_of(good, 1e4) == ""
+    low = replace(good, flops={"torch.float32": 1e4})
+    assert doctor.doubt_of(low, 4e4) == "too low: a rank multiplies at 40 GFLOP/s now"
+    assert "a load of 2.1 a core" in doctor.doubt_of(replace(good, load=2.1), 4e4)
+    assert "process group cannot" in doctor.doubt_of(replace(good, copy=100.0), 4e4)
+
+
+def test_doctor_does_not_send_to_what_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(doctor, "_trial", lambda ranks: [])
+    assert doctor.main([]) == 0
+    assert "try `weft demo`" in capsys.readouterr().out
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "try" not in said and said.endswith("bench: pip install matplotlib pytest-benchmark "
+                                               "rich pyyaml\n")  # fmt: skip
 
 
 def test_doctor_knows_what_weft_reads(monkeypatch: pytest.MonkeyPatch) -> None:

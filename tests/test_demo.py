@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from weft import cli
+from weft.collectives.cost import BUSY
 from weft.demo import run as demo
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, Shape
-from weft.demo.report import Comparison
+from weft.demo.report import Comparison, show
 from weft.demo.train import Result, Run, train
 
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
@@ -37,6 +39,7 @@ def test_demo_end_to_end(
         assert re.search(r"\b(host|generic|pull)\b", row), f"folded at 80 columns: {row}"
 
     report = json.loads((tmp_path / "report.json").read_text())
+    assert ("the machine was not quiet" in told) == (report["load"] > BUSY)
     assert report["agrees"]
     assert report["largest_difference"] < 1e-4
     assert len(report["ranks"]) == 2
@@ -71,6 +74,15 @@ def test_the_exit_status_says_whether_the_losses_agree(
 
     monkeypatch.setattr(demo, "run_demo", compared)
     assert cli.main(["demo", "--device", "cpu", "--out", str(tmp_path)]) == status
+
+
+def test_times_beside_other_work_are_told_to_be() -> None:
+    result = Result([2.0, 1.0], step_seconds=[1.0, 1.0], wait_seconds=[0.0, 0.0])
+    for load in (0.0, 2.5):
+        out = io.StringIO()
+        comparison = Comparison(Run(Shape(), 2, 1, 1e-3, 0), 0, result, [result], load)
+        show(comparison, Console(file=out, width=200))
+        assert ("load 2.5 a core at the start" in out.getvalue()) == (load > 0)
 
 
 def trained(run: Run) -> Result:
@@ -122,7 +134,14 @@ def test_missing_extras_are_named(
         importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name)
     )
     assert cli.main(["demo"]) == 2
-    assert "weft demo needs rich: pip install 'weft[bench]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "weft demo needs rich: pip install matplotlib pytest-benchmark rich pyyaml\n" in said
+
+
+def test_missing_extras_are_those_of_the_distribution() -> None:
+    project = (Path(cli.__file__).parent.parent / "pyproject.toml").read_text()
+    (packages,) = re.findall(r"^bench = \[(.*?)\]", project, re.MULTILINE)
+    assert sorted(re.findall(r'"(.*?)"', packages)) == sorted(cli.EXTRAS.values())
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

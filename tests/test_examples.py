@@ -30,7 +30,7 @@ from weft.kernels import to_zigzag
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 FRAMEWORKS = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL
+    r"```python[^\n]*\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL
 )
 
 

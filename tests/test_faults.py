@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,8 @@ import weft
 from weft import collectives
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import shards
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SOON_S = 10  # interpreted, on a busy machine; the usual time-out is 60
 
@@ -285,3 +288,16 @@ def test_nothing_stays_when_all_are_killed(own_ranks: Any) -> None:
         os.kill(pid, signal.SIGKILL)
     two.close()
     assert shared_memory_files() <= before
+
+
+def test_no_thread_is_left_at_exit() -> None:
+    """What a script leaves open: one that Python stops in the middle of torch's code aborts."""
+    code = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
+from weft.collectives.ranks import reports
+reports._Watch.begin()
+assert len(threading.enumerate()) == 2
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "['MainThread']\n", run.stderr

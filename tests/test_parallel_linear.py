@@ -36,6 +36,17 @@ def parallel(whole: nn.Sequential, sequence_dim: int | None) -> nn.Sequential:
     )
 
 
+def test_wrong_arguments_are_told_by_the_public_class() -> None:
+    for layer in (weft.ColumnParallelLinear, weft.RowParallelLinear):
+        made: Any = layer
+        with pytest.raises(TypeError, match=rf"^{layer.__name__}\.__init__\(\) missing 2"):
+            made()
+        with pytest.raises(TypeError, match=rf"^{layer.__name__}\.from_linear\(\) missing 1"):
+            made.from_linear()
+        with pytest.raises(TypeError, match=rf"^{layer.__name__}\.from_linear\(\) got an unex"):
+            made.from_linear(nn.Linear(2, 2), axis=0)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(

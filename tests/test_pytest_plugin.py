@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -28,6 +29,11 @@ def test_race(sim_run):
         buffer = collectives.empty((1,))
         buffer.get_buffer(0, (1,), torch.float32).fill_(rank)
     sim_run(2, body, schedules=2)
+
+def test_wrong(sim_run):
+    def body(rank):
+        assert rank == 0, "as planted"
+    sim_run(2, body)
 """
 
 
@@ -48,6 +54,9 @@ def run(tmp_path: Path, *options: str) -> str:
 
 def test_the_fixture(tmp_path: Path) -> None:
     out = run(tmp_path)
-    assert "2 passed" in out and "1 failed" in out and "RaceError" in out and "tried 2" in out, out
+    assert "2 passed" in out and "2 failed" in out and "RaceError" in out and "tried 2" in out, out
+    # Tracebacks are of the tests, not of weft.
+    assert "test_it.py:20: " in out and "test_it.py:24: AssertionError" in out, out
+    assert not re.findall(r"^(?:\S*/)?(?:weft|sim)/\S+:\d+:", out, re.MULTILINE), out
     out = run(tmp_path, "--sim-schedules=5", "--sim-seed=7", "-k", "values or race")
     assert "tried 5" in out and "seed=7, schedule=0" in out, out

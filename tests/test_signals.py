@@ -223,6 +223,11 @@ def test_calls_on_the_same_memory_must_not_overlap():
     assert "matmul_all_reduce: two calls on the same memory" in str(error)
 
 
+@triton.jit
+def _end_kernel(table, rank) -> None:
+    signals.end_call(table, rank, 6)
+
+
 def test_a_failure_is_told_to_peers_that_come_later():
     """They would take what this rank has announced of later calls for that of theirs."""
     ranks, out = pads(2), torch.zeros(3)
@@ -230,6 +235,7 @@ def test_a_failure_is_told_to_peers_that_come_later():
         words[pad.PADS], words[pad.RANKS] = ranks.table.data_ptr(), 2
     waited = torch.zeros(2, dtype=torch.int64)
     _wait_kernel[(1,)](ranks.table, waited, 6, 20)  # rank 1 waits in vain
+    _end_kernel[(1,)](ranks.table, 1)
     status = pad.status_word(pad.TIMED_OUT, 1, 0, 6)
     assert [int(words[pad.STATUS]) for words in ranks.words] == [status] * 2
     _call_kernel[(3,)](ranks.table, out, 3, END=True)  # rank 0

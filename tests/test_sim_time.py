@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from matplotlib.figure import Figure
 from needs import needs_interpreter
 
 import weft
@@ -345,12 +348,22 @@ def test_a_message_is_one_copy_by_its_receiver() -> None:
 def test_pictures_and_traces(tmp_path: Path) -> None:
     timeline = sim.run(2, gather(64, 64, 64), hardware="h100", numerics=False).timeline
     assert timeline is not None
-    timeline.save_plot(tmp_path / "out.png")
+    with patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
+        timeline.save_plot(tmp_path / "out.png", ranks=[1])
+    figure = saved.call_args.args[0]
+    (axis,) = figure.axes
+    assert any(text.get_text() == "_ag_gemm_kernel" for text in axis.texts)
+    assert re.search(r"rank 1 waits for signals: \d+% for rank 0", axis.get_title(loc="left"))
+    about = figure.get_suptitle()
+    assert about.endswith("; shown: rank 1 of 2") and "alone 0 us" not in about
+    assert any("white" in text.get_text() for text in figure.legends[0].texts)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     timeline.save_trace(tmp_path / "out.json")
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert {e["pid"] for e in spans} == {0, 1}
+    waits = {(e["pid"], e["args"]["waits for"]) for e in spans if "args" in e}
+    assert {(0, "rank 1"), (1, "rank 0")} <= waits
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.makespan_us, abs=0.1)
     assert timeline.table().row_count > 8
     # Two launches of one kernel are one row.

@@ -193,6 +193,36 @@ assert ready, why
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, check=True)
 
 
+@needs_interpreter
+def test_kernels_run_if_triton_is_imported_first(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"  # Triton reads a kernel's source
+    script.write_text("""
+import triton
+import triton.language as tl
+import torch, torch.distributed as dist, weft
+from weft.collectives import signals
+
+dist.init_process_group("gloo", init_method=f"file://{__file__}.store", rank=0, world_size=1)
+
+@triton.jit
+def _sums_kernel(y_ptr, x_ptr, N: tl.constexpr):
+    total = tl.zeros((N,), tl.float32)
+    total += tl.load(x_ptr + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]).sum(1)
+    tl.store(y_ptr + tl.arange(0, N), tl.flip(tl.maximum(total, tl.max(total, 0) - 2.5), 0))
+
+x, y = torch.arange(16.0).view(4, 4), torch.empty(4)
+_sums_kernel[(1,)](y, x, 4)
+assert y.tolist() == [54.0, 51.5, 51.5, 51.5], y
+with weft.engine("triton"):
+    torch.testing.assert_close(weft.matmul_all_reduce(x, x), x @ x)
+dist.destroy_process_group()
+""")
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = str(ROOT)
+    run = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+
+
 def test_public_names_exist_and_are_documented() -> None:
     import weft
 
@@ -203,6 +233,25 @@ def test_public_names_exist_and_are_documented() -> None:
         module = getattr(weft, folder)
         for name in module.__all__:
             assert hasattr(module, name), f"weft.{folder}.{name}"
+
+
+def test_completion_lists_what_is_public() -> None:
+    import weft
+
+    assert set(dir(weft)) == {*weft.__all__, *FOLDERS, "__version__"}
+
+
+def test_a_name_of_a_folder_is_told_where_it_is() -> None:
+    import weft
+
+    for folder in ("collectives", "kernels", "dtensor", "sim"):
+        for name in set(getattr(weft, folder).__all__) - set(weft.__all__):
+            with pytest.raises(AttributeError, match=rf": it is weft\.\w+\.{name}$"):
+                getattr(weft, name)
+    with pytest.raises(AttributeError, match=r"it is weft\.collectives\.all_reduce"):
+        weft.all_reduce  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'all_reduced'$"):
+        weft.all_reduced  # noqa: B018
 
 
 def test_every_environment_variable_is_listed() -> None:

@@ -105,7 +105,7 @@ def _gather(place: Place, *, kind: str = "", rows: int = 128, K: int = 256, N: i
     elif kind == "backward":
 
         def op(x: torch.Tensor, w: torch.Tensor) -> Tensors:
-            leaves = [x.detach().requires_grad_(), w.detach().requires_grad_()]
+            leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
             y = weft.all_gather_matmul(*leaves, sizes=sizes)
             return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 

@@ -6,14 +6,17 @@ Names are resolved on first use, so that `import weft` is quick: it does not imp
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weft import bench as bench
     from weft import collectives as collectives
     from weft import dtensor as dtensor
     from weft import kernels as kernels
+    from weft import sim as sim
     from weft.collectives import close as close
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
@@ -82,10 +85,21 @@ def __getattr__(name: str) -> object:
     elif name in _FOLDERS:
         value = importlib.import_module(f"weft.{name}")
     else:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        raise AttributeError(f"module 'weft' has no attribute {name!r}{_hint(name)}")
     globals()[name] = value
     return value
 
 
+def _hint(name: str) -> str:
+    """Where else a public name is, for those who look for it here."""
+    # Names that inspectors ask every module for, and modules that `from weft import` comes to next.
+    if name.startswith("_") or importlib.util.find_spec(f"weft.{name}"):
+        return ""
+    for folder in ("collectives", "kernels", "dtensor", "sim"):
+        if name in importlib.import_module(f"weft.{folder}").__all__:
+            return f": it is weft.{folder}.{name}"
+    return ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_FOLDERS})
+    return sorted({*_HOME, *_FOLDERS, "__version__"})

@@ -34,9 +34,15 @@ _COMMANDS = {
     "aot": ("weft.kernels.compile.aot", "compile every kernel for named chips, with no GPU"),
 }
 
-# What the commands draw with, and the library itself does without.
-EXTRAS = ("matplotlib", "pytest_benchmark", "rich", "yaml")
-INSTALL_EXTRAS = "pip install 'weft[bench]'"
+# What the commands draw with, and the library itself does without: modules, and the packages that
+# have them. weft itself is on no index, so that `pip install weft[bench]` would find nothing.
+EXTRAS = {
+    "matplotlib": "matplotlib",
+    "pytest_benchmark": "pytest-benchmark",
+    "rich": "rich",
+    "yaml": "pyyaml",
+}
+INSTALL_EXTRAS = f"pip install {' '.join(EXTRAS.values())}"
 
 _EPILOG = """\
 examples:

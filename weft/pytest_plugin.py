@@ -48,6 +48,7 @@ def sim_run(pytestconfig: pytest.Config) -> Callable[..., Results]:
         told["schedules"] = int(told["schedules"])
 
     def sim_run(world_size: int, fn: Callable[[int], Any], **options: Any) -> Results:
+        __tracebackhide__ = True  # pytest shows the test, and what it was running
         return run(world_size, fn, **{**options, **told})
 
     return sim_run

@@ -8,7 +8,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
     WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
     WEFT_SMS         SMs (CUs) of a GPU that kernels count on; the rest is left to others (all)
-    WEFT_CACHE_DIR   where the measured cost model is kept (~/.cache/weft)
+    WEFT_CACHE_DIR   the one folder of what is measured on this machine (~/.cache/weft)
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
 """
 
@@ -146,6 +146,11 @@ def cache_dir() -> Path:
     return Path(_variable("WEFT_CACHE_DIR", "~/.cache/weft")).expanduser()
 
 
+def cache_dir_is_set() -> bool:
+    """Whether WEFT_CACHE_DIR names that folder: then nothing is read or kept elsewhere."""
+    return bool(_variable("WEFT_CACHE_DIR", ""))
+
+
 def tuned() -> str:
     """The folder of tuned tables; empty for that of the kernels."""
     return _variable("WEFT_TUNED", "")
@@ -246,7 +251,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Example:
         >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))
-        all_gather_matmul(512x512 @ 512x1024, 2 ranks): host, 16.1 ms against 18.9 ms for generic
+        all_gather_matmul(8x8 @ 8x8, 2 ranks): host, predicted 71 us against 355 us for generic
     """
     with explaining() as decisions:
         result = fn(*args, **kwargs)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not where["quiet"]:
         print(
             f"warning: the load is {where['load']} on {where['cores']} cores. Rates measured "
-            f"beside other work are too low; calibrate again when it is quiet."
+            f"beside other work are too low; later processes that find it lower measure again."
         )
     path, before, after = launch(
         options.ranks, _body, options.device, device=options.device, threads=options.threads

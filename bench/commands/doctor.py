@@ -21,10 +21,14 @@ from weft import versions
 from weft.cli import EXTRAS, INSTALL_EXTRAS, several
 
 if TYPE_CHECKING:
+    import torch
+
     from weft.collectives.cost import Machine
+    from weft.collectives.ranks.group import Group
 
 Mark = Literal["ok", "--", "!!"]
 
+_DRAWN = "weft demo, bench"
 _TORCH_FOR_GPUS = "a driver is installed: get torch for it, see https://pytorch.org/get-started"
 
 
@@ -56,15 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
     )
     args = parser.parse_args(argv)
-    bad = 0
+    bad, lacking = 0, False
     for title, findings in sections(args.ranks):
         print(title)
         for finding in findings:
             print(f"  {finding}")
             bad += finding.mark == "!!"
+            lacking |= finding.what == _DRAWN and finding.mark == "--"
     print()
     if bad:
         print(f"{bad} in the way: weft's fused ops cannot be relied on here until then")
+    elif lacking:
+        print(f"all that weft's ops need is here; before `weft demo` or bench: {INSTALL_EXTRAS}")
     else:
         print("all that weft needs is here: try `weft demo`, or `weft bench ops --quick`")
     return int(bad > 0)
@@ -124,7 +131,8 @@ def _settings() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    from weft.bench.environment import BUSY, cpu_name
+    from weft.bench.environment import cpu_name
+    from weft.collectives.cost import BUSY
     from weft.launch import cores
 
     findings = [Finding("ok", "processor", f"{cpu_name()}, {cores()} cores for this process")]
@@ -224,10 +232,9 @@ def _trial(ranks: int) -> list[Finding]:
 def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]:
     """On each rank: the symmetric memory, the rates, each engine of each op."""
     import torch
-    import torch.distributed as dist
 
     import weft
-    from weft.collectives import cost, resolve
+    from weft.collectives import resolve
     from weft.kernels.engine import engines
 
     device = torch.device(kind)
@@ -246,7 +253,7 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
     findings.append(
         Finding("--", "rates kept", "none are measured by ranks that share a GPU")
         if shared
-        else _rates(cost.machine(group, torch.device(kind)), dist.get_backend())
+        else _rates(group, device)
     )
     torch.manual_seed(0)
     x, w = torch.randn(8, 16, device=device), torch.randn(16, 8, device=device)
@@ -272,23 +279,43 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
     return findings
 
 
-def _rates(rates: Machine, backend: str) -> Finding:
+def _rates(group: Group, device: torch.device) -> Finding:
     """What the choice of engines is made from."""
     import torch
+    import torch.distributed as dist
 
+    from weft.collectives import cost
+
+    rates = cost.machine(group, torch.device(device.type))
     fp32 = rates.flops_of(torch.float32) / 1e3
+    doubt = doubt_of(rates, cost.matmul_rate(torch.float32, device))
     return Finding(
-        "ok", "rates kept",
+        "--" if doubt else "ok", "rates kept",
         f"matmul {fp32:.3g} GFLOP/s a rank, copy {rates.copy / 1e3:.3g} GB/s, signal "
-        f"{rates.sync_us:.3g} us, {backend} {rates.wire / 1e3:.3g} GB/s after "
+        f"{rates.sync_us:.3g} us, {dist.get_backend()} {rates.wire / 1e3:.3g} GB/s after "
         f"{rates.wire_us:.3g} us",
-        "as measured once on this machine; `weft bench calibrate` measures again",
+        f"{doubt or 'as kept for this machine'}; `weft bench calibrate` measures again",
     )  # fmt: skip
+
+
+def doubt_of(rates: Machine, matmul: float) -> str:
+    """Why `rates` cannot be those of the quiet machine, which multiplies at `matmul` flop a us now;
+    empty if they may be.
+    """
+    from weft.collectives.cost import BUSY
+
+    if rates.flops["torch.float32"] * 1.5 < matmul:
+        return f"too low: a rank multiplies at {matmul / 1e3:.3g} GFLOP/s now"
+    if 0 < rates.copy < rates.wire:
+        return "the process group cannot be quicker than the memory that it goes through"
+    if rates.load > BUSY:
+        return f"taken beside other work, at a load of {rates.load:.1f} a core"
+    return ""
 
 
 def _extras() -> list[Finding]:
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         why = f"without {', '.join(missing)}"
-        return [Finding("--", "weft demo, bench", why, INSTALL_EXTRAS)]
-    return [Finding("ok", "weft demo, bench", "what they draw with is installed")]
+        return [Finding("--", _DRAWN, why, INSTALL_EXTRAS)]
+    return [Finding("ok", _DRAWN, "what they draw with is installed")]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from weft.bench.report.tables import table_of
-from weft.bench.rows import Case, Result, geometric_mean
+from weft.bench.rows import Case, Ratio, Result, geometric_mean
 from weft.bench.suites import ops
 from weft.kernels.engine.tuning import OPS
 
@@ -39,12 +39,15 @@ def _of_op(op: str, cases: Sequence[Case]) -> list[str]:
     chosen = Counter(best_engine(case) for case in cases)
     quickest = ", ".join(f"{name} in {count}" for name, count in chosen.most_common() if name)
     line = f"{op}: the quickest engine is {quickest} of {len(cases)} cases"
-    loses = [case for case in cases if (pays := fusion_pays(case)) is not None and pays < 1]
-    if loses:
-        largest = max(case.params["M"] for case in loses)
-        line += f"; fusion does not pay in {len(loses)}, all at M <= {largest}"
-    elif any(fusion_pays(case) is not None for case in cases):
-        line += "; fusion pays in all of them"
+    if gains := [(case, gain) for case in cases if (gain := fusion_pays(case)) is not None]:
+        pays = sum(gain.low > 1 for _, gain in gains)
+        loses = [case for case, gain in gains if gain.high < 1]
+        line += f"; against weft's generic engine fusion pays in {pays} of {len(gains)}"
+        if loses:
+            largest = max(case.params["M"] for case in loses)
+            line += f", costs time in {len(loses)} (all at M <= {largest})"
+        if unclear := len(gains) - pays - len(loses):
+            line += f", and the noise is wider than the difference in {unclear}"
     fractions = [f for case in cases if (f := best_fraction(case)) is not None]
     if fractions:
         line += f". The quickest reaches {geometric_mean(fractions):.2f} of the bound"
@@ -63,12 +66,11 @@ def best_fraction(case: Case) -> float | None:
     return case.fraction(name) if name else None
 
 
-def fusion_pays(case: Case | None) -> float | None:
+def fusion_pays(case: Case | None) -> Ratio | None:
     """Time of the engine without fusion / time of the fastest one with it."""
     if case is None or "generic" not in case.timed:
         return None
     fused = [name for name in ("host", "triton") if name in case.timed]
     if not fused:
         return None
-    ratio = case.ratio("generic", min(fused, key=lambda name: case.timed[name].us))
-    return None if ratio is None else ratio.median
+    return case.ratio("generic", min(fused, key=lambda name: case.timed[name].us))

@@ -17,9 +17,9 @@ from weft.kernels.engine.tuning import OPS
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em;
        color: #1b1f24 }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
-th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right;
-         white-space: nowrap }
+table { border-collapse: collapse; font-size: 13px }
+th, td { padding: .25em .5em; border-bottom: 1px solid #ddd; text-align: right }
+details { overflow-x: auto }
 th:first-child, td:first-child { text-align: left }
 th { background: #f4f6f8 }
 img { max-width: 100% }

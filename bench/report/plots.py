@@ -16,16 +16,26 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from weft.bench.report.advice import fusion_pays
 from weft.bench.report.tables import figure, unit_of, variants_of
-from weft.bench.rows import Case, Result
+from weft.bench.rows import Case, Result, Timing
 
 CAPTIONS = {
-    "time": "Time of each variant over the size of the problem, beside the bound (black): nothing "
-    "on this machine can be below it.",
-    "map": "How many times as quick ours is as its peer, over the rows M and columns N of the "
-    "layer. Blue: ours is quicker. Red: the peer is.",
-    "crossover": "Time without fusion / time of the best fused engine, over the rows M. Above 1 "
-    "fusion pays; auto should change over where a line crosses 1.",
-    "bars": "Time of each variant, a group a case; the line is the bound.",
+    "time": "Time of each variant over the size of the problem, with the middle 80 % of the "
+    "rounds, beside the bound (black): nothing on this machine can be below it. Two sizes alone "
+    "are not joined: they show no trend.",
+    "map": "How many times as quick ours (what auto chose) is as its peer, a collective and a "
+    "matmul written by hand, over the rows M and columns N of the layer. Blue: ours is quicker. "
+    "Red: the peer is. ~: the rounds do not tell the two apart.",
+    "crossover": "Time of weft's generic engine / time of its best fused engine, over the rows M, "
+    "with the interval of the median (95 %). Above 1 fusion pays; auto should change over where a "
+    "line crosses 1.",
+    "bars": "Time of each variant, a group a case, with the middle 80 % of the rounds; the line is "
+    "the bound.",
+}
+_TITLES = {
+    "time": "time over size",
+    "map": "ours against its peer",
+    "crossover": "with fusion against without",
+    "bars": "time of each case",
 }
 
 
@@ -47,7 +57,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
         if picture is None:
             continue
         paths.append(folder / f"{result.suite}-{kind}.png")
-        picture.suptitle(f"weft bench {result.suite}", x=0.01, ha="left")
+        picture.suptitle(f"weft bench {result.suite}: {_TITLES[kind]}", x=0.01, ha="left")
         picture.savefig(paths[-1], dpi=110)
         plt.close(picture)
     return paths
@@ -84,9 +94,10 @@ def _over_size(cases: Sequence[Case]) -> Any:
         ordered.reverse()
         for i, name in enumerate(names):
             shown = [case for case in ordered if name in case.timed]
-            axis.plot(
+            axis.errorbar(
                 [_size(case) for case in shown], [case.timed[name].us / 1e3 for case in shown],
-                "o-", label=name, color=f"C{i}", markersize=3, linewidth=1,
+                _errors([case.timed[name] for case in shown], 1e3), fmt=_joined(len(shown)),
+                label=name, color=f"C{i}", markersize=3, linewidth=1, capsize=2,
             )  # fmt: skip
         bounded = [(case, us) for case in ordered if (us := case.bound_us) is not None]
         axis.plot(
@@ -102,6 +113,20 @@ def _over_size(cases: Sequence[Case]) -> Any:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     return picture
+
+
+def _joined(points: int) -> str:
+    return "o-" if points > 2 else "o"
+
+
+def _errors(timings: Sequence[Timing], scale: float) -> list[list[float]]:
+    """From the 10th and to the 90th percentile of the rounds, as distances from the median."""
+    below, above = [], []
+    for timing in timings:
+        low, high = timing.middle
+        below.append(max(0.0, timing.us - low) / scale)
+        above.append(max(0.0, high - timing.us) / scale)
+    return [below, above]
 
 
 def _plain_numbers(axis: Any) -> None:
@@ -132,15 +157,15 @@ def _speedup_map(cases: Sequence[Case]) -> Any:
         return None
     picture, axes = _panels(len(ops))
     for axis, (op, (rows, columns, cells)) in zip(axes, ops.items(), strict=True):
-        gains = {at: case.gain.median for at, case in cells.items() if case.gain is not None}
-        values = [[gains.get((m, n), math.nan) for n in columns] for m in rows]
-        logs = [[math.log2(value) for value in row] for row in values]
+        gains = {at: case.gain for at, case in cells.items() if case.gain is not None}
+        values = [[gains.get((m, n)) for n in columns] for m in rows]
+        logs = [[math.log2(gain.median) if gain else math.nan for gain in row] for row in values]
         axis.imshow(logs, cmap="RdBu", norm=TwoSlopeNorm(0, -2, 2), aspect="auto", origin="lower")
         for i, row in enumerate(values):
-            for j, value in enumerate(row):
-                if not math.isnan(value):
-                    colour = "white" if abs(math.log2(value)) > 1.4 else "black"
-                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour)
+            for j, gain in enumerate(row):
+                if gain is not None:
+                    colour = "white" if abs(math.log2(gain.median)) > 1.4 else "black"
+                    axis.text(j, i, str(gain), ha="center", va="center", color=colour)
         case = next(iter(cells.values()))
         axis.set(
             title=f"{op}\n{case.peer} / {case.main}, K = {case.params['K']}", xlabel="N", ylabel="M"
@@ -159,9 +184,17 @@ def _crossover(cases: Sequence[Case]) -> Any:
         for n in columns:
             points = [(m, pays) for m in rows if (pays := fusion_pays(cells.get((m, n))))]
             if points:
-                axis.plot(*zip(*points, strict=True), "o-", label=f"N = {n}")
+                medians = [pays.median for _, pays in points]
+                errors = [
+                    [pays.median - pays.low for _, pays in points],
+                    [pays.high - pays.median for _, pays in points],
+                ]
+                axis.errorbar(
+                    [m for m, _ in points], medians, errors, fmt=_joined(len(points)),
+                    label=f"N = {n}", capsize=3,
+                )  # fmt: skip
         axis.axhline(1, color="black", linewidth=1)
-        axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="unfused / best fused")
+        axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="generic / best fused")
         axis.set_xticks(rows, [str(m) for m in rows])
         axis.xaxis.set_minor_locator(NullLocator())
         _plain_numbers(axis.yaxis)
@@ -180,9 +213,11 @@ def _bars(cases: Sequence[Case]) -> Any:
         shown = [(n, case) for n, case in enumerate(cases) if name in case.timed]
         times = [case.timed[name].us / scale for _, case in shown]
         places = [n * step + i for n, _ in shown]
-        axis.barh(places, times, height=0.9, label=name, color=f"C{i}")
-        for place, time in zip(places, times, strict=True):
-            axis.text(time, place, f" {figure(time)}", va="center", fontsize=7)
+        errors = _errors([case.timed[name] for _, case in shown], scale)
+        bar = {"elinewidth": 0.7, "ecolor": "#404040"}
+        axis.barh(places, times, height=0.9, label=name, color=f"C{i}", xerr=errors, error_kw=bar)
+        for place, time, above in zip(places, times, errors[1], strict=True):
+            axis.text(time + above, place, f" {figure(time)}", va="center", fontsize=7)
     for n, case in enumerate(cases):
         if (least := case.bound_us) is not None:
             axis.vlines(least / scale, n * step - 0.5, n * step + step - 1.5, color="black")

@@ -183,12 +183,8 @@ def _prices(op: str, problem: _Problem, group: Group, device: torch.device) -> d
     """What the cost model expects of each engine, as plain values."""
     (M, K), N, dtype = problem.local.shape, problem.ws[0].shape[1], problem.local.dtype
     call = engines.Problem(op, M, N, K, dtype, problem.moved_bytes)
-    prices: dict[str, engines.Price] = {}
-    if not group.why:
-        prices |= {str(name): price for name, price in engines.predict(call, group, device).items()}
-    # Forced, "generic" is the process group's collective; auto has others to choose from.
-    prices["generic"] = engines.by_process_group(call, group, device)
-    return {name: asdict(price) for name, price in prices.items()}
+    prices = engines.predict(call, group, device)
+    return {str(name): asdict(price) for name, price in prices.items()}
 
 
 @dataclass
@@ -335,17 +331,20 @@ class Verdict:
     def __str__(self) -> str:
         if not self.behind:
             return "auto: no case has two engines to choose from"
-        by_median = sum(ratio.median <= CLOSE for _, ratio in self.behind)
-        name, worst = max(self.behind, key=lambda pair: pair[1].median)
-        said = "holds" if self.holds else "DOES NOT HOLD"
+        count, said = len(self.behind), "holds" if self.holds else "DOES NOT HOLD"
+        name, worst = max(self.behind, key=lambda pair: pair[1].low)
         text = (
-            f"auto within 5 % of the best engine in {self.close} of {len(self.behind)} cases "
-            f"({by_median} by the median alone), at worst {max(0, worst.median - 1):.0%} behind "
-            f"({name}; at least {max(0, worst.low - 1):.0%} with 95 % confidence). Wanted: 95 % of "
-            f"cases, never over 15 %: {said}."
+            f"auto's choice: no more than 5 % behind the best engine in {self.close} of {count} "
+            f"cases; wanted in 95 %, and never over 15 %: {said}."
         )
         bad = [name for name, ratio in self.behind if ratio.low > CLOSE]
-        return text + (f" Behind: {', '.join(bad)}." if bad else "")
+        if bad:
+            text += f" Behind, as the rounds prove: {', '.join(bad)}; furthest {name}, by "
+            text += f"{worst.low - 1:.0%} at least."
+        noisy = sum(ratio.low <= CLOSE < ratio.median for _, ratio in self.behind)
+        if noisy:
+            text += f" Noise hides the answer in {noisy}, which count as not behind."
+        return text
 
 
 def verdict(cases: Sequence[Case]) -> Verdict:

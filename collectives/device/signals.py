@@ -258,6 +258,7 @@ def end_call(signal_ptrs, rank, generation):
         release_claim(own_pad)
     if status != 0:
         tell_host(own_pad)
+        tell_peers(own_pad)
     return status != 0
 
 
@@ -440,11 +441,23 @@ def tell_host(own_pad):
 
 
 @triton.jit
-def _record(own_pad, code, rank, peer, generation):
-    """Leave (code, waiter, peer, generation) for the host and for all ranks, unless this rank has
-    failed before. See `pad`.
+def tell_peers(own_pad):
+    """Write STATUS to all ranks, before this one begins another call: who comes late to this one
+    would take what is announced of later calls for that of it, and acquires STATUS with it.
+    As in `failed`, no barrier: the end of the launch orders these stores before later signals.
+    """
+    status = tl.load(own_pad + _STATUS, volatile=True)
+    table, own = tl.load(own_pad + _PADS).to(tl.pointer_type(tl.int64)), own_pad.to(tl.int64)
+    for rank in range(tl.load(own_pad + _RANKS)):
+        their_pad = tl.load(table + rank)
+        if their_pad != own:
+            tl.store(their_pad.to(tl.pointer_type(tl.int64)) + _STATUS, status)
 
-    Peers are told before this rank announces anything more: who acquires that finds it.
+
+@triton.jit
+def _record(own_pad, code, rank, peer, generation):
+    """Leave (code, waiter, peer, generation) in STATUS, unless this rank has failed before. The host
+    is told at once, peers at the end of the call: see `tell_peers`.
     """
     code, peer = tl.cast(code, tl.int64), tl.cast(peer, tl.int64)
     generation = tl.cast(generation, tl.int64)
@@ -452,11 +465,6 @@ def _record(own_pad, code, rank, peer, generation):
     word = code | (tl.cast(rank, tl.int64) << 8) | (peer << 20) | ((generation & 0x7FFFFFFF) << 32)
     if tl.atomic_cas(own_pad + _STATUS, code - code, word, sem="relaxed", scope="gpu") == 0:
         tell_host(own_pad)
-        table, own = tl.load(own_pad + _PADS).to(tl.pointer_type(tl.int64)), own_pad.to(tl.int64)
-        for other in range(tl.load(own_pad + _RANKS)):
-            their_pad = tl.load(table + other)
-            if their_pad != own:
-                signal(their_pad.to(tl.pointer_type(tl.int64)) + _STATUS, word)
 
 
 @triton.jit

@@ -107,6 +107,7 @@ def _end_kernel(signal_ptrs, rank, results) -> None:
     own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     signals.release_claim(own_pad)
     if signals.failed(own_pad):
+        signals.tell_peers(own_pad)
         for i in tl.static_range(len(results)):
             signals.spoil(results[i][0], results[i][1])
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 from unittest.mock import patch
 
 import torch
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from weft.collectives.cost import Machine
     from weft.collectives.memory.symmetric import Memory, SymmetricBuffer, Waiter
 
-GroupLike = Any  # ProcessGroup | its name | 1-D DeviceMesh | Group | None
+# A process group or its name, a 1-D mesh, a Group; None: the world.
+GroupLike: TypeAlias = "dist.ProcessGroup | str | DeviceMesh | Group | None"
 
 
 @dataclass(frozen=True)
@@ -333,13 +334,15 @@ def process_group(group: GroupLike) -> dist.ProcessGroup:
         return _existing(lambda: c10d._resolve_process_group(group))
     # Not `group.mesh`: a mesh recomputes that tensor each time, which takes 30 us.
     if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
-        if group.ndim != 1:
+        mesh = cast("DeviceMesh", group)
+        if mesh.ndim != 1:
             raise ValueError(
-                f"a group is 1-D, got a mesh of shape {tuple(group.shape)}: pass one of its "
-                f"dims, mesh[{(group.mesh_dim_names or ('name',))[0]!r}]"
+                f"a group is 1-D, got a mesh of shape {tuple(mesh.shape)}: pass one of its "
+                f"dims, mesh[{(mesh.mesh_dim_names or ('name',))[0]!r}]"
             )
-        return _existing(group.get_group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return _existing(mesh.get_group)
+    other: object = group
+    if other is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_NO_MEMBER)
     raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
 

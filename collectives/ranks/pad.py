@@ -15,7 +15,7 @@ Every slot has one writer. Signals only grow and are never reset: a waiter waits
 generation", so a call may leave slots out.
 
 STATUS has (code, waiter, peer, generation) in one word, so that none is seen without the others.
-Whoever fails writes it to all ranks: those who come later would take what is already there of calls
+Who fails writes it to all ranks: those who come later would take what is already there of calls
 to come for the data of theirs. The memory is of no use then until all ranks have closed it.
 
     TIMED_OUT      `waiter` has waited in vain for `peer`

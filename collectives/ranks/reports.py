@@ -28,6 +28,7 @@ REPORTED, GONE_WORD, ALARM_WORD = 0, 1, 2
 _LINE = 8  # words
 _LINES = 63  # of a page, beside that of the alarm
 _LOOK_S = 0.25
+_END_S = 10.0
 
 _logger = logging.getLogger("weft")
 
@@ -173,6 +174,12 @@ class _Watch(threading.Thread):
             cls._running = cls(name="weft peers", daemon=True)
             cls._running.start()
 
+    @classmethod
+    def end(cls) -> None:
+        cls._end.set()
+        if cls._running is not None:
+            cls._running.join(_END_S)
+
     def run(self) -> None:
         while not self._end.wait(_LOOK_S):
             for report in list(_reports):
@@ -182,4 +189,6 @@ class _Watch(threading.Thread):
                     _logger.debug("looking at the processes of peers: %s", error)
 
 
-atexit.register(_Watch._end.set)
+# Waited for: a thread that is still at work when Python goes is stopped wherever it is, which in
+# the middle of torch's code aborts the process.
+atexit.register(_Watch.end)

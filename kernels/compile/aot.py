@@ -52,6 +52,8 @@ _TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Chips by the names that people, and `weft sim --hardware`, call them.
+_CHIPS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
 # Instructions of matrix units (tcgen05, wgmma, mma, mfma), and plain multiply-adds.
 _MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
 _PLAIN = ("FFMA", "v_fma", "v_pk_fma", "v_fmac", "v_dot")
@@ -354,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--arch", nargs="+", default=list(_TARGETS), metavar="ARCH",
-        help=f"of {', '.join(_TARGETS)} (all); commas will do as well",
+        help=f"of {', '.join(_TARGETS)} (all), or of {', '.join(_CHIPS)}; commas will do as well",
     )  # fmt: skip
     parser.add_argument("--case", nargs="+", default=[], help="only these, as the table has them")
     parser.add_argument(
@@ -371,13 +373,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
-    archs = [arch for each in options.arch for arch in each.split(",") if arch]
+    given = [arch for each in options.arch for arch in each.split(",") if arch]
+    archs = list(dict.fromkeys(_CHIPS.get(arch.lower(), arch) for arch in given))
     unknown = [arch for arch in archs if arch not in _TARGETS]
     if unknown or not archs:  # commas alone
-        parser.error(f"no arch {(unknown or options.arch)[0]!r}: there are {', '.join(_TARGETS)}")
+        parser.error(
+            f"no arch {(unknown or options.arch)[0]!r}: there are {', '.join(_TARGETS)}, or by "
+            f"chip {', '.join(_CHIPS)}"
+        )
     if signals.INTERPRETED:
-        given = sys.argv[1:] if arguments is None else arguments
-        command = [sys.executable, "-m", "weft.kernels.compile.aot", *given]
+        told = sys.argv[1:] if arguments is None else arguments
+        command = [sys.executable, "-m", "weft.kernels.compile.aot", *told]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
     dtypes = [getattr(torch, name) for name in options.dtype]
     reports = []

@@ -151,8 +151,19 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     # On GPUs the host engine is for what the kernel cannot do: in virtual time it is slower.
     offered = [engine for engine in prices if engine in (fused, "generic")]
     best = min(offered, key=lambda engine: prices[engine].beyond_us)
-    others = ", ".join(f"{price.us:.0f} us for {e}" for e, price in prices.items() if e != best)
-    return best, f"{prices[best].us:.0f} us against {others}"
+    return best, _compared(best, prices)
+
+
+def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:
+    """Why the best was taken."""
+    least = _three_digits(prices[best].us)
+    others = [(_three_digits(price.us), e) for e, price in prices.items() if e != best]
+    told = (f"{'the same' if us == least else f'{us} us'} for {engine}" for us, engine in others)
+    return f"predicted {least} us against {', '.join(told)}"
+
+
+def _three_digits(us: float) -> str:
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.3g}"
 
 
 class Part(NamedTuple):
@@ -182,8 +193,10 @@ class Price:
 def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
     """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
+    if group.why:
+        return {"generic": _by_process_group(problem, group, device, rates)}
     if not group.on_gpus(device):
-        return _on_cpu(problem, rates)
+        return _on_cpu(problem, group, device, rates)
     return _on_gpus(problem, group, device, rates)
 
 
@@ -205,7 +218,7 @@ def _on_gpus(
     first = Part("first shard", moved.us / W, f"1/{W} of the transfers, which nothing hides")
     triton_us = max(kernel.us, packed.us) + start.us
     host_us = max(matmul.us, moved.us) + first.us + signals.us
-    generic = by_process_group(problem, group, device)
+    generic = _by_process_group(problem, group, device, rates)
     beyond = {"triton": triton_us, "host": host_us, "generic": generic.us}
     if problem.op == "all_gather_matmul":
         beyond = {"triton": start.us, "host": first.us + signals.us, "generic": generic.beyond_us}
@@ -261,9 +274,10 @@ def _by_kernel(problem: Problem, matmul: Part, W: int, device: torch.device) -> 
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def by_process_group(problem: Problem, group: Group, device: torch.device) -> Price:
+def _by_process_group(
+    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
+) -> Price:
     """Predicted time of the process group's collective and a matmul."""
-    rates = cost.machine(group, device)
     nbytes = problem.moved_bytes
     if problem.op == "matmul_reduce_scatter" and group.on_gpus(device):
         nbytes *= 2  # an all-reduce
@@ -279,20 +293,22 @@ def by_process_group(problem: Problem, group: Group, device: torch.device) -> Pr
     return Price(us, us - matmul.us, tuple(parts))
 
 
-def _on_cpu(problem: Problem, rates: cost.Machine) -> dict[RunnableEngine, Price]:
+def _on_cpu(
+    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
+) -> dict[RunnableEngine, Price]:
     """The ranks' cores also copy, so nothing overlaps; but nothing is copied twice.
 
-    Unfused, the collective reads the same bytes of the same memory, and writes them once more
-    before the matmul can begin.
+    `auto` has collectives through the same memory in the place of the process group's. They read
+    the same bytes, and write them once more before the matmul can begin: it never leaves the host
+    engine for them, and so compares by that.
     """
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
-    copied = Part("copy", moved.us, "what was read, once more")
-    host = matmul.us + moved.us + signals.us
-    generic = host + copied.us
+    beyond_us = moved.us + signals.us
+    generic = _by_process_group(problem, group, device, rates)
     return {
-        "host": Price(host, host - matmul.us, (matmul, moved, signals)),
-        "generic": Price(generic, generic - matmul.us, (matmul, moved, copied, signals)),
+        "host": Price(matmul.us + beyond_us, beyond_us, (matmul, moved, signals)),
+        "generic": replace(generic, beyond_us=beyond_us + moved.us),
     }
 
 

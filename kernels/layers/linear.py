@@ -15,7 +15,8 @@ part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from weft.kernels.layers.module import ParallelModule, Split
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _ParallelLinear(ParallelModule):
@@ -92,7 +96,7 @@ class _ParallelLinear(ParallelModule):
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
         input_is_parallel: bool = True,
-    ) -> Any:
+    ) -> Self:
         """This rank's part of `linear`, which must hold the same values on every rank.
 
         Raises:
@@ -152,7 +156,7 @@ class _ParallelLinear(ParallelModule):
         self.take(linear, ("weight", "bias"))
         self.register_parameter("weight_scale", None)
 
-    def quantize(self) -> Any:
+    def quantize(self) -> Self:
         """Turn the weight into fp8 (e4m3) with a scale for each output feature, for inference.
 
         From then on inputs are rounded to fp8 as well, with a scale for each row computed at run
@@ -232,6 +236,26 @@ def _check_plain(linear: nn.Linear) -> None:
         )
 
 
+_Layer = TypeVar("_Layer", bound=_ParallelLinear)
+
+
+def _named(layer: type[_Layer]) -> type[_Layer]:
+    """Python tells of arguments that do not fit by the name of the class that it finds here."""
+    for name in ("__init__", "from_linear"):
+        found = _ParallelLinear.__dict__[name]
+        shared: FunctionType = getattr(found, "__func__", found)
+        own = FunctionType(
+            shared.__code__, shared.__globals__, name, shared.__defaults__, shared.__closure__
+        )
+        vars(own).update(vars(shared))
+        own.__kwdefaults__, own.__annotations__ = shared.__kwdefaults__, shared.__annotations__
+        own.__doc__, own.__module__ = shared.__doc__, shared.__module__
+        own.__qualname__ = f"{layer.__name__}.{name}"
+        setattr(layer, name, own if shared is found else classmethod(own))
+    return layer
+
+
+@_named
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear with its output features cut over the ranks (by torch.chunk).
 
@@ -280,6 +304,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return y
 
 
+@_named
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear with its input features cut over the ranks (by torch.chunk).
 

@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -134,6 +136,7 @@ def run(
         >>> weft.sim.run(3, mean, schedules=20)
         [tensor([1.]), tensor([1.]), tensor([1.])]
     """
+    __tracebackhide__ = True  # for pytest, as all frames between a test and its own `fn`
     machine = None if hardware is None else named(hardware)
     _check_arguments(world_size, schedules, programs, races, replay, machine, numerics, symmetric)
     if isinstance(schedule, str) and schedule.isdecimal():
@@ -259,11 +262,13 @@ def _run_one(
     again: bool,
 ) -> list[Any]:
     """One schedule; `again` if what does not depend on the schedule was checked before."""
+    __tracebackhide__ = True
     scheduler = world.scheduler
     results: list[Any] = [None] * world.world_size
 
     def body_of(rank: int, context: contextvars.Context) -> Callable[[], None]:
         def body() -> None:
+            __tracebackhide__ = True
             strand = local.strand
             assert strand is not None
             with world.rank(strand):
@@ -271,7 +276,7 @@ def _run_one(
             if world.tape:
                 world.tape.flush(strand)
 
-        return lambda: context.run(body)
+        return partial(context.run, body)
 
     with ExitStack() as stack:
         if not world.numerics:  # numbers are none: 1 / 0 is nothing to be warned of
@@ -301,6 +306,7 @@ def _run_one(
         if isinstance(error, SimError):
             error.seed, error.schedule = seed, schedule
             error.args = (f"{error.args[0]}\n{shown}",)
+            error.__traceback__ = _to_its_cause(error.__traceback__)
         elif hasattr(error, "add_note"):  # Python 3.11
             where = scheduler.failed_rank
             error.add_note(shown if where is None else f"on virtual rank {where}; {shown}")
@@ -308,6 +314,22 @@ def _run_one(
     if world.symmetric and world.recorder:
         rotation.complete(world.recorder.trace, world.pads)
     return results
+
+
+def _to_its_cause(traceback: TracebackType | None) -> TracebackType | None:
+    """Without the last frames, of the simulator that found an error, not of those who made it."""
+    frames = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    while frames and frames[-1][0].f_code.co_filename.startswith(_SIMULATOR):
+        frames.pop()
+    for frame in reversed(frames):
+        traceback = TracebackType(traceback, *frame)
+    return traceback
+
+
+_SIMULATOR = str(Path(__file__).parent.parent)
 
 
 @contextmanager

@@ -128,6 +128,7 @@ class Scheduler:
         self._ranks.add(strand.rank)
 
         def run_strand() -> None:
+            __tracebackhide__ = True
             local.strand = strand
             strand.baton.acquire()
             try:

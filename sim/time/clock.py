@@ -46,7 +46,10 @@ _LIBRARY_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A core of `rank` from `start` to `end` (us): "arithmetic", "moving", "waiting"."""
+    """A core of `rank` from `start` to `end` (us): "arithmetic", "moving", "waiting".
+
+    `peer` is the rank whose signal was waited for; -1: none.
+    """
 
     rank: int
     core: int
@@ -54,6 +57,7 @@ class Span:
     kind: str
     start: float
     end: float
+    peer: int = -1
 
 
 @dataclass
@@ -231,6 +235,7 @@ class Clock:
             for _ in ranks
         ]
         self._arrived: dict[tuple[int, int], float] = {}
+        self._senders: dict[tuple[int, int], int] = {}
         self._awaited: dict[tuple[int, int], Join] = {}
         self._to_come = set(_changes(trace))
         self._meetings: dict[Hashable, Join] = {}
@@ -284,7 +289,10 @@ class Clock:
                     yield start + hardware.launch_us
                 yield from self._arrivals(event)
                 if engine.now > start:
-                    self._launches.append(Span(rank, -1, "wait", "waiting", start, engine.now))
+                    peer = self._last_to_come(event)
+                    self._launches.append(
+                        Span(rank, -1, "wait", "waiting", start, engine.now, peer)
+                    )
             elif isinstance(event, Meet):
                 meeting = self._meetings.setdefault(event.key, Join(event.count))
                 meeting.part_done()
@@ -352,7 +360,7 @@ class Clock:
         stored, fence = Join(0), 0.0  # the last store, and how long it takes to be acknowledged
         loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
-            start = engine.now
+            start, peer = engine.now, -1
             if isinstance(event, Work) and event.stored and not event.turns:
                 loaded[number] = engine.start(self._load_alone(rank, event))
                 continue
@@ -386,7 +394,7 @@ class Clock:
             elif isinstance(event, Wait):
                 yield from self._arrivals(event)
                 yield engine.now + hardware.l2_latency_us
-                kind = "waiting"
+                kind, peer = "waiting", self._last_to_come(event)
             else:
                 relaxed = isinstance(event, Signal) and not event.release
                 if not relaxed and (stored.left or fence):
@@ -404,7 +412,7 @@ class Clock:
                 else:
                     self._deliver(rank, event)
             if engine.now > start:
-                self._spans.append(Span(rank, core, kernel, kind, start, engine.now))
+                self._spans.append(Span(rank, core, kernel, kind, start, engine.now, peer))
         yield stored
 
     # Memory
@@ -516,7 +524,7 @@ class Clock:
         )
 
         def arrive() -> None:
-            self._arrived[key] = arrives
+            self._arrived[key], self._senders[key] = arrives, rank
             if key in self._awaited:
                 self._awaited.pop(key).part_done()
 
@@ -525,6 +533,11 @@ class Clock:
     def _arrivals(self, wait: Wait) -> Process:
         for address, version in wait.versions.items():
             yield self._arrival(address, version)
+
+    def _last_to_come(self, wait: Wait) -> int:
+        """The rank whose signal was the last of those that were waited for; -1: none was."""
+        came = [key for key in wait.versions.items() if key in self._arrived]
+        return self._senders[max(came, key=self._arrived.__getitem__)] if came else -1
 
     def _arrival(self, address: int, version: int) -> Join:
         """Done once the word's `version`-th change is there; at once if it was before the trace."""

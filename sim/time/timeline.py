@@ -178,6 +178,7 @@ class Timeline:
             label = {"name": "stream"}
             events.append({**about, "tid": 0, "name": "thread_name", "args": label})
         for span in _in_order((*self.played.launches, *self.played.spans)):
+            told = {"args": {"waits for": f"rank {span.peer}"}} if span.peer >= 0 else {}
             events.append(
                 {
                     "ph": "X",
@@ -187,6 +188,7 @@ class Timeline:
                     "dur": round(span.end - span.start, 4),
                     "name": span.kernel if span.core < 0 else span.kind,
                     "cat": span.kernel,
+                    **told,
                 }
             )
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": self.summary()}

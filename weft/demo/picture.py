@@ -126,7 +126,8 @@ def _draw_time(axes: Axes, comparison: Comparison) -> None:
             note = f"{comparison.tokens_per_second(result):,.0f} tokens/s\n{note}".strip()
         axes.text(step + 0.02 * longest, y, note, va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set(title="Time of a step: arithmetic, and waiting for peers (red)", xlabel="ms")
+    busy = f", beside other work: load {comparison.load:.1f} a core" if comparison.busy else ""
+    axes.set(title="Time of a step: arithmetic, and waiting for peers (red)", xlabel=f"ms{busy}")
     axes.set_xlim(0, 1.3 * longest)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

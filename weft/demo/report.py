@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.collectives.cost import BUSY
 from weft.demo.train import Result, Run
 
 # How far fp32 rounding in another order of summation may drift over a run of this length.
@@ -28,6 +29,17 @@ class Comparison:
     parameters: int
     reference: Result
     ranks: list[Result]
+    load: float = 0.0  # of the machine as it began, as a part of its cores
+
+    @property
+    def busy(self) -> str:
+        """What others' work means for the times; empty if there was none."""
+        if self.load <= BUSY:
+            return ""
+        return (
+            f"the machine was not quiet: load {self.load:.1f} a core at the start. Others' work is "
+            f"in these times, more in one run than in the other: do not compare them"
+        )
 
     @property
     def differences(self) -> list[float]:
@@ -74,6 +86,7 @@ class Comparison:
             "largest_difference": self.largest_difference,
             "tolerance": TOLERANCE,
             "agrees": self.agrees,
+            "load": self.load,
             "reference": of(self.reference),
             "ranks": [of(result) for result in self.ranks],
             "engines": [
@@ -102,6 +115,8 @@ def show(comparison: Comparison, console: Console) -> None:
     """Print the comparison."""
     sharded = comparison.ranks[0]
     console.print(_losses(comparison))
+    if comparison.busy:
+        console.print(Text(f"note: {comparison.busy}\n", style="yellow"))
     largest = comparison.largest_difference
     verdict = (
         Text(f"below {TOLERANCE:g}: the same training", style="bold green")

@@ -14,6 +14,7 @@ from rich.progress import (
 )
 
 from weft import settings
+from weft.collectives import cost
 from weft.demo import report
 from weft.demo.model import Llama
 from weft.demo.train import Result, Run, train
@@ -28,6 +29,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     """
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
+    load = cost.load_a_core()
     parameters = sum(p.numel() for p in Llama(run.shape).parameters())
     console.print(
         f"a Llama of {parameters / 1e6:.2g} M parameters, {run.steps} steps of "
@@ -60,7 +62,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
 
         (reference,) = trained("reference, one process", 1)
         results = trained(f"weft, {ranks} ranks", ranks)
-    comparison = report.Comparison(run, parameters, reference, results)
+    comparison = report.Comparison(run, parameters, reference, results, load)
     report.write(comparison, out)
 
     from weft.demo import picture  # matplotlib takes a second to import

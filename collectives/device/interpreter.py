@@ -1,0 +1,42 @@
+"""Where Triton was imported before weft: its own functions, interpreted as ours are.
+
+Triton decides whether it compiles or interprets a function when that is decorated: its own, as
+`tl.zeros` and `tl.sum`, when it is imported. weft sets it to interpret where there is no GPU; if
+that is too late for them, every kernel that calls one fails with "Cannot call @triton.jit'd outside
+of the scope of a kernel". A kernel that was itself decorated before weft was imported is not
+helped: Triton says that it has no driver.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def interpret_tritons_own() -> None:
+    """Decorate Triton's own functions again, if they are compiled and kernels are interpreted."""
+    import triton
+    import triton.language as tl
+
+    if not triton.knobs.runtime.interpret or not isinstance(tl.zeros, triton.JITFunction):
+        return
+    places: list[Any] = [tl.tensor]
+    places += [m for name, m in sys.modules.items() if m and name.startswith("triton.language")]
+    interpreted: dict[Any, Any] = {}
+    for place in places:
+        for name, value in list(vars(place).items()):
+            if isinstance(value, triton.JITFunction):
+                if value.fn not in interpreted:
+                    interpreted[value.fn] = triton.jit(value.fn)
+                again = interpreted[value.fn]
+                setattr(place, name, _method(again) if place is tl.tensor else again)
+
+
+def _method(function: Any) -> Any:
+    """What Triton makes of a function that is a tensor's method, too."""
+
+    def method(tensor: Any, *args: Any, **options: Any) -> Any:
+        return function(tensor, *args, **options)
+
+    method.__name__, method.__doc__ = function.__name__, function.fn.__doc__
+    return method
