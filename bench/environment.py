@@ -61,11 +61,14 @@ def _cpu_mhz() -> float | None:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with a + if files differ from it; empty outside of one."""
+    """The commit of this checkout, with a + if files differ from it.
+
+    Outside of one, as in a copy without .git: what GIT_COMMIT says.
+    """
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    if shutil.which("git") is None:
-        return ""
-    head = _output([*git, "rev-parse", "--short", "HEAD"])
+    head = _output([*git, "rev-parse", "--short", "HEAD"]) if shutil.which("git") else ""
+    if not head:
+        return os.environ.get("GIT_COMMIT", "")
     changed = head and _output([*git, "status", "--porcelain", "--untracked-files=no"])
     return head + ("+" if changed else "")
 

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+Around = Callable[[int], AbstractContextManager[Any]]
+
+
 def run(
     suites: Sequence[Suite],
     options: Options,
@@ -38,7 +41,9 @@ def run(
     console: Console | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
     on_case: Callable[[Case], None] = lambda case: None,
+    on_begin: Callable[[str], None] = lambda name: None,
     wanted: Callable[[Suite, Spec], bool] = lambda suite, spec: True,
+    around: Around = nullcontext,
 ) -> list[Result]:
     """Run suites, those of one process last; Ctrl-C keeps what is finished.
 
@@ -47,7 +52,9 @@ def run(
         console: where progress is shown; stderr if None.
         on_result: called with the result of each suite that has ended.
         on_case: called with each case that has ended.
+        on_begin: called with the name of each case that begins.
         wanted: which cases to run; all by default.
+        around: what a rank does all its work in; can be pickled.
     """
     results: list[Result] = []
     with _progress(console) as progress:
@@ -61,6 +68,7 @@ def run(
                     if options.filter in spec.name and wanted(suite, spec)
                 ]
                 run = _Run(todo, ranks, options, command, progress, on_result, on_case, results)
+                run.on_begin, run.around = on_begin, around
                 run.until_done()
         except KeyboardInterrupt:
             if not results:  # before the first case
@@ -120,6 +128,8 @@ class _Run:
         self.on_result, self.on_case, self.results = on_result, on_case, results
         self.command = command
         self.todo, self.done = todo, 0
+        self.on_begin: Callable[[str], None] = lambda name: None
+        self.around: Around = nullcontext
 
     def until_done(self) -> None:
         """Run all cases; raises nothing but KeyboardInterrupt."""
@@ -135,6 +145,7 @@ class _Run:
                     _rank_main,
                     [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
                     self.options,
+                    self.around,
                     device=self.options.device,
                     threads=self.options.threads if self.ranks > 1 else 1,
                     on_progress=self._hear,
@@ -152,6 +163,7 @@ class _Run:
         kind, value = event
         if kind == "case":
             self.progress.update(self.task, case=value)
+            self.on_begin(value)
         elif kind == "done":
             self._keep(Case.from_dict(value))
 
@@ -191,13 +203,15 @@ def _rank_main(
     progress: Callable[[Any], None],
     todo: Sequence[tuple[str, Spec]],
     options: Options,
+    around: Around,
 ) -> None:
     # torch renames its own collectives: nothing that the user of a benchmark could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)
     ranks = Ranks(options, progress)
-    for module, spec in todo:
-        suite: Any = importlib.import_module(module)
-        progress(("case", spec.name))
-        progress(("done", run_case(suite, spec, options, ranks).as_dict()))
+    with around(rank):
+        for module, spec in todo:
+            suite: Any = importlib.import_module(module)
+            progress(("case", spec.name))
+            progress(("done", run_case(suite, spec, options, ranks).as_dict()))

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from needs import needs_interpreter
+from triton.runtime.jit import JITFunction
 
-from tools import gpu, gpu_cases, gpu_page, gpu_steps
+from tools import gpu, gpu_cases, gpu_page, gpu_report, gpu_steps
 from tools.gpu_steps import STEPS
+from weft.bench.rows import Case, Result, Timing
 
 RUN = {"sources": "s", "cache": "c", "chip": "some-chip"}
 QUICK = ["--device", "cpu", "--quick"]
@@ -45,8 +48,9 @@ def test_steps_come_in_their_order_with_minutes_of_their_own(capsys) -> None:
     assert [each for each in found if each] == [
         "compile", "proof", "solo", "plain", "threads", "processes", "tune", "ranks",
     ]  # fmt: skip
-    assert sum(step.minutes for step in STEPS.values() if step.name != "ranks") <= 30
-    assert STEPS["proof"].minutes == 2
+    assert sum(step.minutes for step in STEPS.values() if step.name != "ranks") <= 28
+    assert gpu_steps.case_s("threads", "sanitizer", "cuda") == 150
+    assert gpu_steps.case_s("proof", "doctor", "cuda") == 100
     assert [gpu_steps.rank_counts(n) for n in (0, 1, 2, 6, 8)] == [
         (), (), (2,), (2, 4, 6), (2, 4, 8),
     ]  # fmt: skip
@@ -77,6 +81,10 @@ def outcomes(*entries: dict[str, Any]) -> gpu.Outcomes:
         ("failed", "proof", {"sources": "other"}, False),
         ("passed", "compile", {}, True),
         ("passed", "compile", {"cache": "of another machine"}, False),
+        ("passed", "solo", {"sources": "other"}, True),
+        ("passed", "solo", {"chip": "another"}, False),
+        ("failed", "solo", {}, True),
+        ("passed", "proof", {"chip": "another"}, True),
     ],
 )
 def test_what_is_run_again(outcome: str, step: str, run: dict[str, str], settled: bool) -> None:
@@ -89,6 +97,153 @@ def test_what_is_run_again(outcome: str, step: str, run: dict[str, str], settled
     assert not found.settled(step, "b", RUN) and not found.begun
 
 
+def test_minutes_are_of_all_slices_together() -> None:
+    """And what was under way when a run was killed comes last, as it may hang."""
+    found = outcomes(
+        {"step": "solo", "case": "a", "outcome": "passed", "seconds": 40.0, "why": ""},
+        {"step": "solo", "case": "b", "begun": 1.0},
+        {"run": RUN},
+        {"step": "solo", "case": "a", "outcome": "failed", "seconds": 20.0, "why": ""},
+        {"run": RUN | {"chip": "another"}},
+        {"step": "solo", "case": "a", "outcome": "passed", "seconds": 5.0, "why": ""},
+    )
+    assert found.spent == {("solo", "some-chip"): 60.0, ("solo", "another"): 5.0}
+    assert found.unended == {("solo", "b")} and not found.begun
+
+
+def test_sources_are_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of any kernel has failures run again."""
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    path = tmp_path / "kernels" / "norm" / "rms_norm.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("x = 1")
+    before = gpu.sources()
+    path.write_text("x = 2")
+    assert gpu.sources() != before
+
+
+def test_a_process_counts_from_its_start() -> None:
+    code = """
+import time
+time.sleep(1)
+from tools import gpu
+print(time.monotonic() - gpu._started())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1 < float(run.stdout) < 120
+
+
+def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) -> None:
+    this = gpu.Slice(
+        tmp_path, "cpu", True, time.monotonic() + 60, gpu.Log(tmp_path / "log.txt", 0.0),
+        lambda step, case: True, False,
+    )  # fmt: skip
+    with open(this.record, "ab") as file:
+        file.write(b"no line\n" + json.dumps(
+            {"step": "proof", "case": "doctor", "outcome": "passed", "seconds": 1.0, "why": ""}
+        ).encode() + b"\n")  # fmt: skip
+    monkeypatch.setattr(gpu_page, "write", lambda *args: {}["a bug"])
+    this._hear()
+    this.write()
+    assert this.outcomes.count("passed") == 1
+    log = (tmp_path / "log.txt").read_text()
+    assert "not a line: no line" in log and "no page" in log and "a bug" in log
+
+
+def test_a_case_that_had_no_time_has_not_failed(tmp_path: Path) -> None:
+    """Not even if the time was over before the first one."""
+    for until in (1.0, 7.0):
+        folder = tmp_path / str(until)
+        folder.mkdir()
+        this = gpu.Slice(
+            folder, "cpu", True, time.monotonic() + 300, gpu.Log(folder / "log.txt", 0.0),
+            lambda step, case: True, False,
+        )  # fmt: skip
+        assert this._process("plain", this.left("plain"), time.monotonic() + until) <= 0
+        assert not this.outcomes.count("failed")
+
+
+def test_figures_are_of_one_chip_and_parts_stand_beside_the_whole(tmp_path: Path) -> None:
+    def entry(name: str, chip: str, **times: float) -> dict[str, Any]:
+        variants = {each: Timing([us], [us]) for each, us in times.items()}
+        row = Case("solo", name, {"op": "norm", "ranks": 2}, variants, main="weft").as_dict()
+        return {"outcome": "passed", "seconds": 1.0, "why": "", "row": row, "chip": chip}
+
+    run = gpu_page.where("cpu") | {"chip": "h100"}
+    found = {
+        ("solo", "norm a"): entry("norm a", "h100", weft=5.0),
+        ("solo", "norm a, without waits"): entry("norm a", "h100", **{"without waits": 4.0}),
+        ("solo", "norm b"): entry("norm b", "h200", weft=3.0),
+    }
+    gpu_page.write(tmp_path, [run], found)
+    (case,) = Result.read(tmp_path / "solo.json").cases
+    assert case.name == "norm a" and set(case.timed) == {"weft", "without waits"}
+    assert "norm b" not in (tmp_path / "page.md").read_text()
+
+
+def test_ranks_are_late_before_each_launch(tmp_path, monkeypatch) -> None:
+    """But not where what the host takes is measured, or kernels are compiled."""
+    made: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append("launch"))
+    monkeypatch.setattr(gpu_cases._here, "late", lambda: made.append("late"), raising=False)
+    launches = gpu_report.Launches(tmp_path)
+    with launches.noting(lambda: 0, gpu_cases.be_late):
+        JITFunction.run(SimpleNamespace(__name__="_a_kernel"), grid=(2,), warmup=False)
+        with launches.unnoted():
+            JITFunction.run(SimpleNamespace(__name__="_b_kernel"), grid=(2,), warmup=False)
+        JITFunction.run(SimpleNamespace(__name__="_c_kernel"), grid=(2,), warmup=True)
+    assert made == ["late", "launch", "launch", "launch"]
+    assert launches.read() == ["rank 0: _a_kernel[2]"]
+
+
+def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
+    """As where the driver holds it; what it was at has failed."""
+    code = """
+import json, sys, time
+from tools import gpu_report, gpu_steps
+report = gpu_report.Report(gpu_steps.Plan(**json.loads(sys.argv[-1])))
+report.begin("doctor")
+time.sleep(600)
+"""
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        gpu.subprocess, "Popen",
+        lambda given, **more: popen([sys.executable, "-c", code, given[-1]], **more),
+    )  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "case_s", lambda step, case, device: 0.5)
+    monkeypatch.setattr(gpu, "_EXIT_S", 0.5)
+    this = gpu.Slice(
+        tmp_path, "cpu", True, time.monotonic() + 300, gpu.Log(tmp_path / "log.txt", 0.0),
+        lambda step, case: case == "doctor", False,
+    )  # fmt: skip
+    this.go(["proof"])
+    assert this.outcomes.found["proof", "doctor"]["outcome"] == "failed"
+    assert "SIGKILL" in this.outcomes.found["proof", "doctor"]["why"]
+
+
+def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    """Though Python hears no signal, as while it waits for a GPU."""
+    code = """
+import sys, threading, time
+from tools import gpu_report, gpu_steps
+plan = gpu_steps.Plan("solo", (), sys.argv[1], sys.argv[1], "cpu", True, time.time() + 60)
+report = gpu_report.Report(plan)
+with report.case("a", 0.5):
+    report.launches.note(1, "_some_kernel[8] W=2")
+    threading.Event().wait()
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert run.returncode == gpu_report.FAILED
+    begun, ended = lines(tmp_path)
+    assert "begun" in begun and ended["outcome"] == "failed" and "no end within" in ended["why"]
+    assert ended["launches"] == ["rank 1: _some_kernel[8] W=2"]
+    # If the step's time ends first, that is no failure.
+    (tmp_path / "outcomes.jsonl").unlink()
+    code = code.replace("time.time() + 60", "time.time() + 1").replace('"a", 0.5', '"a", 60')
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
+    assert [entry.get("outcome") for entry in lines(tmp_path)] == [None, "cut"]
+
+
 def test_half_a_line_is_no_outcome(tmp_path: Path) -> None:
     record = tmp_path / "outcomes.jsonl"
     whole = {"step": "proof", "case": "a", "outcome": "passed", "seconds": 1.0, "why": ""}
@@ -99,9 +254,9 @@ def test_half_a_line_is_no_outcome(tmp_path: Path) -> None:
 
 
 def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Path) -> None:
-    launches = gpu_steps.Launches(tmp_path)
+    launches = gpu_report.Launches(tmp_path)
     for rank in range(3):
-        text = gpu_steps.described(
+        text = gpu_report.described(
             lambda: None, (132, 1), {"RANK": 0, "x": None, "num_warps": 8 if rank else 4}
         )
         launches.note(rank, text)
@@ -115,6 +270,9 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
     assert "    Wrong: by 7\n" in said and "num_warps=8" in said
     again = said.splitlines()[-1].partition("again: python -m tools.gpu ")[2].split()
     assert again[:4] == ["--only", "proof", "--case", "W4/plain/norm"]
+    case = "norm 8x8192 bfloat16 8 ranks"
+    again = gpu_page.repeating("solo", case, "cuda", False)
+    assert again == f"python -m weft bench solo --ranks 8 --filter '{case}'"
 
 
 @needs_interpreter
@@ -123,20 +281,19 @@ def test_every_kernel_is_in_a_case(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from tools import gpu_steps
+from tools import gpu_process, gpu_report
 from weft.sim.run.gpu import rank_here
 seen = set()
-launches = gpu_steps.Launches(Path(sys.argv[1]))
+launches = gpu_report.Launches(Path(sys.argv[1]))
 launches.note = lambda rank, text: seen.add(text.partition("[")[0])
-plan = gpu_steps.Plan("proof", (), sys.argv[1], sys.argv[1], "cpu", True, 100)
 import torch
 from tools import gpu_cases
 with launches.noting(rank_here):
     for call in gpu_cases.CALLS:
         W = 4 if call == "matmul_all_reduce" else 2  # two ranks need one exchange only
         place = lambda rank: gpu_cases.Place(rank, W, torch.device("cpu"), True)
-        gpu_steps.on_ranks(
-            plan, W, lambda rank: gpu_cases.run(f"W{W}/plain/{call}", place(rank)), 60
+        gpu_process.on_ranks(
+            "cpu", W, lambda rank: gpu_cases.run(f"W{W}/plain/{call}", place(rank)), 300
         )
 print(*seen)
 """
@@ -161,6 +318,26 @@ print(*seen)
         "_wait_kernel",
     }
     assert written - set(said) == on_streams | {"_multimem_kernel", "_by_kernel"}
+
+
+@needs_interpreter
+def test_small_calls_for_the_sanitizer() -> None:
+    code = (
+        "from tools import gpu_process as p; print(len(p.small_cases())); p.run_small_cases('cpu')"
+    )
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
+    )
+    assert run.returncode == 0 and run.stdout == "7\n", run.stderr
+
+
+def test_eight_ranks_with_copy_engines_capture_no_graph() -> None:
+    """Their streams are as many as there are queues."""
+    name = "graph/all_gather_matmul-engines"
+    device: Any = SimpleNamespace(type="cuda")
+    with pytest.raises(gpu_cases.ImpossibleError, match=r"32 streams of 8 ranks .* 32 queues"):
+        gpu_cases.run(f"W8/{name}", gpu_cases.Place(0, 8, device))
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +416,60 @@ def test_what_only_draws_may_be_missing(tmp_path: Path) -> None:
     """A machine's own torch has no rich and no pytest-benchmark with it."""
     (tmp_path / "sitecustomize.py").write_text(_HIDE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"PYTHONPATH": path}
     run = subprocess.run(
-        command(*QUICK, "--only", "plain", "--out", str(tmp_path / "out")),
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        command(*QUICK, "--only", "plain", "--case", "matmul", "--out", str(tmp_path / "out")),
+        env=variables, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "without pytest_benchmark and rich" in run.stdout
     assert "torch.mm" in (tmp_path / "out" / "page.md").read_text()
+    solo = ["--quick", "--device", "cpu", "--filter", "all_to_all"]
+    run = subprocess.run(
+        [sys.executable, "-m", "weft", "bench", "solo", *solo],
+        env=variables, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "| all_to_all 1024 bfloat16 2 ranks |" in run.stdout
+
+
+@needs_interpreter
+def test_a_rehearsal_of_each_step_and_what_is_published(tmp_path: Path) -> None:
+    """All steps in one run; of solo figures and of searches the first ones only."""
+    out = tmp_path / "out"
+    some = [
+        "kernels", "plain", "solo", "doctor", "W4/plain/all_reduce", "W2/late/norm", "sanitizer",
+        "all_gather_matmul 32x64x64 bfloat16 2 ranks", "W2/plain/norm",
+        "all_gather_matmul 32x64x64 bfloat16 2 ranks, without waits",
+        *gpu_steps.names("plain", "cpu", True),
+    ]  # fmt: skip
+    run = subprocess.run(
+        command(*QUICK, "--case", *some, "--out", str(out), "--minutes", "20"),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    ends = {(e["step"], e["case"]): e for e in lines(out) if "outcome" in e}
+    assert {step for step, _ in ends} == set(STEPS) - {"ranks"}
+    assert {e["outcome"] for e in ends.values()} == {"passed", "skipped"}
+    assert ends["compile", "kernels"]["compiled"] > 20
+    found = ends["tune", "all_gather_matmul 32x64x64 bfloat16 2 ranks"]["tuned"]
+    assert found["tried"] == 3 and not found["failed"]
+    assert len(list(out.iterdir())) <= 8
+    (entry,) = json.loads((out / "interpreter.json").read_text())["entries"]
+    assert (entry["M"], entry["N"], entry["W"]) == (32, 32, 2)
+    (rate,) = json.loads((out / "interpreter.rates.json").read_text())["entries"]
+    assert rate["dtype"] == "bfloat16" and rate["block_m"] == 32
+    page = (out / "page.md").read_text()
+    assert "## Tuned launches" in page and "without waits" in page
+    assert "attention backward 64x2x1x16" in page
+
+    root = tmp_path / "root"
+    for folder in ("bench/results", "docs", "kernels"):
+        (root / folder).mkdir(parents=True)
+    for name in ("interpreter.json", "interpreter.rates.json"):
+        (out / name).rename(out / name.replace("interpreter", "sm_90"))
+    gpu_page.publish(out, root)
+    assert sorted(path.name for path in (root / "kernels" / "tuned").iterdir()) == [
+        "sm_90.json", "sm_90.rates.json",
+    ]  # fmt: skip
+    assert (root / "docs" / "gpu.md").read_text() == page

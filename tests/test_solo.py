@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from needs import needs_interpreter
 
 import weft
@@ -17,12 +23,13 @@ from weft.bench.measure import deviation, listed
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import cases as solo_cases
-from weft.bench.solo import command, measure
+from weft.bench.solo import command, compiling, measure, rates, sweep
 from weft.bench.solo import page as solo_page
 from weft.collectives.ranks.pad import pad_bytes
 from weft.errors import MismatchError, PeerTimeout
-from weft.kernels.engine import kernel_rates
+from weft.kernels.engine import kernel_rates, tuning
 from weft.kernels.engine.chips import INTERPRETER, known
+from weft.kernels.engine.tuning import Trial
 from weft.kernels.matmul import all_gather_kernel
 from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS
@@ -184,6 +191,129 @@ def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "times the tolerance" in case.failure and not case.variants
 
 
+def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best right one is kept at once, and a failure of one is no end of the others."""
+    spec = sweep.specs(True)[0]
+    times = iter([9.0] * 9 + [5.0] * 9)
+    monkeypatch.setattr(measure.Clock, "us", lambda self, call, before: next(times))
+    tried = sweep.Search.tried
+
+    def fails(self: sweep.Search, choice: Any) -> Any:
+        if choice.tiling and choice.tiling.block_m == 32:
+            raise_in = pytest.MonkeyPatch()
+            raise_in.setattr(self.problem, "run", lambda rank: {}["no resources"])
+            try:
+                return tried(self, choice)
+            finally:
+                raise_in.undo()
+        return tried(self, choice)
+
+    monkeypatch.setattr(sweep.Search, "tried", fails)
+    entry, trials = sweep.search(spec, CPU, tmp_path)
+    assert [trial.us for trial in trials] == [9.0, 5.0, float("inf")]
+    assert "no resources" in trials[2].failure
+    assert entry["heuristic_us"] == 9.0 and entry["choice"]["tiling"]["block_m"] == 16
+    table = tuning.load(str(tmp_path), "interpreter")
+    key = tuning.key_of("all_gather_matmul", 32, 32, 64, torch.bfloat16, 2)
+    assert table[key] == trials[1].choice
+    # What is quicker by no more than noise is not worth an entry's risk.
+    some = [Trial(trial.choice, us) for trial, us in zip(trials, (9.0, 8.9, 9.1), strict=True)]
+    assert sweep.best_of(some) is some[0]
+
+
+def test_a_wrong_launch_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = sweep.Search(sweep.specs(True)[0], CPU)
+    search.expected = [search.expected[0] + 10]
+    assert "times the tolerance" in search.tried(tuning.HEURISTIC).failure
+
+
+def test_a_device_that_refuses_everything_fails_the_case_alone(monkeypatch: Any) -> None:
+    """As after an error that stays: what tidies up raises as well."""
+
+    def refuses(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(SoloWorld, "learn", refuses)
+    monkeypatch.setattr(SoloWorld, "close", refuses)
+    case = measure.measured(QUICK[0], CPU, quick=True)
+    assert "illegal memory access" in case.failure
+
+
+def test_a_run_ends_where_the_device_is_lost_and_goes_on_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "solo.json"
+    tiny = ["--quick", "--device", "cpu", "--out", str(out), "--filter", "all_", "--resume"]
+    measured: list[str] = []
+
+    def fake(spec: Spec, *args: Any, **options: Any) -> Case:
+        measured.append(spec.name)
+        lost = len(measured) == 1
+        return Case("solo", spec.name, dict(spec.params), failure="lost" if lost else "")
+
+    monkeypatch.setattr(measure, "measured", fake)
+    monkeypatch.setattr(measure, "usable", lambda device: False)
+    assert command.main(tiny) == 1
+    assert [case.failure for case in Result.read(out).cases] == ["lost"]
+    assert command.main(tiny) == 0
+    first, *others = [spec.name for spec in QUICK if "all_" in spec.name]
+    assert measured == [first, *others, first]
+
+
+def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "cores", lambda: 2)
+    compilers = compiling.Compilers(CPU)
+    units = [
+        ("fine", partial(time.sleep, 0)),
+        ("wrong", partial(int, "x")),
+        ("dies", partial(os._exit, 1)),
+        ("again", partial(time.sleep, 0)),
+    ]
+    done = compilers.run(units[:2], time.monotonic() + 300)
+    assert done.ended == 1 and [why.partition(":")[0] for why in done.wrong] == ["wrong"]
+    assert compilers.run(units[2:3], time.monotonic() + 300).wrong == [
+        "dies: its process, or one beside it, died"
+    ]
+    assert compilers.run(units[3:], time.monotonic() + 300).ended == 1
+    hangs = [("hangs", partial(time.sleep, 600))]
+    assert compilers.run(hangs, time.monotonic() + 1).left == ["hangs"]
+    compilers.close()
+
+
+def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made.append("compiled" if warmup else "launched")
+        return SimpleNamespace(_init_handles=lambda: made.append("with what launches it"))
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    with compiling.compiling():
+        triton.JITFunction.run(None, grid=(1,), warmup=False)
+    assert made == ["compiled", "with what launches it"]
+
+
+def test_segments_of_what_is_compiled_only_share_memory() -> None:
+    with SoloWorld(8, hollow=True) as world:
+        world.team.learning = True
+        memory = world.team.memory(0, 4096, 10 << 20, CPU)
+        starts = [segment.data_ptr() for segment in world.team.buffers[0].segments]
+        assert {b - a for a, b in pairwise(starts)} == {4096}
+        whole = world.team.buffers[0].segments[0].untyped_storage().nbytes()
+        assert memory is not None and whole < 11 << 20
+
+
+def test_what_an_epilogue_adds() -> None:
+    params = {"op": "matmul_all_reduce", "M": 8, "N": 8, "K": 8, "dtype": "bfloat16", "ranks": 2}
+
+    def case(name: str, us: float, **more: str) -> Case:
+        return Case("solo", name, params | more, {"weft": Timing([us], [us])}, main="weft")
+
+    both = [case("plain", 7.0), case("with bias", 9.5, epilogue="bias")]
+    assert solo_page.epilogues(both) == ["with bias: the epilogue adds 2.5 us to plain"]
+    assert not solo_page.epilogues(both[1:])
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "solo.json"
     tiny = ["--quick", "--device", "cpu", "--out", str(out)]
@@ -213,7 +343,9 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         params = {"op": op, "M": 4096, "N": 4096, "K": 4096, "dtype": "bfloat16", "ranks": W}
         timings = {"weft": weft, "cuBLAS": library}
         variants = {name: Timing([us], [us]) for name, us in timings.items()}
-        return Case("solo", op, params | more, variants, main="weft", peer="cuBLAS")
+        made = Case("solo", op, params | more, variants, main="weft", peer="cuBLAS")
+        made.params |= {"flop": 2 * 4096**3, "rated": rates.tile_of(made, INTERPRETER)}
+        return made
 
     sums = "matmul_all_reduce"
     cases = [
@@ -223,10 +355,14 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         case(sums, 2, 200.0, 1.0, epilogue="bias"),
         Case("solo", "norm", {"op": "norm"}, {"weft": Timing([200.0], [200.0])}, main="weft"),
     ]
-    found = measure.rates_of(Result("solo", {}, cases), CPU)
     tile = kernel_rates.Tile("bfloat16", 32, 32, 32)
-    assert found == [(tile, 0.8), (tile, 0.2)]
-    path = kernel_rates.write(tmp_path, "interpreter", found)
+    assert rates.rates_of(cases) == {"interpreter": [(tile, 0.8), (tile, 0.2)]}
+    # Of fp8 to twice the library's best in bf16, not to the library's own, exact and slow.
+    (_, fp8) = rates.rates_of([*cases[:2], case(sums, 8, 25.0, 1e3, dtype="float8_e4m3fn")], 20.0)[
+        "interpreter"
+    ][-1]
+    assert fp8 == pytest.approx(40.0 / 25.0 / 2)
+    (path,) = rates.write(tmp_path, cases)
     assert path == tmp_path / "interpreter.rates.json"
 
     monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
@@ -246,8 +382,6 @@ def test_kernels_without_waits_wait_for_nothing() -> None:
     code = """
 import torch, weft
 from weft.sim import unwaited
-from weft.kernels.matmul import all_gather_kernel
-from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import INTERPRETER, known
 from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS

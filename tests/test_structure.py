@@ -78,7 +78,7 @@ LEVELS = {
         commands solo
     """,
 }
-SIM_FROM_BENCH = {"blocks/virtual", "solo/cases", "solo/measure"}
+SIM_FROM_BENCH = {"blocks/virtual", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep"}
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 import weft
 from weft.bench.commands import tune
-from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import INTERPRETER, KNOWN, Tiling, known
+from weft.kernels.engine import kernel_rates, tuning
+from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling, known
 from weft.kernels.engine.tuning import Choice
 from weft.kernels.matmul import (
     all_gather_kernel,
@@ -159,6 +160,26 @@ def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
                 if tiling := choice.tiling:
                     tile = (tiling.block_m + tiling.block_n) * tiling.block_k * 2
                     assert tile * tiling.num_stages <= chip.shared_bytes
+
+
+@pytest.mark.parametrize("chip", [H100, INTERPRETER], ids=lambda chip: chip.name)
+def test_rates_are_of_the_tiles_that_are_launched(chip: Chip) -> None:
+    for (M, N), W, dtype in product(
+        product((1, 8, 63, 128, 500, 1016, 1024, 8192), (64, 512, 3584, 8192)),
+        (2, 3, 8),
+        (torch.float32, torch.bfloat16, torch.float8_e4m3fn),
+    ):
+        configs = {
+            "all_gather_matmul": all_gather_kernel.config_for(M, N, 4096, dtype, W, chip),
+            "matmul_all_reduce": two_shot_kernel.config_for(M, N, dtype, W, chip),
+            "matmul_reduce_scatter": reduce_scatter_kernel.config_for(
+                -(-M // W), N, dtype, W, chip
+            ),
+        }
+        for op, config in configs.items():
+            tiling = config.tiling
+            tile = kernel_rates.tile_of(op, chip, M, N, 4096, dtype, W)
+            assert tile[1:] == (tiling.block_m, tiling.block_n, tiling.block_k), (op, M, N, W)
 
 
 @pytest.mark.ranks(2)

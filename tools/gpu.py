@@ -26,12 +26,11 @@ import selectors
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,8 +38,9 @@ from typing import Any
 
 import torch
 
-from tools import gpu_page, gpu_steps
-from tools.gpu_steps import STEPS, Plan, append
+from tools import gpu_page, gpu_report, gpu_steps
+from tools.gpu_report import append
+from tools.gpu_steps import STEPS, Plan
 from weft.cli import make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +51,8 @@ NOTHING_TO_DO = (
 FILES = ("outcomes.jsonl", "figures.json", "solo.json", "page.md", "log.txt")
 
 _MARGIN_S = 8.0  # before the limit, in which the page is written
+_PAGE_S = 10.0  # between two pages
+_EXIT_S = 15.0  # that a process may take to end
 _LEAST_S = 10.0  # a step is not begun with less
 _LOG_BYTES = 8 << 20
 _WHY_CHARACTERS = 2000  # of what a process said before it died
@@ -64,37 +66,59 @@ class Outcomes:
         runs: what the slices ran on.
         found: by step and case, how it ended.
         begun: cases that have begun and not ended, and when.
+        unended: those that were under way when a run was ended.
+        spent: by step, and what it ran on, the seconds of its cases.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     begun: dict[tuple[str, str], float] = field(default_factory=dict)
+    unended: set[tuple[str, str]] = field(default_factory=set)
+    spent: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def take(self, entry: dict[str, Any]) -> None:
         """A line."""
         if "run" in entry:
             self.runs.append(entry["run"])
+            self.end()
             return
         key = entry["step"], entry["case"]
         if "begun" in entry:
             self.begun[key] = entry["begun"]
         else:
             self.begun.pop(key, None)
+            (self.unended.add if entry["outcome"] == "cut" else self.unended.discard)(key)
             of = self.runs[-1] if self.runs else {}
-            self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache")}
+            self.found[key] = entry | {name: of.get(name) for name in ("sources", "cache", "chip")}
+            where = entry["step"], _place(entry["step"], of)
+            self.spent[where] = self.spent.get(where, 0.0) + entry["seconds"]
+
+    def end(self) -> None:
+        """A run is over, whatever was under way."""
+        self.unended |= self.begun.keys()
+        self.begun.clear()
 
     def settled(self, step: str, case: str, run: dict[str, Any]) -> bool:
         """Whether a run need not make the case again."""
         entry = self.found.get((step, case))
         if entry is None or entry["outcome"] == "cut":
             return False
-        if step == "compile":  # of this machine
-            return bool(entry.get("cache") == run["cache"] and entry["sources"] == run["sources"])
+        if _place(step, entry) != _place(step, run):
+            return False
+        if step == "compile":
+            return bool(entry["sources"] == run["sources"])
         return entry["outcome"] != "failed" or bool(entry["sources"] == run["sources"])
 
     def count(self, outcome: str) -> int:
         """How many cases ended so."""
         return sum(entry["outcome"] == outcome for entry in self.found.values())
+
+
+def _place(step: str, run: Mapping[str, Any]) -> str:
+    """What outcomes of a step hold for: all chips, one kind, or a machine's compiled kernels."""
+    if step == "compile":
+        return str(run.get("cache"))
+    return str(run.get("chip")) if STEPS[step].figures else ""
 
 
 def read(record: Path) -> Outcomes:
@@ -109,7 +133,7 @@ def read(record: Path) -> Outcomes:
 def sources() -> str:
     """A digest of what the kernels and these steps are made of."""
     digest = hashlib.sha256()
-    for folder in ("collectives", "kernels", "sim", "bench", "dtensor"):
+    for folder in ("collectives", "kernels", "sim", "bench", "dtensor", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -177,25 +201,31 @@ class Slice:
         append(self.record, {"run": self.run})
         self.outcomes = read(self.record)
         self._size = self.record.stat().st_size
+        self._written = time.monotonic()
         self._now: set[tuple[str, str]] = set()  # ended in this slice
         self._scratch = tempfile.mkdtemp(prefix="weft-gpu-")
 
     def left(self, step: str) -> list[str]:
         """The cases of a step that are to be run."""
-        return [
+        found = [
             case
             for case in gpu_steps.names(step, self.device, self.quick)
             if self.wanted(step, case)
             and (step, case) not in self._now
             and (self.again or not self.outcomes.settled(step, case, self.run))
         ]
+        # Last, what may hang: it was under way when a run was ended.
+        return sorted(found, key=lambda case: (step, case) in self.outcomes.unended)
 
     def go(self, steps: Sequence[str]) -> None:
         """Run the steps, then what they had no time for."""
         for limited in (True, False):
-            for step in steps:
-                minutes = STEPS[step].minutes if limited else float("inf")
-                self._step(step, min(self.until, time.monotonic() + 60 * minutes))
+            # What was not compiled in its minutes is now compiled where it is launched.
+            order = steps if limited else sorted(steps, key=lambda step: step == "compile")
+            for step in order:
+                spent_s = self.outcomes.spent.get((step, _place(step, self.run)), 0.0)
+                left_s = 60 * STEPS[step].minutes - spent_s if limited else float("inf")
+                self._step(step, min(self.until, time.monotonic() + left_s))
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _step(self, step: str, until: float) -> None:
@@ -205,9 +235,9 @@ class Slice:
         self.log(f"== {step}: {STEPS[step].about}; {len(left)} cases")
         started = time.monotonic()
         while left and until - time.monotonic() >= _LEAST_S:
-            self._process(step, left, until)
+            status = self._process(step, left, until)
             before, left = left, self.left(step)
-            if left == before:  # cut, or it could not begin
+            if left == before or status == 0:  # it could not begin, or there is too little time
                 break
         self.log(f"== {step}: {time.monotonic() - started:.0f} s" + self._tally(step, left))
 
@@ -217,48 +247,60 @@ class Slice:
         told = [part for part in parts if not part.startswith("0 ")]
         return "".join(f", {part}" for part in told) + (f", {len(left)} to come" if left else "")
 
-    def _process(self, step: str, cases: list[str], until: float) -> None:
-        """One process of a step, until it ends or its time is up."""
-        now = time.monotonic()
+    def _process(self, step: str, cases: list[str], until: float) -> int:
+        """One process of a step, until it ends or its time is up. Its status."""
         plan = Plan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
-            until - now,
+            until - time.monotonic() + time.time() - 1,
         )  # fmt: skip
         variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
         variables["PYTHONUNBUFFERED"] = "1"
         variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if step in ("proof", "threads"):
+            # A kernel of torch's that is loaded at its first launch would wait for all that runs,
+            # and so for ranks that wait for this one.
+            variables.setdefault("CUDA_MODULE_LOADING", "EAGER")
         if self.device == "cpu":
             variables["TRITON_INTERPRET"] = "1"
+        # A group, to be ended with all that it started.
+        group: dict[str, Any] = {"process_group": 0}
+        if sys.version_info < (3, 11):
+            group = {"preexec_fn": os.setpgrp}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.gpu_steps", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "tools.gpu_process", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,  # its end tells the process that this one is gone
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=os.setpgrp,  # a group, to be ended with all that it started
+            **group,
         )
         said = Said(self.log)
         try:
             self._listen(process, until, said)
         finally:
-            late = process.poll() is None
+            late = process.poll() is None and time.monotonic() >= until
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver may not let go of it
+                process.wait(_EXIT_S)
             self._hear()
+        code = gpu_report.FAILED if process.returncode is None else process.returncode
         under_way = [case for of, case in self.outcomes.begun if of == step]
-        self.outcomes.begun.clear()
-        if late:  # the run goes on with them
-            return
-        if not under_way and process.returncode not in (0, gpu_steps.FAILED):
+        self.outcomes.end()
+        if late or code == 0:  # its time was up: a later run goes on with them
+            self.write()
+            return code
+        if not under_way and code not in (0, gpu_report.FAILED, gpu_report.GO_ON):
             under_way = cases[:1]  # it could not begin
         for case in under_way:
-            why = f"{said.end}the process ended with {gpu_page.status(process.returncode)}"
-            launches = gpu_steps.Launches(Path(self._scratch)).read()
+            why = f"{said.end}the process ended with {gpu_page.status(code)}"
+            launches = gpu_report.Launches(Path(self._scratch)).read()
             entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
             append(self.record, {"step": step, "case": case, **entry})
         self._hear()
+        self.write()
+        return code
 
     def _listen(self, process: subprocess.Popen[bytes], until: float, say: Said) -> None:
         """Pass on what a process says and records."""
@@ -266,7 +308,7 @@ class Slice:
         os.set_blocking(process.stdout.fileno(), False)
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while process.poll() is None and time.monotonic() < until:
+            while process.poll() is None and time.monotonic() < until and not self._hangs():
                 if selector.select(0.2):
                     if news := process.stdout.read():
                         say(news)
@@ -275,6 +317,13 @@ class Slice:
                 self._hear()
         say(process.stdout.read() or b"")
 
+    def _hangs(self) -> bool:
+        """Whether a case takes longer than it may, and its process has not ended for that."""
+        return any(
+            time.time() - begun > gpu_steps.case_s(step, case, self.device) + _EXIT_S
+            for (step, case), begun in self.outcomes.begun.items()
+        )
+
     def _hear(self) -> None:
         """Take the lines that are new, tell them, and write the page."""
         with open(self.record, "rb") as file:
@@ -282,20 +331,27 @@ class Slice:
             news = file.read()
         news = news[: news.rfind(b"\n") + 1]
         self._size += len(news)
-        ended = False
         for line in news.splitlines():
-            entry = json.loads(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                self.log(f"not a line: {line.decode(errors='replace')[:200]}")
+                continue
             self.outcomes.take(entry)
             if "outcome" in entry:
-                ended = True
-                self._now.add((entry["step"], entry["case"]))
+                if entry["outcome"] != "cut":
+                    self._now.add((entry["step"], entry["case"]))
                 self.log.write(gpu_page.said(entry, self.device, self.quick))
-        if ended:
+        if time.monotonic() - self._written >= _PAGE_S:
             self.write()
 
     def write(self) -> None:
-        """The page and the figures."""
-        gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+        """The page and the figures, which follow from the record: nothing is lost here."""
+        self._written = time.monotonic()
+        try:
+            gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+        except Exception as error:  # not the end of what is measured
+            self.log(f"no page: {gpu_report.told(error)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -339,9 +395,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the steps. The exit status is 0 if all passed, 1 if a case failed, 130 if some remain."""
-    begun = time.monotonic()
+def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
+    """Run the steps. The exit status is 0 if all passed, 1 if a case failed, 130 if some remain.
+
+    Its time counts from `begun`, of time.monotonic(): from now on unless given.
+    """
+    begun = time.monotonic() if begun is None else begun
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     steps = [step for step in args.only or STEPS if step not in args.skip]
@@ -367,13 +426,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if args.resume and args.resume.resolve() != folder.resolve():
         for path in args.resume.iterdir():
-            shutil.copy(path, folder / path.name)
+            shutil.copyfile(path, folder / path.name)  # a copy may be read-only
     elif not args.resume and (folder / FILES[0]).exists() and not args.case:
         parser.error(f"--out {folder} has results already: --resume {folder} goes on from them")
     if nothing:
         gpu_page.publish(folder, ROOT)
         return 0
-    _stay_on_this_host()
+    # Gloo would look for the host's name in a network that there may not be.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     log = Log(folder / "log.txt", begun)
     until = begun + 60 * args.minutes - _MARGIN_S
     this = Slice(
@@ -425,15 +485,15 @@ def _is_there(module: str) -> bool:
     return True
 
 
-def _stay_on_this_host() -> None:
-    """Spare each rank's Gloo to look for the host's name in a network that there may not be."""
-    started = time.monotonic()
-    with suppress(OSError):
-        socket.getaddrinfo(socket.gethostname(), None)
-        if time.monotonic() - started < 1:
-            return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _started() -> float:
+    """When this process began, of time.monotonic(): torch takes seconds to be imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, OSError):  # not Linux
+        age = 0.0
+    return time.monotonic() - (age if 0 < age < 120 else 0.0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(begun=_started()))

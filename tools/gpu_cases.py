@@ -7,7 +7,8 @@ A call has several sets of inputs. Ranks draw the same whole tensors, and cut th
 They are made in several ways, for what goes wrong in one of them only:
 
     plain       a call for each set, waited for
-    late        many calls in a row, nothing waited for, each rank late by its own random times
+    late        many calls in a row, nothing waited for, each rank late by its own random times,
+                before calls and before each of their launches
     graph       captured once, replayed with each set, late as well
     streams     two calls on two streams by turns
     mixed       all calls in one random order, late
@@ -16,6 +17,7 @@ They are made in several ways, for what goes wrong in one of them only:
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +34,10 @@ from weft.collectives.ranks.group import resolve
 from weft.dtensor import DeviceMesh, DTensor, Partial, Shard
 from weft.kernels import zigzag_sizes
 from weft.kernels.flash.geometry import to_zigzag
+from weft.kernels.matmul import copy_engines
 
 SETS = 3
+_QUEUES = 32  # CUDA_DEVICE_MAX_CONNECTIONS can be no more
 _IN_A_ROW = 6
 # Half of the time a rank is not late at all, else by up to 2 ms: many launches.
 _LATEST_CYCLES = 3_500_000
@@ -399,9 +403,16 @@ def run(name: str, place: Place) -> None:
     _, way, _ = parsed(name)
     if way in ("graph", "streams") and place.device.type == "cpu":
         raise ImpossibleError("of a GPU only")
+    streams = place.world_size * (1 + copy_engines.STREAMS)
+    if name.endswith("graph/all_gather_matmul-engines") and streams >= _QUEUES:
+        raise ImpossibleError(
+            f"{streams} streams of {place.world_size} ranks and one that captures need more than "
+            f"the {_QUEUES} queues that a process has: a rank could wait behind another"
+        )
     works = {call: CALLS[call](place) for call in calls_of(name)}
     # First: cuBLAS makes its handles, which may wait for all that runs.
     expected = {call: [work.oracle(i) for i in range(SETS)] for call, work in works.items()}
+    _meet(place)
     chance = random.Random(f"{name} {place.rank}")
     made: list[tuple[str, int, Tensors]] = []
     with weft.engine("triton"):
@@ -433,10 +444,23 @@ def _late(
     order = [(call, i % SETS) for i in range(times) for call in works]
     random.Random(name).shuffle(order)  # the same on every rank
     made = []
-    for call, i in order:
-        _sleep(place, chance)
-        made.append((call, i, works[call].op(*works[call].inputs[i])))
+    _here.late = lambda: _sleep(place, chance)
+    try:
+        for call, i in order:
+            _sleep(place, chance)
+            made.append((call, i, works[call].op(*works[call].inputs[i])))
+    finally:
+        del _here.late
     return made
+
+
+_here = threading.local()
+
+
+def be_late() -> None:
+    """Before each launch of a rank: hold its stream for a random time, if it is to be late."""
+    if late := getattr(_here, "late", None):
+        late()
 
 
 def _streams(
@@ -472,6 +496,11 @@ def _graph(
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 results = work.op(*given)
         _meet(place)
+    # What is loaded at its first launch waits for all that runs: now, while nothing does.
+    for x in (*given, *results):
+        x.copy_(x.clone())
+    torch.cuda._sleep(1)
+    _meet(place)
     made = []
     for i in (*range(SETS), 0):
         for into, source in zip(given, work.inputs[i], strict=True):

@@ -15,6 +15,7 @@ from tools.gpu_steps import STEPS
 from weft.bench.environment import environment
 from weft.bench.report.tables import LEGEND, figure, markdown_lines, table_of
 from weft.bench.solo import page as solo_page
+from weft.kernels.engine import tuning
 
 _Found = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -33,6 +34,12 @@ def status(code: int) -> str:
 
 def repeating(step: str, case: str, device: str, quick: bool) -> str:
     """The command that runs a case alone."""
+    if step == "solo" and " without " not in case:
+        W = case.split()[-2]
+        more = [*(["--device", "cpu"] if device == "cpu" else []), *(["--quick"] if quick else [])]
+        return shlex.join(
+            ["python", "-m", "weft", "bench", "solo", *more, "--ranks", W, "--filter", case]
+        )
     command = ["python", "-m", "tools.gpu", "--only", step, "--case", case]
     command += [*(["--device", "cpu"] if device == "cpu" else []), *(["--quick"] if quick else [])]
     return shlex.join([*command, "--out", "out/again"])
@@ -43,7 +50,9 @@ def said(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     text = f"{entry['step']}: {entry['case']}: {entry['outcome']}, {entry['seconds']:.1f} s"
     if "row" in entry:
         text += f": {times_of(entry['row'])}"
-    elif entry["outcome"] == "skipped":
+    elif "tuned" in entry:
+        text += f": {tuned(entry['tuned'])}"
+    elif entry["outcome"] in ("skipped", "cut"):
         text += f": {entry['why']}"
     if entry["outcome"] != "failed":
         return text + "\n"
@@ -51,6 +60,16 @@ def said(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     lines += [f"    launched last by {each}" for each in entry.get("launches", ())]
     lines.append(f"    again: {repeating(entry['step'], entry['case'], device, quick)}")
     return "\n".join(lines) + "\n"
+
+
+def tuned(entry: Mapping[str, Any]) -> str:
+    """What a search of launches has found."""
+    failed = f", {len(entry['failed'])} of which failed" if entry["failed"] else ""
+    choice = entry["choice"] or "the heuristic's"
+    return (
+        f"{entry['us']:.0f} us, heuristic {entry['heuristic_us']:.0f} us, of {entry['tried']} "
+        f"launches{failed}: {choice}"
+    )
 
 
 def times_of(row: Mapping[str, Any]) -> str:
@@ -64,16 +83,41 @@ def times_of(row: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> None:
-    """`figures.json` and `page.md`, anew."""
+    """`figures.json`, `solo.json`, the kernels' rates and `page.md`, anew."""
     from weft.bench.rows import Case, Result
+    from weft.bench.solo import rates
 
-    cases = [Case.from_dict(dict(entry["row"])) for entry in found.values() if "row" in entry]
     here = dict(runs[-1])
+    # Figures of another chip are measured again.
+    kept = {key: entry for key, entry in found.items() if _is_of(here, *key, entry)}
+    rows = [Case.from_dict(dict(entry["row"])) for entry in kept.values() if "row" in entry]
+    cases = [case for case in rows if case.suite != "solo"]
+    solo = _joined([case for case in rows if case.suite == "solo"])
     here["ranks"] = max([case.params.get("ranks", 1) for case in cases], default=1)
     result = Result("gpu", here, cases, command="python -m tools.gpu")
     if cases:
         result.write(folder / "figures.json")
-    (folder / "page.md").write_text(page(folder, runs, found, result))
+    if solo:
+        Result("solo", here | {"ranks": 1}, solo, command=result.command).write(
+            folder / "solo.json"
+        )
+        rates.write(folder, solo)
+    (folder / "page.md").write_text(page(folder, runs, kept, result))
+
+
+def _is_of(run: Mapping[str, Any], step: str, case: str, entry: Mapping[str, Any]) -> bool:
+    return not STEPS[step].figures or entry.get("chip") == run["chip"]
+
+
+def _joined(cases: Sequence[Any]) -> list[Any]:
+    """One for each name, with what kernels without a part take beside the others."""
+    made: dict[str, Any] = {}
+    for case in cases:
+        if case.name in made:
+            made[case.name].variants |= case.variants
+        else:
+            made[case.name] = case
+    return list(made.values())
 
 
 def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
@@ -93,6 +137,7 @@ def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result:
         *_steps(found),
         *_failures(found),
         *solo_page.lines(folder / "solo.json"),
+        *_tuned(found),
     ]
     for suite in dict.fromkeys(case.suite for case in result.cases):
         cases = [case for case in result.cases if case.suite == suite]
@@ -113,6 +158,15 @@ def _steps(found: _Found) -> list[str]:
         seconds = sum(entry["seconds"] for entry in ends)
         rows.append([step, *counts, figure(seconds) if ends else "not run"])
     return markdown_lines(["step", "passed", "failed", "skipped", "cut", "seconds"], rows)
+
+
+def _tuned(found: _Found) -> list[str]:
+    lines = [
+        f"- {case}: {tuned(entry['tuned'])}"
+        for (_, case), entry in found.items()
+        if "tuned" in entry
+    ]
+    return ["", "## Tuned launches", "", *lines] if lines else []
 
 
 def _failures(found: _Found) -> list[str]:
@@ -145,5 +199,14 @@ def publish(folder: Path, root: Path) -> None:
         "page.md": root / "docs" / "gpu.md",
     }.items():
         if (folder / name).exists():
-            shutil.copy(folder / name, to)
+            shutil.copyfile(folder / name, to)
             print(f"wrote {to}")
+    own = root / "kernels" / "tuned"
+    for table in (*folder.glob("sm_*.json"), *folder.glob("gfx*.json")):  # of rates, too
+        own.mkdir(exist_ok=True)
+        if table.name.endswith(".rates.json"):
+            shutil.copyfile(table, own / table.name)
+        else:  # what is tuned for other problems stays
+            entries = json.loads(table.read_text())["entries"]
+            tuning.write(own / table.name, table.name.removesuffix(".json"), entries)
+        print(f"wrote {own / table.name}")

@@ -26,10 +26,8 @@ from weft.bench.measure import Ranks
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import ops
 from weft.cli import at_least, make_folder
-from weft.collectives import chunk_sizes
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import chip_of, tiling_for
-from weft.kernels.matmul import all_gather_kernel
+from weft.kernels.engine.chips import chip_of
 from weft.launch import launch
 
 _ROUNDS = 7
@@ -100,16 +98,7 @@ def _rank_main(
     chip, entries = chip_of(torch.device(options.device)), []
     for spec in specs:
         call = ops.prepare(spec, options).variants["triton"]
-        op, M, N, K = (spec.params[name] for name in ("op", *ops.SIZES))
-        gathers = op == "all_gather_matmul"
-        columns = chunk_sizes(N, options.ranks)[0] if gathers else N
-        shape = M, columns, K if gathers else 0, options.dtype, options.ranks
-        choices = tuning.candidates(
-            chip,
-            options.dtype,
-            tiling_for(chip, M, columns, options.dtype),
-            copies=gathers and all_gather_kernel.config_for(*shape, chip).copy_programs > 0,
-        )
+        key, choices = ops.launches_of(spec.params, options.dtype, options.ranks, chip)
 
         def measured(once: Callable[[], torch.Tensor]) -> float:
             rounds = options.rounds or _ROUNDS
@@ -124,7 +113,7 @@ def _rank_main(
             ranks.gather,
             ops.TOLERANCE[options.dtype],
         )
-        entries.append(tuning.entry_of(tuning.key_of(op, *shape), best, trials[0]))
+        entries.append(tuning.entry_of(key, best, trials[0]))
         failed = sum(bool(trial.failure) for trial in trials)
         progress(("line", (
             f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "

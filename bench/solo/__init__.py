@@ -1,4 +1,6 @@
 """`weft bench solo`: one rank's true kernels of a group of W, on a whole chip.
 
-May import all of `bench` but its commands. Read `cases`, `measure`, `command`, `page`.
+May import all of `bench` but its commands. Read `cases`, `measure`, `command`, `page`,
+then `compiling` (ahead, in processes), `rates` (of kernels, for the cost model), `sweep` (tuned
+launches).
 """

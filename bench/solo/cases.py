@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 import weft
 from weft import collectives
+from weft.bench.blocks.causal import causal_attention, library_attention
 from weft.bench.problem import Spec
 from weft.collectives.ranks.group import alone
 from weft.kernels import to_zigzag
@@ -85,11 +85,11 @@ def cases(quick: bool, ranks: Sequence[int]) -> list[Spec]:
 
     Args:
         quick: tiny sizes, which the interpreter can do.
-        ranks: numbers of ranks; the first has all cases, the others some.
+        ranks: numbers of ranks; the first has all cases, the second some, the others few.
     """
     found = []
     for number, W in enumerate(ranks):
-        for op, params in _quick_sizes(W) if quick else _sizes(W, number == 0):
+        for op, params in _quick_sizes(W) if quick else _sizes(number):
             sizes = "x".join(str(v) for k, v in params.items() if isinstance(v, int))
             words = [str(v) for v in params.values() if isinstance(v, str)]
             name = " ".join([op, sizes, *words, f"{W} ranks"])
@@ -135,22 +135,25 @@ def _cache(batch: int, tokens: int, H: int, H_kv: int, D: int) -> dict[str, Any]
 _UP, _DOWN, _QKV, _OUT = (57344, 8192), (8192, 28672), (10240, 8192), (8192, 8192)
 
 
-def _sizes(W: int, all_of_them: bool) -> _Sized:
+def _sizes(number: int) -> _Sized:
+    """Of the `number`-th of several numbers of ranks."""
     dtypes = ("bfloat16", "float8_e4m3fn")
-    for M, dtype in product((8192, 2048) if all_of_them else (8192,), dtypes):
+    for M, dtype in product((8192, 2048) if number == 0 else (8192,), dtypes[: max(1, 2 - number)]):
         yield _linear("all_gather_matmul", M, *_UP, dtype)
         yield _linear("matmul_reduce_scatter", M, *_DOWN, dtype)
         yield _linear("matmul_all_reduce", M, *_DOWN, dtype)
+    if number > 1:
+        return
     for op, step in product(("ring_attention", "ulysses_attention"), ("forward", "backward")):
         yield op, _heads(16384, 32, 8, 128, step)
-    for tokens in (8, 128) if all_of_them else (8,):
+    for tokens in (8, 128) if number == 0 else (8,):
         yield "norm", {"tokens": tokens, "H": 8192, "dtype": "bfloat16"}
         yield _linear("matmul_all_reduce", tokens, *_DOWN, "bfloat16")
     yield "flash_decode", _cache(16, 32768, 64, 8, 128)
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        for nbytes in (16 << 10, 1 << 20, 16 << 20) if all_of_them else (1 << 20,):
+        for nbytes in (16 << 10, 1 << 20, 16 << 20) if number == 0 else (1 << 20,):
             yield op, {"nbytes": nbytes, "dtype": "bfloat16"}
-    if not all_of_them:
+    if number > 0:
         return
     yield _linear("all_gather_matmul", 2048, *_UP, "bfloat16", epilogue="swiglu")
     yield _linear("matmul_reduce_scatter", 2048, *_DOWN, "bfloat16", epilogue="bias + residual")
@@ -162,11 +165,25 @@ def _sizes(W: int, all_of_them: bool) -> _Sized:
         yield _linear("matmul_all_reduce", M, *_OUT, dtype)
     for M in (128, 16, 1):
         yield _linear("matmul_all_reduce", M, *_DOWN, "float8_e4m3fn")
-    for op in ("ring_attention", "ulysses_attention"):
-        for tokens, step in product((65536, 4096), ("forward", "backward")):
-            yield op, _heads(tokens, 32, 8, 128, step)
+    for op, step in product(("ring_attention", "ulysses_attention"), ("forward", "backward")):
+        yield op, _heads(4096, 32, 8, 128, step)
     yield "flash_decode", _cache(1, 131072, 64, 8, 128)
     yield "flash_decode", _cache(128, 4096, 64, 8, 128)
+
+
+# Kinds of kernels whose parts tell most: the first case of each.
+_IN_PARTS = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "norm", "ring_attention",
+    "ulysses_attention", "flash_decode", "all_reduce",
+)  # fmt: skip
+
+
+def in_parts(specs: Sequence[Spec]) -> list[Spec]:
+    """Those that are worth being timed without waits, and without status."""
+    first: dict[str, Spec] = {}
+    for spec in specs:
+        first.setdefault(spec.params["op"], spec)
+    return [first[op] for op in _IN_PARTS if op in first]
 
 
 def build(spec: Spec, rank: int, device: torch.device) -> Problem:
@@ -459,7 +476,7 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     flop = 4 * S * S / 2 * D * heads * (2.5 if backward else 1.0)
     moved = S - S // W
     one = partial(weft.ring_attention, group=alone(), causal=True)
-    libraries = _library_attention(randoms.device)
+    libraries = library_attention(randoms.device)
     return Problem(
         run,
         expected,
@@ -470,60 +487,6 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
         libraries={name: step(way, repeated) for name, way in libraries.items()},
         alone=step(one, local),
     )
-
-
-def _library_attention(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
-    """torch's attention, by each of its implementations that this device has."""
-    if device.type == "cpu":
-        return {"SDPA": partial(_sdpa, None)}
-    from torch.nn.attention import SDPBackend
-
-    return {
-        "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-        "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    }
-
-
-def _sdpa(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    from torch.nn.attention import sdpa_kernel
-
-    call = functional.scaled_dot_product_attention
-    with nullcontext() if backend is None else sdpa_kernel(backend):
-        return call(q, k, v, is_causal=True)
-
-
-def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None = None,
-    block: int = 1024,
-) -> Tensors:
-    """out and, given its gradient, dq, dk and dv, of (1, H, S, D) in float64, causal: the oracle.
-
-    Head by head and `block` queries at a time: all scores would take S * S * H numbers.
-    """
-    S, scale, share = q.shape[2], 1 / math.sqrt(q.shape[3]), q.shape[1] // k.shape[1]
-    out = torch.zeros_like(q, dtype=torch.float64)
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
-    positions = torch.arange(S, device=q.device)
-    for head, first in product(range(q.shape[1]), range(0, S, block)):
-        last = min(first + block, S)
-        rows = slice(first, last)
-        queries = q[0, head, rows].double()
-        keys, values = (x[0, head // share, :last].double() for x in (k, v))
-        hidden = positions[:last] > positions[rows, None]
-        weights = (queries @ keys.T * scale).masked_fill(hidden, -torch.inf).softmax(-1)
-        out[0, head, rows] = weights @ values
-        if dout is None:
-            continue
-        d = dout[0, head, rows].double()
-        dweights = d @ values.T
-        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * scale
-        dq[0, head, rows] = dscores @ keys
-        dk[0, head // share, :last] += dscores.T @ queries
-        dv[0, head // share, :last] += weights.T @ d
-    return [out, dq, dk, dv]
 
 
 def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:

@@ -11,9 +11,9 @@ Times are medians, in us, each call after the last one has ended:
   alone           weft's kernel for a group of one, same arithmetic
   cuBLAS, ...     what libraries take for the same arithmetic; of a collective, a copy of its bytes
   posting         of the peers' signals, which counts in none of the others
-host_us, in the file, is what the host takes to enqueue a call, kernels_us what each kernel takes.
-With --parts, compiled anew: `without waits`, where kernels take every signal for granted, and
-`without status`, where they do not look for failed waits at their end either.
+host_us, in the file, is what the host takes to enqueue a call; with --profile, kernels_us is what
+each kernel takes. With --parts, compiled anew: `without waits`, where kernels take every signal for
+granted, and `without status`, where they do not look for failed waits at their end either.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the kernels' rates that follow, beside the tuned launches in DIR, where "
         "the cost model finds them (kernels/tuned, or what WEFT_TUNED names)",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="store_true",
+        help="also tell what each kernel of a call takes, by torch's profiler",
+    )  # fmt: skip
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--list", action="store_true", help="print the names of the cases")
     only.add_argument(
@@ -85,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cpu":  # before Triton is imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("WEFT_TIMEOUT_S", "20")  # no peer runs: what has not come does not come
+    if args.profile:
+        # Without these, CUPTI may crash a process that also captures graphs.
+        os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     import torch
 
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

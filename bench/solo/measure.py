@@ -4,47 +4,37 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import triton
 
 import weft
 from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
-from weft.bench.report import terminal
-from weft.bench.report.tables import said
+from weft.bench.report.tables import markdown_lines, said
 from weft.bench.rows import Case, Result, Timing
-from weft.bench.solo import cases, page
+from weft.bench.solo import cases, compiling, page, rates
 from weft.cli import make_folder
-from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.tuning import OPS
-from weft.launch import cores
 from weft.sim import unwaited
 from weft.sim.run import solo
 from weft.sim.unwaited import PARTS
 
 MAIN, COPYING = "weft", "copying inside the chip"
 _WARMUP = 2
-_LEAST_US = 100.0  # of calls whose rate counts
 _Step = Callable[[], Any]
 _MARGIN_S = 5.0  # before the limit
-_WORKER_BYTES = 10 << 30  # of the GPU's memory, for a process that compiles
 
 
 class Clock:
@@ -104,11 +94,21 @@ class Clock:
         return us
 
 
-def measured(spec: Spec, device: torch.device, quick: bool, part: str = "") -> Case:
+def measured(
+    spec: Spec,
+    device: torch.device,
+    quick: bool,
+    part: str = "",
+    *,
+    profiles: bool = False,
+    unobserved: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Case:
     """One case.
 
     Args:
         part: of `PARTS`: only the kernel itself, which lacks it, so that nothing is compared.
+        profiles: whether to look, after all else, what each kernel of a call takes.
+        unobserved: inside of it nobody adds to what the host does.
     """
     W = spec.params["ranks"]
     rank, case = 1 % W, Case("solo", spec.name, dict(spec.params), main=MAIN)
@@ -121,16 +121,27 @@ def measured(spec: Spec, device: torch.device, quick: bool, part: str = "") -> C
             problem.prepare(world)
             world.learn(problem.run, problem.depth)
         with weft.engine("triton"), own_stream(device), world.at(rank):
-            _Measurement(case, problem, world, rank, quick).take(part)
+            take = _Measurement(case, problem, world, rank, quick, unobserved)
+            take.take(part, profiles)
     except Exception as error:  # whatever a case raises is its row, not the end of the run
         case.failure = f"{type(error).__name__}: {short(str(error))}"
     finally:
-        world.close()
         problem = None  # type: ignore[assignment]  # its tensors go before the next case's come
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # of a GPU that refuses all that follows a failure
+            world.close()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     return case
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the device still does what it is told: some errors stay until the process ends."""
+    try:
+        torch.ones(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -156,7 +167,9 @@ class _Measurement:
         world: solo.SoloWorld,
         rank: int,
         quick: bool,
+        unobserved: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self.unobserved = unobserved
         self.case, self.problem, self.world, self.rank = case, problem, world, rank
         self.clock = Clock(world.device)
         self.rounds = 3 if quick else 21
@@ -166,7 +179,7 @@ class _Measurement:
         """The call that is measured."""
         return self.problem.run(self.rank)
 
-    def take(self, part: str) -> None:
+    def take(self, part: str, profiles: bool) -> None:
         """Compare and time everything, or what is left without a `part`."""
         with solo.copied_first(self._copied):
             if part:
@@ -175,29 +188,35 @@ class _Measurement:
             self.expected = self.problem.expected(self.rank)
             self.world.post()
             error = self._compare(self.run())
-            self._host()
+            self.case.params["host_us"] = self._host()
             calls = {MAIN: (self.run, self._cold), "warm L2": (self.run, self._warm)}
-            if self.problem.alone and (alone := self._attempt("alone", self._alone)) is not None:
-                calls["alone"] = alone, self.clock.flush
-            for name, library in self.problem.libraries.items():
-                if self._attempt(name, library) is not None:
-                    calls[name] = library, self.clock.flush
-            self.case.peer = next((n for n in self.problem.libraries if n in calls), "")
+            found = {name: self._attempt(name, f) for name, f in self.problem.libraries.items()}
+            ran = [name for name, made in found.items() if made is not None]
+            self.case.peer = ran[0] if ran else ""
+            if self.problem.alone:
+                same = found[ran[0]] if ran else None
+                if self._attempt("alone", lambda: self._alone(same)) is not None:
+                    calls["alone"] = self.problem.alone, self.clock.flush
+            calls |= {name: (self.problem.libraries[name], self.clock.flush) for name in ran}
+            del found
             calls["posting"] = self.world.post, self.clock.flush
             captures = self.clock.on_gpu and not self.copies
             if captures and (replay := self._attempt("graph", self._graph)) is not None:
                 calls["graph"] = replay, self._cold
             self._time(calls)
             self.case.variants[MAIN].error = error
-            self._profile()
             self.world.post()
             self._compare(self.run())  # still
+            if rated := rates.tile_of(self.case, chip_of(self.world.device)):
+                self.case.params["rated"] = rated
         if self.copies:
             self.case.notes.append(
                 f"{self.case.name}: the shards lie there when the time begins, as copy engines are "
                 f"the link; publishing them is not in it"
             )
             self._attempt(COPYING, self._copying)
+        if profiles:
+            self._profile()
 
     def _copying(self) -> None:
         self._host()
@@ -207,13 +226,15 @@ class _Measurement:
         self.copies = True
         self.clock.restart()
 
-    def _host(self) -> None:
-        """What the host takes, if the GPU is not what it waits for."""
+    def _host(self) -> float:
+        """What the host takes for a call, in us, if the GPU is not what it waits for."""
         calls = 2 if self.rounds <= 3 else 20
         self.world.post(2 * calls)
-        self.clock.host_us(self.run, calls)
-        self.case.params["host_us"] = self.clock.host_us(self.run, calls)
+        with self.unobserved():
+            self.clock.host_us(self.run, calls)
+            us = self.clock.host_us(self.run, calls)
         self.world.check()
+        return us
 
     def _cold(self) -> None:
         self.world.post()
@@ -248,13 +269,13 @@ class _Measurement:
             )
             return None
 
-    def _alone(self) -> Callable[[], Any]:
-        alone = self.problem.alone
-        assert alone is not None
-        made = listed(alone())[:1]  # libraries may return gradients for more heads of keys
-        if "epilogue" not in self.case.params:
-            self._compare(made, listed(next(iter(self.problem.libraries.values()))())[:1])
-        return alone
+    def _alone(self, same: Any) -> Any:
+        """Its result, compared with that of a library if one ran."""
+        assert self.problem.alone is not None
+        made = listed(self.problem.alone())[:1]  # libraries may have gradients for more heads
+        if "epilogue" not in self.case.params and same is not None:
+            self._compare(made, listed(same)[:1])
+        return made
 
     def _graph(self) -> Callable[[], Any]:
         self.world.post()
@@ -316,13 +337,18 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
         print("\n".join(spec.name for spec in specs))
         return 0
     if args.precompile:
-        return precompile(args, specs, device, until)
+        return compiling.precompile(args, specs, device, until)
     if args.part:
         unwaited.leave_out(args.part)
     result = Result("solo", environment(1, args.device, torch.get_num_threads()), command=command)
     if args.resume and args.out.exists():
         kept = Result.read(args.out)
-        result.cases = [case for case in kept.cases if not case.failure]
+        if names_of(kept.environment) == names_of(result.environment):
+            result.cases = [case for case in kept.cases if not case.failure]
+            broken = {case.name for case in kept.cases if case.failure}
+            specs.sort(key=lambda spec: spec.name in broken)  # lest they end each run
+        else:
+            print(f"{args.out} has figures of another chip: all cases are measured again")
     if args.out:
         try:
             make_folder(args.out.parent)
@@ -343,11 +369,14 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
                 start = time.monotonic()
                 if until is not None and start + longest > until:
                     raise KeyboardInterrupt
-                case = measured(spec, device, args.quick, args.part)
+                case = measured(spec, device, args.quick, args.part, profiles=args.profile)
                 longest = max(longest, time.monotonic() - start)
                 result.cases.append(case)
                 keep()
                 print(f"{time.monotonic() - began:4.0f} s {said(case)}", flush=True)
+                if case.failure and not usable(device):
+                    print("the GPU refuses all that follows: a new run with --resume goes on")
+                    return 1
             if args.parts:
                 for part in PARTS:
                     _add_part(args, part, result, until)
@@ -357,35 +386,30 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
         print("not all cases were measured: --resume goes on", flush=True)
     keep()
     if result.cases and not args.part:
-        for table in page.tables(result):
-            terminal.show(table)
+        _show(result)
     if args.rates:
-        path = kernel_rates.write(args.rates, chip_of(device).name, rates_of(result, device))
-        print(f"wrote {path}")
+        for path in rates.write(args.rates, result.cases):
+            print(f"wrote {path}")
     if result.interrupted:
         return 130
     return int(any(failed(case) for case in result.cases))
 
 
-def rates_of(
-    result: Result, device: torch.device, least_us: float = _LEAST_US
-) -> list[tuple[kernel_rates.Tile, float]]:
-    """How fast the plain fused matmuls were relative to the library's, by their tiles.
+def names_of(environment: dict[str, Any]) -> list[str]:
+    """The GPUs of a run."""
+    return [gpu["name"] for gpu in environment["gpus"]]
 
-    Args:
-        least_us: shorter ones do not count, as signals and launches are in their times.
-    """
-    found, chip = [], chip_of(device)
-    for case in result.cases:
-        p, timed = case.params, case.timed
-        plain = p["op"] in OPS and "epilogue" not in p
-        if not plain or not {MAIN, case.peer} <= timed.keys() or timed[MAIN].us < least_us:
-            continue
-        W, gathers = p["ranks"], p["op"] == "all_gather_matmul"
-        N, K = (p["N"] // W, p["K"]) if gathers else (p["N"], p["K"] // W)
-        tile = kernel_rates.tile_of(p["op"], chip, p["M"], N, K, getattr(torch, p["dtype"]), W)
-        found.append((tile, timed[case.peer].us / timed[MAIN].us))
-    return found
+
+def _show(result: Result) -> None:
+    try:
+        from weft.bench.report import terminal
+    except ModuleNotFoundError:  # a machine's own torch has no rich with it
+        for table in page.tables(result):
+            print("\n".join([table.title, *markdown_lines(table.header, table.rows)]))
+            print("\n".join([*table.summary, *table.notes]))
+        return
+    for table in page.tables(result):
+        terminal.show(table)
 
 
 def _add_part(args: argparse.Namespace, part: str, result: Result, until: float | None) -> None:
@@ -410,87 +434,3 @@ def _add_part(args: argparse.Namespace, part: str, result: Result, until: float 
             case.variants |= other.variants or {PARTS[part]: Timing(failure=other.failure)}
     if status == 130:
         raise KeyboardInterrupt
-
-
-def precompile(
-    args: argparse.Namespace, specs: Sequence[Spec], device: torch.device, until: float | None
-) -> int:
-    """Compile the kernels of all cases into Triton's cache, in parallel processes."""
-    if device.type == "cpu":
-        print("kernels are interpreted on a CPU: there is nothing to compile")
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    workers = max(1, min(cores(), free // _WORKER_BYTES, len(specs)))
-    parts = ["", *PARTS] if args.parts else [""]
-    processes, began = [], time.monotonic()
-    context = get_context("spawn")
-    for i in range(workers):
-        part = parts[i % len(parts)]
-        share = [i // len(parts), -(-(workers - i % len(parts)) // len(parts))]
-        process = context.Process(target=_compile, args=(specs[share[0] :: share[1]], part, device))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join(None if until is None else max(0.0, until - time.monotonic()))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-    print(
-        f"compiled in {time.monotonic() - began:.0f} s by {workers} processes"
-        + (f", {len(late)} of which were cut short" if late else "")
-    )
-    if late:
-        return 130
-    return int(any(process.exitcode for process in processes))
-
-
-def _compile(specs: Sequence[Spec], part: str, device: torch.device) -> None:
-    """One of the processes of `precompile`."""
-    os.nice(5)
-    if part:
-        unwaited.leave_out(part)
-    failures = 0
-    for spec in specs:
-        with compiling():
-            case = compiled(spec, device)
-        if case:
-            failures += 1
-            print(f"{spec.name}: {case}", flush=True)
-    sys.exit(failures > 0)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Inside the block, kernels are compiled as they would be launched, and not launched."""
-    run_kernel = triton.JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run_kernel(kernel, *args, grid=grid, warmup=True, **options)
-
-    with patch.object(triton.JITFunction, "run", compile_only):
-        yield
-
-
-def compiled(spec: Spec, device: torch.device) -> str:
-    """Make the launches of a case once; why that failed."""
-    rank = 1 % spec.params["ranks"]
-    world = solo.SoloWorld(spec.params["ranks"], device)
-    world.team.learning = True
-    try:
-        with weft.engine("triton"):
-            problem = cases.build(spec, rank, device)
-            problem.prepare(world)
-            world.team.learning = True
-            with world.at(rank):
-                problem.run(rank)
-            if problem.alone is not None:
-                problem.alone()
-    except Exception as error:
-        return f"{type(error).__name__}: {short(str(error))}"
-    finally:
-        world.close()
-        problem = None  # type: ignore[assignment]
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from weft.bench.report.tables import Table, markdown_lines, table_of
-from weft.bench.rows import Result
+from weft.bench.rows import Case, Result
 
 KINDS = {
     "fused matmuls": (
@@ -36,8 +38,27 @@ def tables(result: Result) -> list[Table]:
         if cases:
             table = table_of(Result("solo", result.environment, cases))
             table.title = f"weft bench solo: {kind}"
+            table.notes += epilogues(cases)
             made.append(table)
     return made
+
+
+def epilogues(cases: Sequence[Case]) -> list[str]:
+    """What each epilogue adds to the same call without it."""
+    found = []
+    plain = {_shape(case): case for case in cases if "epilogue" not in case.params}
+    for case in cases:
+        other = plain.get(_shape(case))
+        if "epilogue" not in case.params or other is None:
+            continue
+        if {case.main} <= case.timed.keys() and {other.main} <= other.timed.keys():
+            us = case.timed[case.main].us - other.timed[other.main].us
+            found.append(f"{case.name}: the epilogue adds {us:.1f} us to {other.name}")
+    return found
+
+
+def _shape(case: Case) -> tuple[Any, ...]:
+    return tuple(case.params.get(name) for name in ("op", "M", "N", "K", "dtype", "ranks"))
 
 
 def lines(path: Path) -> list[str]:

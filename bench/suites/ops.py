@@ -12,7 +12,7 @@ Weights are laid out as nn.Linear's are, inputs normally distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -26,9 +26,11 @@ from weft.bench.rows import Case, Ratio
 from weft.bench.shapes import Model, sized
 from weft.collectives import chunk_sizes, resolve
 from weft.collectives.ranks.group import Group
-from weft.kernels.engine import engines
+from weft.kernels.engine import engines, tuning
+from weft.kernels.engine.chips import Chip, tiling_for
 from weft.kernels.engine.local_matmul import mm
 from weft.kernels.engine.tuning import OPS
+from weft.kernels.matmul import all_gather_kernel
 
 NAME = "ops"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -106,6 +108,19 @@ class _Problem:
     ours: Matmul
     symm_mem: Matmul
     plain: Matmul | None
+
+
+def launches_of(
+    params: Mapping[str, Any], dtype: torch.dtype, W: int, chip: Chip
+) -> tuple[tuning.Key, list[tuning.Choice]]:
+    """How tables know a case, and the launches that a search tries for it."""
+    op, M, N, K = (params[name] for name in ("op", *SIZES))
+    gathers = op == "all_gather_matmul"
+    columns = chunk_sizes(N, W)[0] if gathers else N
+    shape = M, columns, K if gathers else 0, dtype, W
+    copies = gathers and all_gather_kernel.config_for(*shape, chip).copy_programs > 0
+    start = tiling_for(chip, M, columns, dtype)
+    return tuning.key_of(op, *shape), tuning.candidates(chip, dtype, start, copies=copies)
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:

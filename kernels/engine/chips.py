@@ -166,6 +166,20 @@ def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int)
 ONE_SHOT_BYTES = 128 << 10
 
 
+# From this many rows on, a chunk has tiles as large as those of a large matmul.
+_WHOLE_ROWS = 128
+
+
+def scatters_in_one_shot(
+    chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int, tuned: Tiling | None
+) -> bool:
+    """Whether tiles of a matmul_reduce_scatter may straddle chunks of at most (chunk, N)."""
+    if chip is not INTERPRETER:
+        return world_size > 1 and chunk < _WHOLE_ROWS
+    tiling = tuned or tiling_for(chip, chunk, N, dtype, world_size)
+    return world_size > 1 and chunk < tiling.block_m
+
+
 @lru_cache(maxsize=1024)
 def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) -> Tiling:
     """Tiles for `pieces` outputs of (M, N) each, made by one launch; no tile spans two of them.

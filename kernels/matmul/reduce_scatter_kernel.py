@@ -66,7 +66,7 @@ from weft.kernels.device import partial_sums, tiles, turns
 from weft.kernels.device.operands import described
 from weft.kernels.device.partial_sums import finish_of, terms_of
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of, tiling_for
+from weft.kernels.engine.chips import Chip, chip_of, scatters_in_one_shot, tiling_for
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
 
@@ -78,10 +78,6 @@ class Config(partial_sums.Config):
     senders: int = 1
 
 
-# From this many rows on, a chunk has tiles as large as those of a large matmul.
-_WHOLE_ROWS = 128
-
-
 def config_for(
     chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> Config | one_shot_kernel.Config:
@@ -90,7 +86,7 @@ def config_for(
     choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
     # Tiles that straddle chunks read w once for all of them.
-    if world_size > 1 and chunk < (tiling.block_m if chip is INTERPRETER else _WHOLE_ROWS):
+    if scatters_in_one_shot(chip, chunk, N, dtype, world_size, choice.tiling):
         return one_shot_kernel.config_for(M, N, dtype, chip, choice.tiling)
     count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
     return Config(

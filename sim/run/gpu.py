@@ -8,7 +8,8 @@ The kernels of all ranks are on the GPU at the same time and wait for each other
 them keeps another from starting:
     1. A grid that waits has at most cores / W programs (`chip_of`): those of all ranks fit.
     2. A stream has a hardware queue of its own. In a shared one, a kernel that waits would hold up
-       what another rank has enqueued behind it.
+       what another rank has enqueued behind it. There are 32: with copy engines 8 ranks use them
+       all (`copy_engines.STREAMS` and its own for each), so that no graph can be captured beside.
     3. No rank launches before all ranks are about to, or goes on before all have (`keep_step`).
        CUDA may wait for all that runs before it loads a kernel or makes a handle: a rank that had
        to do so before it launches would wait for a kernel that waits for it.

@@ -60,13 +60,19 @@ class _Buffer:
         steps: int64 (W, 1): by how much a call raises the generation.
     """
 
-    def __init__(self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device):
-        # One allocation, for pads that can be read and written together. The data hold NaN.
-        whole = -(-(pad_bytes + data_bytes) // _ALIGN) * _ALIGN
-        memory = torch.full((world_size, whole), 255, dtype=torch.uint8, device=device)
-        memory[:, :pad_bytes] = 0
-        self.segments = [segment[: pad_bytes + data_bytes] for segment in memory]
-        pads = memory[:, :pad_bytes].view(torch.int64)
+    def __init__(
+        self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device, hollow: bool
+    ) -> None:
+        # One allocation, for pads that can be read and written together. The data hold NaN. The
+        # segments of a hollow one have pads behind each other, and their data lie over each other.
+        nbytes = pad_bytes + data_bytes
+        pitch = -(-(pad_bytes if hollow else nbytes) // _ALIGN) * _ALIGN
+        whole = (world_size - 1) * pitch + max(pitch, nbytes)
+        memory = torch.full((whole,), 255, dtype=torch.uint8, device=device)
+        pads = memory[: world_size * pitch].view(world_size, pitch)[:, :pad_bytes]
+        pads.zero_()
+        pads = pads.view(torch.int64)
+        self.segments = [memory[r * pitch :][:nbytes] for r in range(world_size)]
         self.generations = pads[:, pad.GENERATION : pad.GENERATION + 1]
         # On a CPU, what hosts signal is up to `_SoloWaiter`.
         first = pad.KERNEL_SLOTS if device.type == "cpu" else pad.HOST_SLOTS
@@ -105,8 +111,8 @@ class SoloTeam:
     chip, sharing = "", 1
     rates: Machine | None = None
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self.world_size, self.device = world_size, device
+    def __init__(self, world_size: int, device: torch.device, hollow: bool) -> None:
+        self.world_size, self.device, self._hollow = world_size, device, hollow
         self.buffers: list[_Buffer] = []
         self.learning = False
         self._asked = [0] * world_size  # for how many buffers
@@ -135,7 +141,7 @@ class SoloTeam:
                     "symmetric memory was asked for after `learn`: what peers leave in it is not "
                     "known. A function must make the same calls each time"
                 )
-            buffer = _Buffer(self.world_size, pad_bytes, data_bytes, device)
+            buffer = _Buffer(self.world_size, pad_bytes, data_bytes, device, self._hollow)
             buffer.open()
             self.buffers.append(buffer)
         return VirtualMemory(self.buffers[number].segments)
@@ -191,18 +197,24 @@ class _SoloWaiter(Waiter):
 class SoloWorld:
     """W ranks that one thread plays on one device.
 
+    Args:
+        hollow: nothing will be launched, kernels are compiled only: the ranks' data need not be in
+            memory of their own.
+
     Attributes:
         groups: by rank: what `group=None` means on it.
     """
 
-    def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, world_size: int, device: torch.device | str = "cpu", *, hollow: bool = False
+    ) -> None:
         if not 2 <= world_size <= pad.MAX_RANKS:
             raise ValueError(f"world_size must be in 2..{pad.MAX_RANKS}, got {world_size}")
         device = torch.device(device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.world_size, self.device = world_size, device
-        self.team = SoloTeam(world_size, device)
+        self.team = SoloTeam(world_size, device, hollow)
         everybody = tuple(range(world_size))
         self.groups = [Group(None, r, world_size, everybody, (), "", self.team) for r in everybody]
 
