@@ -352,25 +352,37 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
 
 
 _COMPILED = """
+import sys
 import torch, triton, weft
-from weft.kernels.compile import aot
-from weft.kernels.compile import aot_cases
+from weft.kernels.compile import aot, aot_cases
 from weft.kernels.engine import chips
 
-chip = chips.known("sm_90")
+chip, wanted = chips.known(sys.argv[1]), {"_announce_kernel", "_wait_kernel"}  # one wait each
 for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):
-    if launch.kernel.__name__ == "_announce_kernel":  # one wait, for one word
-        target = aot._TARGETS[chip.name]
-        print(triton.compile(aot.source(launch), target, launch.options).asm["ptx"])
-        break
+    if launch.kernel.__name__ in wanted:  # of the waits, the first is for one word
+        wanted.remove(launch.kernel.__name__)
+        asm = triton.compile(aot.source(launch), aot._TARGETS[chip.name], launch.options).asm
+        print(asm["amdgcn" if chip.is_amd else "ptx"])
+assert not wanted
 """
+
+
+def assembly(arch: str) -> str:
+    """Of two kernels that wait for one word."""
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", _COMPILED, arch]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_amds_clock_has_come_before_it_is_read():
+    text = assembly("gfx942")
+    clocks = re.findall(r"s_memrealtime.*\n\s*(.*)", text)
+    assert clocks and set(clocks) == {"s_waitcnt lgkmcnt(0)"}
 
 
 def test_a_compiled_wait_polls_by_loads_and_is_bounded_by_the_clock():
     """A read-modify-write for each poll would keep the L2's atomic units busy."""
-    env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", _COMPILED]
-    ptx = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    ptx = assembly("sm_90")
     assert re.search(r"\b(ld\.[\w.]*|fence\.)acquire", ptx)  # of Triton 3.9 a load and a fence
     assert "%globaltimer" in ptx
     assert not re.search(r"\batom\.[\w.]*acquire", ptx)

@@ -35,12 +35,24 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self._log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event: Event) -> None:
+        self._log.append(f"{self.name} waits for a call in {event.stream.name}")
+
     def synchronize(self) -> None:
         pass
 
 
+class Event:
+    stream: Stream
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+
 class Gpu:
     """What is asked of torch.cuda, and what was done to its streams."""
+
+    Event = Event
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -122,6 +134,43 @@ def test_calls_on_two_channels_run_in_the_order_of_the_host(gpu: Gpu) -> None:
     gpu.switch("first")
     gather.check("all_gather")
     assert gpu.log == ["second waits for first", "first waits for second"]
+
+
+def test_where_streams_take_turns_they_wait_for_calls_only(gpu: Gpu) -> None:
+    """Not for what the other stream was given behind its call, which may be a whole backward."""
+    ws = on_gpu(1)
+    with ws.call("op"):
+        pass
+    gpu.switch("second")
+    with ws.call("op"):  # of the only call so far no event was recorded
+        pass
+    gpu.switch("first")
+    with ws.call("op"):
+        pass
+    assert gpu.log == ["second waits for first", "first waits for a call in second"]
+    gpu.switch("second")
+    gpu.captured.add("first")  # since that call
+    with ws.call("op"):
+        pass
+    assert gpu.log[2:] == ["second waits for a call in first"]
+
+
+def test_the_end_of_a_call_enqueues_nothing(gpu: Gpu) -> None:
+    """Neither a copy of its status nor a synchronization: kernels tell of failures themselves."""
+    ws = on_gpu(1)
+    ws.check("op")
+    pads = ws.signal_ptrs.clone()
+    with patch.object(torch.Tensor, "copy_") as copies, patch.object(torch, "empty") as made:
+        ws.launched("op")
+    assert not copies.called and not made.called and gpu.log == []
+    assert torch.equal(ws.signal_ptrs, pads)
+
+
+def test_an_interrupted_call_is_told_to_peers(gpu: Gpu) -> None:
+    ws = on_gpu(1)
+    with pytest.raises(KeyboardInterrupt), ws.call("op"):
+        raise KeyboardInterrupt
+    assert pad.status_in(int(ws.buffer.status_of(0))) == (pad.FAILED, 0, 0, 0)
 
 
 @pytest.mark.parametrize("capturing", [False, True])

@@ -19,9 +19,11 @@ overwrites.
 
 Why nothing hangs. Every wait is bounded in time; one that fails records who waited for whom, and
 all later waits of the launch give up at once. So does the wait for a process that has ended. A
-program waits for programs of its peers with the same number or for programs of its own launch with
-a smaller number, never for a later one, so that any grid makes progress when its programs start in
-order of their numbers: non-resident grids on a GPU, and the interpreter.
+program waits for programs of its peers with the same number, for what peers announced in a launch
+before theirs of this call, or for programs of its own launch with a smaller number, never for a
+later one, so that any grid makes progress when its programs start in order of their numbers:
+non-resident grids on a GPU, and the interpreter. Beside it may run the one-program kernels that
+announce what copy engines have fetched, for which it leaves room on a core (`beside_others`).
 
 Another kernel, such as a collective of NCCL, may hold cores that a grid counted on. Then the last
 programs of some ranks start only when the first ones have ended. Let p be the smallest number that
@@ -31,6 +33,11 @@ one core is not held by the other kernel; what p then waits for, the p of its pe
 numbers of its own, has finished or runs likewise, and p finishes. All of them do, by induction,
 though the other kernel may wait for ranks on which it has not started: it costs a second wave, and
 no deadlock, as long as it leaves a core on each rank. WEFT_SMS spares it as many as it wants.
+
+Two calls of a rank in two streams could hold each other's cores in opposite orders on two ranks:
+all calls of a rank on a GPU run in the order of its host (`workspace`). A graph that is replayed
+beside a call is not held back so; if both need more cores than there are, they may wait for each
+other until the time is over. Have one stream wait for the other.
 
 What was not computed is never taken for a result: a program that ends after a wait of its rank has
 failed fills the results of the call with NaN (`end_call`, `spoil`).
