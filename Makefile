@@ -41,7 +41,7 @@ lint: .venv/.installed  ## ruff, ruff format, mypy --strict, of tests too that o
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p weft -p tools
-	$(BIN)/mypy --follow-imports silent tests/test_gpu.py tests/test_gpu_dtensor.py tests/test_sim_gpu.py
+	MYPYPATH=$$(echo tests tests/*/ | tr ' ' :) $(BIN)/mypy --follow-imports silent tests/weft/test_gpu.py tests/dtensor/test_gpu_dtensor.py tests/sim/test_sim_gpu.py
 
 format: .venv/.installed  ## rewrite the sources as ruff formats them
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Python with the oldest or the newest versions that weft is tested with:
 #
-#     tools/lane.sh newest -m pytest tests/test_sim.py
+#     tools/lane.sh newest -m pytest tests/sim/test_sim.py
 #
 # The first call makes the environment (6 GB, a few minutes) in the user's cache. All clones share
 # it; weft itself is read from the clone that this file is in.

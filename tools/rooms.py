@@ -32,7 +32,7 @@ class Panel(NamedTuple):
 
 def levels() -> dict[str, list[list[str]]]:
     """For each folder the lines of LEVELS, from the lowest to the highest."""
-    tree = ast.parse((ROOT / "tests" / "test_structure.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "weft" / "test_structure.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LEVELS":
             texts: dict[str, str] = ast.literal_eval(node.value)
@@ -40,7 +40,7 @@ def levels() -> dict[str, list[list[str]]]:
                 folder: [line.split() for line in text.split("\n") if line.strip()]
                 for folder, text in texts.items()
             }
-    raise ValueError("tests/test_structure.py has no LEVELS")
+    raise ValueError("tests/weft/test_structure.py has no LEVELS")
 
 
 def panels() -> list[Panel]:

@@ -28,7 +28,7 @@ from weft.dtensor import DTensor, Shard
 from weft.kernels.engine import chips, engines, fp8, kernel_rates
 from weft.sim.time.hardware import H100, named
 
-PAGE_ROWS = Path(__file__).parent.parent / "bench" / "results" / "scaling_page.json"
+PAGE_ROWS = Path(__file__).parents[2] / "bench" / "results" / "scaling_page.json"
 
 
 @pytest.mark.ranks(2)

@@ -28,7 +28,7 @@ from weft.sim.hooks import interpreter_hooks
 from weft.sim.run import runner
 from weft.sim.schedule.scheduler import Strand
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def mean(rank: int) -> torch.Tensor:

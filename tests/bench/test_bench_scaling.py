@@ -16,7 +16,7 @@ from weft.bench.suites import ops
 from weft.sim.time.hardware import H100
 
 pytestmark = needs_interpreter
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ def test_files_are_written_in_memory_for_a_piece(tmp_path: Path) -> None:
         "merge checkpoint x.pt",
         "reshard checkpoint parts --mesh 2 --layout *=[S0]",
     ]
-    path = f"{Path(__file__).resolve().parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    path = f"{Path(__file__).resolve().parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     # Threads have stacks; and malloc, left to itself, may keep pieces that are freed.
     bare = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
     subprocess.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from needs import needs_interpreter
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
     (f"{page.name}:{text[: found.start()].count(chr(10)) + 1}", found[1].strip(), found[2])
     for page in sorted((ROOT / "docs").glob("*.md"))

@@ -20,7 +20,7 @@ from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
 from weft.collectives.cost import Machine
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs" / "bench.md").read_text()
 COMMANDS = re.findall(r"^weft (.*)$", DOCS, re.MULTILINE)
 

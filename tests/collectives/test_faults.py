@@ -23,7 +23,7 @@ from weft import collectives
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import shards
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 SOON_S = 10  # interpreted, on a busy machine; the usual time-out is 60
 

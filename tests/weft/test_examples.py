@@ -27,7 +27,7 @@ import weft
 from weft.dtensor import init_device_mesh
 from weft.kernels import to_zigzag
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FRAMEWORKS = re.findall(
     r"```python[^\n]*\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL

@@ -6,9 +6,10 @@ import ast
 import importlib
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
-from fast import FAST, HERE
+from fast import FAST, arguments
 from test_structure import FOLDERS, ROOT
 
 from tools import docs_pages, rooms
@@ -51,12 +52,8 @@ def test_every_room_has_fast_tests():
     found = {path.parent for folder in FOLDERS for path in (ROOT / folder).glob("*/__init__.py")}
     names = {str(path.relative_to(ROOT)) for path in found}
     assert set(FAST) == names | set(FOLDERS) | {"weft"}, "tests/fast.py"
-    for name, _, test in (each.partition("::") for tests in FAST.values() for each in tests):
-        assert (
-            f"def {test.partition('[')[0]}(" in (HERE / name).read_text()
-            if test
-            else (HERE / name).exists()
-        )
+    for path, _, test in (argument.partition("::") for argument in arguments()):
+        assert not test or f"def {test.partition('[')[0]}(" in Path(path).read_text()
 
 
 def test_the_reference_has_every_public_name():

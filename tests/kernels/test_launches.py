@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parents[1]
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 

@@ -11,7 +11,7 @@ from needs import needs_interpreter
 
 from weft.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = re.findall(r"^weft (sim .*)$", (ROOT / "docs" / "sim.md").read_text(), re.MULTILINE)
 
 pytestmark = needs_interpreter
@@ -27,7 +27,7 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "--gpu" in command:  # with one: tests/test_sim_gpu.py
+    if "--gpu" in command:  # with one: tests/sim/test_sim_gpu.py
         with pytest.raises(SystemExit):
             main(command.split())
         assert "no GPU" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from needs import needs_interpreter
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # The face and the tests may import everything, everything may import the ground.
 GROUND = {"weft.errors", "weft.settings", "weft.versions"}
@@ -122,7 +122,7 @@ def test_imports_run_one_way(folder: str) -> None:
     level = {room: height for height, line in enumerate(lines) for room in line}
     rooms = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    assert set(level) == rooms | files | {"."}, "tests/test_structure.py: LEVELS"
+    assert set(level) == rooms | files | {"."}, "tests/weft/test_structure.py: LEVELS"
     for path in sorted((ROOT / folder).rglob("*.py")):
         here = path.relative_to(ROOT).with_suffix("")
         _, own = room_of(".".join(("weft", *here.parts)).removesuffix(".__init__"))

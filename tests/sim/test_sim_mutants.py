@@ -37,7 +37,7 @@ def test_planted_faults_are_found(planted: Fault, case: str) -> None:
 
 
 def test_the_table_of_the_docs_is_this_one() -> None:
-    page = Path(__file__).resolve().parent.parent / PAGE
+    page = Path(__file__).resolve().parents[2] / PAGE
     assert page.read_text() == with_table(page.read_text()), (
         f"python tests/sim_planting.py --page {PAGE}"
     )

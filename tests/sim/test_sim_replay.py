@@ -20,7 +20,7 @@ from weft.collectives.device import signals
 from weft.sim.run import runner
 from weft.sim.schedule.player import outcome
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def same_hand_overs(

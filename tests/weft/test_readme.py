@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools import readme
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 

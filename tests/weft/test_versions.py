@@ -13,7 +13,7 @@ import pytest
 
 from weft import versions
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def pins(lane: str) -> dict[str, tuple[int, int]]:

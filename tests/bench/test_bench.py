@@ -32,7 +32,7 @@ from weft.bench.report import advice, plots, tables
 from weft.bench.suites import ops
 from weft.collectives import resolve
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def weft(*args: str, status: int = 0, **env: str) -> str:

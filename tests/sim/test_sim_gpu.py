@@ -35,7 +35,7 @@ from weft.sim.run import gpu
 from weft.sim.run.team import Members
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cases(kind: str, cases: list[dict[str, Any]]) -> list[torch.Tensor]:
