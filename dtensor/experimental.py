@@ -1,5 +1,5 @@
 """`local_map`, `register_sharding`, `implicit_replication` and `context_parallel`, as in torch's
-`experimental`.
+`experimental`; and `discover_sharding`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from weft.dtensor.dispatch import discovery
 from weft.dtensor.dispatch.call import Call, Choices, Meta, Strategy, rules_of_overloads
 from weft.dtensor.dispatch.dispatch import forget_plans
 from weft.dtensor.fused.context_parallel import context_parallel, context_parallel_unshard
@@ -25,6 +26,7 @@ from weft.dtensor.tensor import DTensor
 __all__ = [
     "context_parallel",
     "context_parallel_unshard",
+    "discover_sharding",
     "implicit_replication",
     "local_map",
     "register_sharding",
@@ -201,6 +203,32 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
         return function
 
     return register
+
+
+def discover_sharding(op: Any) -> None:
+    """Have weft find out by trying how an op may be sharded, as it does with torch's own ops.
+
+    Without it, an op of another library that has no `register_sharding` runs on replicas. It is
+    tried on small random tensors, on the CPU, once for each kind of arguments, before its first
+    call on DTensors (`weft.explain` shows what was found): results of parts must make up the whole
+    result, in every trial.
+
+    Args:
+        op: an `OpOverload`, or a list of them: deterministic, with a kernel for the CPU that
+            raises where shapes do not fit, and without communication.
+
+    Example:
+        >>> discover_sharding(torch.ops.mylib.scale.default)
+    """
+    for overload in op if isinstance(op, (list, tuple)) else [op]:
+        if not isinstance(overload, torch._ops.OpOverload):
+            raise ValueError(
+                f"discover_sharding takes overloads, such as torch.ops.mylib.scale.default, got "
+                f"{overload!r}"
+            )
+        discovery.asked.add(overload)
+        rules_of_overloads.pop(overload, None)
+        forget_plans(overload)
 
 
 def _valid(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -43,8 +44,9 @@ _LARGE = 16  # dims up to this size are probed as they are
 _MAX_CANDIDATES = 48
 _MAX_NUMEL = 1 << 16
 _TOLERANCE = 1e-9
-# Ops for internal use, which do not check the shapes that they are given.
-_TRUSTING = ("_", "native_")
+# Ops for internal use, which do not check the shapes that they are given; those of linalg do.
+_TRUSTING = re.compile(r"_(?!linalg_)|native_")
+asked: set[Any] = set()  # ops to try, whoever's they are: see `experimental.discover_sharding`
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -114,9 +116,10 @@ def _may_probe(call: Call) -> bool:
         torch.Tag.dynamic_output_shape,
         torch.Tag.inplace_view,
     }
-    if getattr(op, "namespace", "") != "aten" or tags & unfit or not call.outputs:
+    if tags & unfit or not call.outputs:
         return False
-    if call.name.startswith(_TRUSTING) or call.name.endswith("_backward"):
+    checks = not _TRUSTING.match(call.name) and not call.name.endswith("_backward")
+    if op not in asked and not (getattr(op, "namespace", "") == "aten" and checks):
         return False
     if any(isinstance(a, torch.Generator) for a in leaves([call.args, call.kwargs])):
         return False

@@ -26,9 +26,15 @@ from weft.dtensor import (
     to_torch,
 )
 from weft.dtensor.debug import CommDebugMode, visualize_sharding
+from weft.dtensor.dispatch import discovery
 from weft.dtensor.dispatch.call import rules_of_overloads
 from weft.dtensor.dispatch.dispatch import forget_plans
-from weft.dtensor.experimental import implicit_replication, local_map, register_sharding
+from weft.dtensor.experimental import (
+    discover_sharding,
+    implicit_replication,
+    local_map,
+    register_sharding,
+)
 from weft.dtensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -189,6 +195,35 @@ def test_sharding_of_ones_own() -> None:
     finally:
         del rules_of_overloads[neg]
         forget_plans(neg)
+
+
+@pytest.mark.ranks(2, 3)
+def test_sharding_of_ones_own_is_found() -> None:
+    x = distribute_tensor(torch.randn(6, 4), world(), [Shard(0)])
+    op = torch.ops.weft_tests.double_rows.default
+    rules_of_overloads.pop(op, None)
+    forget_plans(op)
+    assert op(x, 3).placements == (Replicate(),)
+    discover_sharding(op)
+    try:
+        for dim in (0, 1):
+            y = op(x.redistribute(placements=[Shard(dim)]), 3)
+            assert y.placements == (Shard(dim),)
+            torch.testing.assert_close(y.full_tensor(), x.full_tensor() * 6)
+    finally:
+        discovery.asked.discard(op)
+        forget_plans(op)
+    with pytest.raises(ValueError, match="takes overloads"):
+        discover_sharding(torch.ops.weft_tests.double_rows)
+
+
+@pytest.mark.ranks(2)
+def test_stacks_of_matrices_stay_sharded_in_linalg() -> None:
+    x = torch.randn(6, 3, 3, dtype=torch.float64) + 3 * torch.eye(3)
+    cut = distribute_tensor(x, world(), [Shard(0)])
+    det = torch.linalg.det(cut)
+    assert det.placements == (Shard(0),)
+    torch.testing.assert_close(det.full_tensor(), torch.linalg.det(x))
 
 
 @pytest.mark.ranks(2)
