@@ -75,7 +75,8 @@ LOCAL_SIGNAL = f'tl.atomic_{_WRITE}(ptr, value, sem="release", scope="gpu")'
 ACQUIRE = f'tl.atomic_{_READ} mask=mask, sem="acquire", scope=scope)'
 SIGNAL_PEERS = "words = slot_ptr(signal_ptrs, peers, WORLD_SIZE, phase, rank, program)"
 WAIT = "slot = slot_ptr(signal_ptrs, rank, world_size, phase, peer, program)"
-WAIT_PEERS = "words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)"
+WAIT_PEERS = "    words = slot_ptr(signal_ptrs, rank, WORLD_SIZE, phase, peers, program)"
+BEFORE, AFTER = (f"    generation {change}= 1\n    " for change in "-+")
 
 IN_SIGNALS = [
     fault(
@@ -123,13 +124,13 @@ IN_SIGNALS = [
     Fault(
         "a wait for the generation before",
         signals,
-        tuple((wait, f"generation -= 1\n    {wait}") for wait in (WAIT, WAIT_PEERS)),
+        ((WAIT, f"generation -= 1\n    {WAIT}"), (WAIT_PEERS, BEFORE + WAIT_PEERS)),
         EVERY,
     ),
     Fault(
         "a wait for the generation after",
         signals,
-        tuple((wait, f"generation += 1\n    {wait}") for wait in (WAIT, WAIT_PEERS)),
+        ((WAIT, f"generation += 1\n    {WAIT}"), (WAIT_PEERS, AFTER + WAIT_PEERS)),
         EVERY,
         DEADLOCK,
         message="should have signalled",
