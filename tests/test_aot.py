@@ -42,12 +42,14 @@ SAMPLE = {
 }
 
 
-# By Triton 3.6 or 3.7, whichever spills more, at the sizes of `SAMPLE` and ATTENTION. None is in an
-# inner loop: scalars, and addresses of rows, that the two sides of a loop have in common are stored
+# By Triton 3.6 or 3.7, whichever spills more, at the sizes of `SAMPLE` and ATTENTION. Where
+# looked at, they are scalars and addresses of rows that both sides of an inner loop use: stored
 # before it and loaded after it.
 ATTENTION = ("attention", "attention, packed", "attention by heads", "attention by heads, packed")
 ATTENTION_SPILLS = {
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 40,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 40,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 48,
     ("sm_90", "_ring_attention_backward_kernel", "attention"): 8,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads, packed"): 40,
