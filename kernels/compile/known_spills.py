@@ -1,0 +1,28 @@
+"""Local memory that kernels are known to use; everything else has none, or `weft aot` fails.
+
+Where looked at, it holds scalars and addresses of rows that both sides of an inner loop use: they
+are stored before it and loaded after it.
+"""
+
+from __future__ import annotations
+
+# In bf16, by Triton 3.6, 3.7 or 3.9, whichever spills more.
+_ATTENTION = {
+    ("sm_80", "_ring_attention_kernel", "attention, packed"): 40,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 40,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 48,
+    ("sm_90", "_ring_attention_backward_kernel", "attention"): 8,
+    ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
+    ("sm_90", "_head_attention_backward_kernel", "attention by heads, packed"): 40,
+    ("sm_100", "_ring_attention_backward_kernel", "attention, packed"): 16,
+}
+
+
+def known_spills(arch: str, dtype: str, kernel: str, case: str, block_d: int) -> int:
+    """Bytes of a case of `aot_cases`, whose heads are up to `block_d` wide if it is attention."""
+    if dtype == "float32":
+        # Some scalars around multiply-adds unrolled 256 times, whatever the warps: 8 to 24 of 8.
+        if "attention_backward" in kernel and block_d > 128:
+            return 64
+        return 8 if "decode" in kernel and block_d > 256 else 0
+    return _ATTENTION.get((arch, kernel, case), 0)
