@@ -1,13 +1,14 @@
 """Local memory that kernels are known to use; everything else has none, or `weft aot` fails.
 
-Where looked at, it holds scalars and addresses of rows that both sides of an inner loop use: they
-are stored before it and loaded after it.
+Where looked at, it holds scalars and addresses that are used on both sides of an inner loop: they
+are stored before it and loaded after it, once a tile.
 """
 
 from __future__ import annotations
 
 # In bf16, by Triton 3.6, 3.7 or 3.9, whichever spills more.
-_ATTENTION = {
+_BYTES = {
+    ("sm_90", "_ag_gemm_kernel", "gate and up"): 96,  # by 3.9 alone
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 40,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 40,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 48,
@@ -25,4 +26,4 @@ def known_spills(arch: str, dtype: str, kernel: str, case: str, block_d: int) ->
         if "attention_backward" in kernel and block_d > 128:
             return 64
         return 8 if "decode" in kernel and block_d > 256 else 0
-    return _ATTENTION.get((arch, kernel, case), 0)
+    return _BYTES.get((arch, kernel, case), 0)
