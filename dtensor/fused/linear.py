@@ -7,15 +7,21 @@ Along one mesh dim, with rows meaning any dim but the last:
                                      it is redistributed before, the reduction is fused with it:
                                      matmul_reduce_scatter, matmul_all_reduce.
 
-The backward of these is fused too, as they run on local tensors under autograd. Whether a pending
-matmul is fused depends on nothing that only one rank knows: a rank may read the value (print it)
-and still takes part in the fused call afterwards.
+The backward of these is fused too, as they run on local tensors under autograd.
+
+    x Replicate, w Shard(columns)    moves nothing forward. Backward dx = dy @ w is a Partial sum,
+                                     and pending like any other: where the gradient is wanted whole,
+                                     or as a shard of rows, its reduction is fused with it.
+
+Whether a pending matmul is fused depends on nothing that only one rank knows: a rank may read the
+value (print it) and still takes part in the fused call afterwards.
 """
 
 from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -45,6 +51,7 @@ from weft.dtensor.tensor import (
     before_write,
     local_part,
     outside_result,
+    wrap,
     wrap_pending,
 )
 from weft.dtensor.tracing.grad_recording import is_nothing, needs_grad, record
@@ -257,7 +264,7 @@ class _Linear(torch.autograd.Function):
             of_w = grad.flatten(0, -2).t() @ x.flatten(0, -2) if need_w else None
             return of_x, of_w, grad.sum(batch) if need_bias else None, None
         return (
-            dispatch(linear_input_grad, (grad, w)) if need_x else None,
+            _input_grad(grad, w) if need_x else None,
             dispatch(linear_weight_grad, (grad, x)) if need_w else None,
             dispatch(torch.ops.aten.sum.dim_IntList, (grad, batch)) if need_bias else None,
             None,
@@ -267,6 +274,28 @@ class _Linear(torch.autograd.Function):
 def _run_linear(x: DTensor, w: DTensor, bias: DTensor | None) -> DTensor:
     args = (x, w) if bias is None else (x, w, bias)
     return cast(DTensor, dispatch(_linear_op, args))
+
+
+def _input_grad(grad: DTensor, w: DTensor) -> DTensor:
+    """grad @ w: pending, where it is a sum over ranks that can be fused with its reduction."""
+    found = _pending_input_grad(grad._layout, w._layout)
+    if found is None:
+        return cast(DTensor, dispatch(linear_input_grad, (grad, w)))
+    transposed, target, mesh_dim = found
+    pending = PendingMatmul(grad, wrap(w._local_tensor.t(), transposed), None, target, mesh_dim)
+    return wrap_pending(pending, target, grad._local_tensor.device)
+
+
+@cached
+def _pending_input_grad(grad: Layout, w: Layout) -> tuple[Layout, Layout, int] | None:
+    """(layout of w.t(), layout of grad @ w, mesh dim of the sum), if it can be pending."""
+    if grad.index is None or grad.dtype != w.dtype or not grad.dtype.is_floating_point:
+        return None
+    transposed = _transposed(w)
+    fused = _fused_kind(grad, transposed, None)
+    if fused is None or fused[0] != "reduce":
+        return None
+    return transposed, fused[2], fused[1]
 
 
 _Fused = tuple[str, int, Layout] | None
@@ -343,22 +372,76 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
     """`torch.matmul` with a matrix on the right."""
     if out is not None or not (isinstance(input, DTensor) and isinstance(other, DTensor)):
         return NotImplemented
-    if not _as_linear(input._layout, other._layout):
+    gain = _gain_as_linear(input._layout, other._layout)
+    if gain is None or (gain == "backward" and not needs_grad(input)):
         return NotImplemented
     return linear(input, other.t())
 
 
 def mm(input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
     """`torch.mm`."""
-    return NotImplemented if out_dtype is not None else matmul(input, mat2, out=out)
+    if out_dtype is not None or not is_dtensor(input) or input.ndim != 2:
+        return NotImplemented
+    return matmul(input, mat2, out=out)
+
+
+def einsum(equation: Any, *operands: Any) -> Any:
+    """`torch.einsum` that is a linear: "bsk,kn->bsn", and "bsk,nk->bsn"."""
+    if not (isinstance(equation, str) and len(operands) == 2 and all(map(is_dtensor, operands))):
+        return NotImplemented
+    transposed = _as_product(equation)
+    if transposed is None:
+        return NotImplemented
+    x, w = operands
+    if not transposed:
+        return matmul(x, w)
+    gain = _gain_as_linear(x._layout, _transposed(w._layout)) if w.ndim == 2 else None
+    if gain is None or (gain == "backward" and not needs_grad(x)):
+        return NotImplemented
+    return linear(x, w)
+
+
+@lru_cache(maxsize=1024)
+def _as_product(equation: str) -> bool | None:
+    """Whether the weight is given as to `linear` (True) or to `matmul`; None for other einsums."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    x, _, w = inputs.partition(",")
+    rows, k = x[:-1], x[-1:]
+    if not (arrow and x.isalpha() and w.isalpha() and rows and len(w) == len({*w}) == 2):
+        return None
+    if len({*x}) < len(x) or k not in w:
+        return None
+    n = w.replace(k, "")
+    return w[1] == k if n not in x and out == rows + n else None
 
 
 @cached
-def _as_linear(x: Layout, w: Layout) -> bool:
-    """Whether x @ w gains from being F.linear: batched, or fused with communication."""
+def _gain_as_linear(x: Layout, w: Layout) -> str | None:
+    """Where x @ w gains from being F.linear: "forward", as it is batched, or fused with
+    communication; "backward", as the gradient of x is; None: nowhere.
+    """
     if len(w.shape) != 2 or len(x.shape) < 2:
+        return None
+    as_given = _transposed(w)
+    fused = _fused_kind(x, as_given, None)
+    if len(x.shape) > 2 or fused is not None:
+        return "forward"
+    return "backward" if _sums_in_backward(x, as_given, None) else None
+
+
+@cached
+def _sums_in_backward(x: Layout, w: Layout, bias: Layout | None) -> bool:
+    """Whether the gradient of x in x @ w.T + bias, which moves nothing, is a sum over ranks."""
+    if len(x.shape) < 2 or len(w.shape) != 2 or x.mesh != w.mesh or (bias and bias.mesh != x.mesh):
         return False
-    return len(x.shape) > 2 or _fused_kind(x, _transposed(w), None) is not None
+    whole = False
+    for dim, (xp, wp) in enumerate(zip(x.placements, w.placements, strict=True)):
+        if _role(xp, wp, len(x.shape)) != "keep":
+            return False
+        if bias is not None and bias.placements[dim] != (wp if is_shard(wp) else Replicate()):
+            return False
+        whole = whole or is_shard(wp)
+    return whole
 
 
 @cached
@@ -376,6 +459,9 @@ def addmm(
         return NotImplemented
     if not all(map(is_dtensor, (input, mat1, mat2))) or input.ndim != 1:
         return NotImplemented
-    if _fused_kind(mat1._layout, _transposed(mat2._layout), input._layout) is None:
+    if mat1.ndim != 2 or mat2.ndim != 2:
+        return NotImplemented
+    layouts = mat1._layout, _transposed(mat2._layout), input._layout
+    if _fused_kind(*layouts) is None and not (_sums_in_backward(*layouts) and needs_grad(mat1)):
         return NotImplemented
     return linear(mat1, mat2.t(), input)
