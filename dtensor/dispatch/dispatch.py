@@ -219,8 +219,10 @@ def dispatch(
         return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
     if plan.writes_first and not deferred:
         # In place, on the first argument or all of the first list, and nothing moves.
+        first = args[0]
+        written = first if isinstance(first, (list, tuple)) else args[:1]
         for hook in before_write:
-            hook()
+            hook(written)
         plan.local(*local_args, **local_kwargs)
         result = args[0]
         if known or layout is None:  # autograd has not seen the write, or does not count it
@@ -318,8 +320,9 @@ def _follow(
     if plan.writes or plan.moves is not None:
         tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     if plan.writes:
+        written = [tensors[position] for position in plan.writes]
         for hook in before_write:
-            hook()
+            hook(written)
         for position in plan.writes:
             _settle(tensors[position])
     moved: list[torch.Tensor] = []

@@ -20,6 +20,7 @@ value (print it) and still takes part in the fused call afterwards.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, cast
@@ -60,17 +61,34 @@ from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_sca
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
 
-def _settle_all() -> None:
-    # All of them, whichever tensor is written: writes between a matmul and the use of its result
-    # are rare, and versions, which are not counted below autograd, cannot tell what shares memory.
+def _settle(written: Sequence[Any] | None) -> None:
+    """Compute the pending matmuls that a write concerns: gradients are accumulated all the time."""
+    if not len(_pending):
+        return
+    storages = None if written is None else _storages(written)
     # Those of other virtual ranks are left alone: a rank must take the same path as its peers.
-    for pending in [p for p in _pending if p.world is here.world] if len(_pending) else ():
-        pending.value()
-        pending.settled = True
-        _pending.discard(pending)
+    for pending in [p for p in _pending if p.world is here.world]:
+        if storages is None or not pending.is_apart_from(storages):
+            pending.value()
+            pending.settled = True
+            _pending.discard(pending)
 
 
-before_write.append(_settle_all)
+def _storages(tensors: Sequence[Any]) -> set[int] | None:
+    """What identifies the memory of each (versions are not counted below autograd).
+
+    None if one has none of its own: a view that is a copy, a pending result, a tensor in a graph.
+    """
+    found = set()
+    for tensor in tensors:
+        local = tensor._local if isinstance(tensor, DTensor) else tensor
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        found.add(local.untyped_storage()._cdata)
+    return found
+
+
+before_write.append(_settle)
 
 
 class PendingMatmul:
@@ -88,6 +106,11 @@ class PendingMatmul:
         self.settled = False
         self.world = here.world
         _pending.add(self)
+
+    def is_apart_from(self, storages: set[int]) -> bool:
+        """Whether neither operands nor result lie in one of these."""
+        own = _storages([t for t in (*self.locals, self.result) if t is not None])
+        return own is not None and own.isdisjoint(storages)
 
     def _unchanged(self) -> bool:
         return all(
@@ -197,7 +220,7 @@ def _gradients(x: Layout, w: Layout) -> tuple[Placements, Placements, Placements
 
 
 def _gather_matmul(
-    x: DTensor, w: DTensor, bias: DTensor | None, target: Layout, mesh_dim: int
+    x: DTensor, w: DTensor, bias: DTensor | None, target: Layout, mesh_dim: int, keep: bool
 ) -> DTensor:
     source, placement = x._layout, x._layout.placements[mesh_dim]
     dim = shard_dim(placement)
@@ -210,6 +233,7 @@ def _gather_matmul(
         source.mesh.get_group(mesh_dim),
         bias=None if bias is None else local_part(bias, of_bias),
         gather_dim=dim,
+        keep_gathered=keep,
         sizes=_sizes_along(source, mesh_dim, dim),
     )
     return as_global(y, target)
@@ -247,6 +271,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # As in torch, a frozen operand keeps no activations alive, and these may be written.
         need_x, need_w, *_ = ctx.needs_input_grad
+        ctx.by_columns = w._layout.stride[0] == 1 and w._layout.stride[1] != 1
         ctx.save_for_backward(x if need_w else None, w if need_x else None)
         if pending is not None:
             return wrap_pending(pending, pending.layout, x._local_tensor.device)
@@ -265,7 +290,7 @@ class _Linear(torch.autograd.Function):
             return of_x, of_w, grad.sum(batch) if need_bias else None, None
         return (
             _input_grad(grad, w) if need_x else None,
-            dispatch(linear_weight_grad, (grad, x)) if need_w else None,
+            _weight_grad(grad, x, ctx.by_columns) if need_w else None,
             dispatch(torch.ops.aten.sum.dim_IntList, (grad, batch)) if need_bias else None,
             None,
         )
@@ -274,6 +299,14 @@ class _Linear(torch.autograd.Function):
 def _run_linear(x: DTensor, w: DTensor, bias: DTensor | None) -> DTensor:
     args = (x, w) if bias is None else (x, w, bias)
     return cast(DTensor, dispatch(_linear_op, args))
+
+
+def _weight_grad(grad: DTensor, x: DTensor, by_columns: bool) -> DTensor:
+    """grad.T @ x, laid out in memory as the weight: a copy of a sum over ranks would be reduced."""
+    if not by_columns:
+        return cast(DTensor, dispatch(linear_weight_grad, (grad, x)))
+    transposed = cast(DTensor, dispatch(linear_weight_grad, (x, grad)))
+    return wrap(transposed._local_tensor.t(), _transposed(transposed._layout))
 
 
 def _input_grad(grad: DTensor, w: DTensor) -> DTensor:
@@ -320,8 +353,15 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     return result
 
 
-def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
-    """`F.linear` of DTensors: fused with its communication where there is any."""
+def linear(
+    input: Any, weight: Any, bias: Any = None, *, keep_gathered: bool = True, **out: Any
+) -> Any:
+    """`F.linear` of DTensors: fused with its communication where there is any.
+
+    Args:
+        keep_gathered: whether an input that is gathered is kept for the gradient of the weight;
+            otherwise its shard is, and gathered again.
+    """
     x, w = input, weight
     if out or not (
         isinstance(x, DTensor)
@@ -348,7 +388,7 @@ def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     if fused is not None and lx.index is None:
         return outside_result(fused[2], x, w, bias)
     if fused is not None and fused[0] == "gather":
-        return _gather_matmul(x, w, bias, fused[2], fused[1])
+        return _gather_matmul(x, w, bias, fused[2], fused[1], keep_gathered)
     pending = None
     if fused is not None and not (x.is_inference() or w.is_inference()):
         pending = PendingMatmul(x, w, bias, fused[2], fused[1])
@@ -357,6 +397,23 @@ def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     if pending is not None:
         return wrap_pending(pending, pending.layout, x._local_tensor.device)
     return _run_linear(x, w, bias)
+
+
+def linear_gathering_again(input: Any, weight: Any, bias: Any = None) -> Any:
+    """`F.linear` that keeps the shard of an input, not the gathered one; a node in a graph."""
+    result = linear(input, weight, bias, keep_gathered=False)
+    return functional.linear(input, weight, bias) if result is NotImplemented else result
+
+
+def allow_in_graphs() -> None:
+    """Let torch.compile put `linear_gathering_again` into its graphs as it is."""
+    # Not at import: importing torch's tracer takes as long as all of weft.dtensor.
+    dynamo: Any = torch._dynamo
+    dynamo.allow_in_graph(linear_gathering_again)
+
+
+# What torch.compiler.assume_constant_result does, without its import.
+allow_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_dtensor(a: Any) -> bool:

@@ -54,7 +54,7 @@ class _FSDPParam(_fsdp_param.FSDPParam):
 
     def free_unsharded_param(self) -> None:
         for hook in before_write:  # a pending matmul would find no weight
-            hook()
+            hook(None)
         super().free_unsharded_param()
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
