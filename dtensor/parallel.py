@@ -297,18 +297,19 @@ class ColwiseParallel(_WeightSharding):
         self.keep_gathered = keep_gathered
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not self.keep_gathered and type(module).forward is nn.Linear.forward:
-            module.forward = partial(_gathering_again, module)
+        if not self.keep_gathered and isinstance(module, nn.Linear) and _is_plain(module):
+            vars(module)["forward"] = partial(_gathering_again, module)
         return super()._apply(module, device_mesh)
 
     def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
         # A subclass may do more with its input than multiply it.
         layout = x.placements[0]
-        return (
-            type(module).forward is nn.Linear.forward
-            and isinstance(layout, Shard)
-            and layout.dim % x.ndim != x.ndim - 1
-        )
+        return _is_plain(module) and isinstance(layout, Shard) and layout.dim % x.ndim != x.ndim - 1
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its forward is that of nn.Linear."""
+    return type(module).forward is nn.Linear.forward
 
 
 def _gathering_again(module: nn.Linear, x: torch.Tensor) -> Any:

@@ -81,7 +81,7 @@ def _storages(tensors: Sequence[Any]) -> set[int] | None:
     """
     found = set()
     for tensor in tensors:
-        local = tensor._local if isinstance(tensor, DTensor) else tensor
+        local: Any = tensor._local if isinstance(tensor, DTensor) else tensor
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
             return None
         found.add(local.untyped_storage()._cdata)
