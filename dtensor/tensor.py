@@ -49,9 +49,9 @@ _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
 
-# Called with the tensors that are about to be written (None: any), as results that are deferred,
-# and depend on them, must be computed first.
-before_write: list[Callable[[Sequence[Any] | None], None]] = []
+# Called with the tensor, or list of them, that is about to be written (None: any), as results that
+# are deferred, and depend on it, must be computed first.
+before_write: list[Callable[[Any], None]] = []
 
 
 class Pending(Protocol):

@@ -328,7 +328,7 @@ def test_counting() -> None:
     }
     parallelize_module(mlp, mesh, plan)
     with weft.engine("host"), CommDebugMode() as comm:
-        mlp(x.to_local().requires_grad_()).sum().backward()
+        mlp(x.to_local().detach().requires_grad_()).sum().backward()
     counts = comm.get_comm_counts()
     # Forward: one gather, one reduce-scatter, both fused; backward the duals of them.
     assert counts[_counted.all_gather_into_tensor] == 2, counts

@@ -219,12 +219,10 @@ def dispatch(
         return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
     if plan.writes_first and not deferred:
         # In place, on the first argument or all of the first list, and nothing moves.
-        first = args[0]
-        written = first if isinstance(first, (list, tuple)) else args[:1]
-        for hook in before_write:
-            hook(written)
-        plan.local(*local_args, **local_kwargs)
         result = args[0]
+        for hook in before_write:
+            hook(result)
+        plan.local(*local_args, **local_kwargs)
         if known or layout is None:  # autograd has not seen the write, or does not count it
             torch._C._increment_version(result if layout is None else (result,))
         return result if known or layout is not None else None

@@ -20,7 +20,7 @@ value (print it) and still takes part in the fused call afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, cast
@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives.ranks.group import here, is_traced
+from weft.dtensor.dispatch.call import leaves
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -58,14 +59,15 @@ from weft.dtensor.tensor import (
 from weft.dtensor.tracing.grad_recording import is_nothing, needs_grad, record
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
+_is_grad_enabled = torch.is_grad_enabled
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
 
-def _settle(written: Sequence[Any] | None) -> None:
+def _settle(written: Any) -> None:
     """Compute the pending matmuls that a write concerns: gradients are accumulated all the time."""
     if not len(_pending):
         return
-    storages = None if written is None else _storages(written)
+    storages = None if written is None else _storages(leaves(written))
     # Those of other virtual ranks are left alone: a rank must take the same path as its peers.
     for pending in [p for p in _pending if p.world is here.world]:
         if storages is None or not pending.is_apart_from(storages):
@@ -74,7 +76,7 @@ def _settle(written: Sequence[Any] | None) -> None:
             _pending.discard(pending)
 
 
-def _storages(tensors: Sequence[Any]) -> set[int] | None:
+def _storages(tensors: Iterable[Any]) -> set[int] | None:
     """What identifies the memory of each (versions are not counted below autograd).
 
     None if one has none of its own: a view that is a copy, a pending result, a tensor in a graph.
@@ -326,7 +328,7 @@ def _pending_input_grad(grad: Layout, w: Layout) -> tuple[Layout, Layout, int] |
         return None
     transposed = _transposed(w)
     fused = _fused_kind(grad, transposed, None)
-    if fused is None or fused[0] != "reduce":
+    if fused is None or fused[0] != "reduce" or grad.place.sizes[fused[1]] == 1:
         return None
     return transposed, fused[2], fused[1]
 
@@ -430,16 +432,21 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
     if out is not None or not (isinstance(input, DTensor) and isinstance(other, DTensor)):
         return NotImplemented
     gain = _gain_as_linear(input._layout, other._layout)
-    if gain is None or (gain == "backward" and not needs_grad(input)):
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(input))):
         return NotImplemented
     return linear(input, other.t())
 
 
 def mm(input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
     """`torch.mm`."""
-    if out_dtype is not None or not is_dtensor(input) or input.ndim != 2:
+    if out is not None or not (isinstance(input, DTensor) and isinstance(mat2, DTensor)):
         return NotImplemented
-    return matmul(input, mat2, out=out)
+    gain = _gain_as_linear(input._layout, mat2._layout)
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(input))):
+        return NotImplemented
+    if out_dtype is not None or len(input._layout.shape) != 2:
+        return NotImplemented
+    return linear(input, mat2.t())
 
 
 def einsum(equation: Any, *operands: Any) -> Any:
@@ -453,7 +460,7 @@ def einsum(equation: Any, *operands: Any) -> Any:
     if not transposed:
         return matmul(x, w)
     gain = _gain_as_linear(x._layout, _transposed(w._layout)) if w.ndim == 2 else None
-    if gain is None or (gain == "backward" and not needs_grad(x)):
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(x))):
         return NotImplemented
     return linear(x, w)
 

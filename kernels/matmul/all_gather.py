@@ -14,7 +14,8 @@ chunk. Shards of few rows are gathered after all, as a small matmul wastes more 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
 the partial sums next, so that peers' shards arrive during the first product and peers' partial sums
 during the second. Two calls are then in flight, which takes two workspaces. If the forward has kept
-the gathered x (`keep_gathered`), only the partial sums move. With an activation, dy is first turned into the gradient of the activation's argument, which the forward has kept.
+the gathered x (`keep_gathered`), only the partial sums move. With an activation, dy is first turned
+into the gradient of the activation's argument, which the forward has kept.
 
 Scaled fp8 operands: the scales of x's rows travel with the rows. Forward only.
 
