@@ -49,8 +49,9 @@ _make_wrapper, _strided = torch.Tensor._make_wrapper_subclass, torch.strided
 _grad: Any = torch._C.TensorBase.grad
 _device: Any = torch._C.TensorBase.device
 
-# Called before a DTensor is written, as deferred results must be computed first.
-before_write: list[Callable[[], None]] = []
+# Called with the tensor, or list of them, that is about to be written (None: any), as results that
+# are deferred, and depend on it, must be computed first.
+before_write: list[Callable[[Any], None]] = []
 
 
 class Pending(Protocol):
@@ -388,7 +389,7 @@ class DTensor(torch.Tensor):
 def become(tensor: DTensor, other: DTensor) -> None:
     """Give `tensor` the shape, layout and memory of `other`, without autograd."""
     for hook in before_write:
-        hook()
+        hook(None)
     with no_function():
         torch._C.TensorBase.data.__set__(tensor, other)  # type: ignore[attr-defined]
     tensor._local, tensor._layout, tensor._pending = other._local, other._layout, other._pending

@@ -71,7 +71,9 @@ def _all_gather_matmul(
     gather_dim: int = 0,
     sizes: list[int] | None = None,
     return_gathered: bool = False,
+    keep_gathered: bool = False,
 ) -> list[torch.Tensor]:
+    return_gathered |= keep_gathered
     sizes = even_sizes(x, group_name, gather_dim, sizes)
     given = [bias if len(bias) else None for bias in biases] or None
     result = gather.all_gather_matmul(
@@ -91,37 +93,48 @@ def _all_gather_matmul_fake(
     gather_dim: int = 0,
     sizes: Any = None,
     return_gathered: bool = False,
+    keep_gathered: bool = False,
 ) -> list[torch.Tensor]:
     length = sum(gathered_sizes(x.shape[gather_dim], group_name, sizes))
     gathered = planes(x, resized(x, gather_dim, length), gather_dim)
     rows = _rows_dim(x, gather_dim)
     ys = [planes(x, [*gathered.shape[:-1], w.shape[1]], rows) for w in weights]
-    return [*ys, gathered] if return_gathered else ys
+    return [*ys, gathered] if return_gathered or keep_gathered else ys
 
 
 def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.keep = inputs
-    ctx.save_for_backward(x, *weights)
+    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.returns, ctx.saves = inputs
+    ctx.save_for_backward(output[-1] if ctx.saves else x, *weights)
     ctx.biased = [bias.numel() > 0 for bias in biases]
     ctx.sizes = gathered_sizes(x.shape[ctx.dim], ctx.group_name, sizes)
 
 
 def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     x, *weights = conjugated(*ctx.saved_tensors)
-    dys, dgathered = (grads[:-1], grads[-1]) if ctx.keep else (grads, None)
+    dys, dgathered = (grads[:-1], grads[-1]) if ctx.returns or ctx.saves else (grads, None)
     needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
-    needs = [needs_x, *needs_w]
+    gathered = None
+    if ctx.saves:
+        gathered, rank = x, world_of(ctx.group_name)[0]
+        x = gathered.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank])
+        dgathered = dgathered if ctx.returns else None  # zeros otherwise
+    needs = [needs_x, *(need and gathered is None for need in needs_w)]
     computed: list[torch.Tensor] = []
     if any(needs):
         computed = _ops.all_gather_matmul_backward(
             x, weights, dys, dgathered, ctx.group_name, ctx.dim, ctx.sizes, needs
         )
     dx, *dws = _spread(computed, needs)
+    if gathered is not None:
+        dws = [
+            matmul(as_rows(gathered).t(), as_rows(dy)) if need else None
+            for dy, need in zip(dys, needs_w, strict=True)
+        ]
     dbs = [
         dy.flatten(0, -2).sum(0) if biased and need else None
         for dy, biased, need in zip(dys, ctx.biased, needs_b, strict=False)
     ]
-    return dx, dws, dbs, None, None, None, None
+    return dx, dws, dbs, None, None, None, None, None
 
 
 def _all_gather_matmul_backward(
@@ -342,7 +355,8 @@ def _fused_matmul_reduce_scatter(
 
 define(
     "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
-    "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False) -> Tensor[]",
+    "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False, "
+    "bool keep_gathered=False) -> Tensor[]",
     _all_gather_matmul, _all_gather_matmul_fake,
 )  # fmt: skip
 define(

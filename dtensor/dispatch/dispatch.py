@@ -219,10 +219,10 @@ def dispatch(
         return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
     if plan.writes_first and not deferred:
         # In place, on the first argument or all of the first list, and nothing moves.
-        for hook in before_write:
-            hook()
-        plan.local(*local_args, **local_kwargs)
         result = args[0]
+        for hook in before_write:
+            hook(result)
+        plan.local(*local_args, **local_kwargs)
         if known or layout is None:  # autograd has not seen the write, or does not count it
             torch._C._increment_version(result if layout is None else (result,))
         return result if known or layout is not None else None
@@ -318,8 +318,9 @@ def _follow(
     if plan.writes or plan.moves is not None:
         tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     if plan.writes:
+        written = [tensors[position] for position in plan.writes]
         for hook in before_write:
-            hook()
+            hook(written)
         for position in plan.writes:
             _settle(tensors[position])
     moved: list[torch.Tensor] = []

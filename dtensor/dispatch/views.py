@@ -32,7 +32,7 @@ class NoViewError(Exception):
 _writes: Counter[int] = Counter()
 
 
-def _tick() -> None:
+def _tick(_: Any) -> None:
     _writes[id(here.world)] += 1
 
 

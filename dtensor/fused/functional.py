@@ -20,7 +20,7 @@ from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused.attention import attention, stride_like
-from weft.dtensor.fused.linear import addmm, is_dtensor, linear, matmul, mm
+from weft.dtensor.fused.linear import addmm, einsum, is_dtensor, linear, matmul, mm
 from weft.dtensor.fused.loss import cross_entropy
 from weft.dtensor.layout.boxes import is_shard, layout_of, shard_dim
 from weft.dtensor.rules.nn import embedding_weight_grad
@@ -270,6 +270,7 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.mm: mm,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
+    torch.einsum: einsum,
     functional.scaled_dot_product_attention: attention,
     functional.cross_entropy: cross_entropy,
     functional.embedding: embedding,

@@ -7,15 +7,22 @@ Along one mesh dim, with rows meaning any dim but the last:
                                      it is redistributed before, the reduction is fused with it:
                                      matmul_reduce_scatter, matmul_all_reduce.
 
-The backward of these is fused too, as they run on local tensors under autograd. Whether a pending
-matmul is fused depends on nothing that only one rank knows: a rank may read the value (print it)
-and still takes part in the fused call afterwards.
+The backward of these is fused too, as they run on local tensors under autograd.
+
+    x Replicate, w Shard(columns)    moves nothing forward. Backward dx = dy @ w is a Partial sum,
+                                     and pending like any other: where the gradient is wanted whole,
+                                     or as a shard of rows, its reduction is fused with it.
+
+Whether a pending matmul is fused depends on nothing that only one rank knows: a rank may read the
+value (print it) and still takes part in the fused call afterwards.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -25,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives.ranks.group import here, is_traced
+from weft.dtensor.dispatch.call import leaves
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -45,25 +53,44 @@ from weft.dtensor.tensor import (
     before_write,
     local_part,
     outside_result,
+    wrap,
     wrap_pending,
 )
 from weft.dtensor.tracing.grad_recording import is_nothing, needs_grad, record
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
+_is_grad_enabled = torch.is_grad_enabled
 _pending: weakref.WeakSet[PendingMatmul] = weakref.WeakSet()
 
 
-def _settle_all() -> None:
-    # All of them, whichever tensor is written: writes between a matmul and the use of its result
-    # are rare, and versions, which are not counted below autograd, cannot tell what shares memory.
+def _settle(written: Any) -> None:
+    """Compute the pending matmuls that a write concerns: gradients are accumulated all the time."""
+    if not len(_pending):
+        return
+    storages = None if written is None else _storages(leaves(written))
     # Those of other virtual ranks are left alone: a rank must take the same path as its peers.
-    for pending in [p for p in _pending if p.world is here.world] if len(_pending) else ():
-        pending.value()
-        pending.settled = True
-        _pending.discard(pending)
+    for pending in [p for p in _pending if p.world is here.world]:
+        if storages is None or not pending.is_apart_from(storages):
+            pending.value()
+            pending.settled = True
+            _pending.discard(pending)
 
 
-before_write.append(_settle_all)
+def _storages(tensors: Iterable[Any]) -> set[int] | None:
+    """What identifies the memory of each (versions are not counted below autograd).
+
+    None if one has none of its own: a view that is a copy, a pending result, a tensor in a graph.
+    """
+    found = set()
+    for tensor in tensors:
+        local: Any = tensor._local if isinstance(tensor, DTensor) else tensor
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        found.add(local.untyped_storage()._cdata)
+    return found
+
+
+before_write.append(_settle)
 
 
 class PendingMatmul:
@@ -81,6 +108,11 @@ class PendingMatmul:
         self.settled = False
         self.world = here.world
         _pending.add(self)
+
+    def is_apart_from(self, storages: set[int]) -> bool:
+        """Whether neither operands nor result lie in one of these."""
+        own = _storages([t for t in (*self.locals, self.result) if t is not None])
+        return own is not None and own.isdisjoint(storages)
 
     def _unchanged(self) -> bool:
         return all(
@@ -190,7 +222,7 @@ def _gradients(x: Layout, w: Layout) -> tuple[Placements, Placements, Placements
 
 
 def _gather_matmul(
-    x: DTensor, w: DTensor, bias: DTensor | None, target: Layout, mesh_dim: int
+    x: DTensor, w: DTensor, bias: DTensor | None, target: Layout, mesh_dim: int, keep: bool
 ) -> DTensor:
     source, placement = x._layout, x._layout.placements[mesh_dim]
     dim = shard_dim(placement)
@@ -203,6 +235,7 @@ def _gather_matmul(
         source.mesh.get_group(mesh_dim),
         bias=None if bias is None else local_part(bias, of_bias),
         gather_dim=dim,
+        keep_gathered=keep,
         sizes=_sizes_along(source, mesh_dim, dim),
     )
     return as_global(y, target)
@@ -240,6 +273,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # As in torch, a frozen operand keeps no activations alive, and these may be written.
         need_x, need_w, *_ = ctx.needs_input_grad
+        ctx.by_columns = w._layout.stride[0] == 1 and w._layout.stride[1] != 1
         ctx.save_for_backward(x if need_w else None, w if need_x else None)
         if pending is not None:
             return wrap_pending(pending, pending.layout, x._local_tensor.device)
@@ -257,8 +291,8 @@ class _Linear(torch.autograd.Function):
             of_w = grad.flatten(0, -2).t() @ x.flatten(0, -2) if need_w else None
             return of_x, of_w, grad.sum(batch) if need_bias else None, None
         return (
-            dispatch(linear_input_grad, (grad, w)) if need_x else None,
-            dispatch(linear_weight_grad, (grad, x)) if need_w else None,
+            _input_grad(grad, w) if need_x else None,
+            _weight_grad(grad, x, ctx.by_columns) if need_w else None,
             dispatch(torch.ops.aten.sum.dim_IntList, (grad, batch)) if need_bias else None,
             None,
         )
@@ -267,6 +301,36 @@ class _Linear(torch.autograd.Function):
 def _run_linear(x: DTensor, w: DTensor, bias: DTensor | None) -> DTensor:
     args = (x, w) if bias is None else (x, w, bias)
     return cast(DTensor, dispatch(_linear_op, args))
+
+
+def _weight_grad(grad: DTensor, x: DTensor, by_columns: bool) -> DTensor:
+    """grad.T @ x, laid out in memory as the weight: a copy of a sum over ranks would be reduced."""
+    if not by_columns:
+        return cast(DTensor, dispatch(linear_weight_grad, (grad, x)))
+    transposed = cast(DTensor, dispatch(linear_weight_grad, (x, grad)))
+    return wrap(transposed._local_tensor.t(), _transposed(transposed._layout))
+
+
+def _input_grad(grad: DTensor, w: DTensor) -> DTensor:
+    """grad @ w: pending, where it is a sum over ranks that can be fused with its reduction."""
+    found = _pending_input_grad(grad._layout, w._layout)
+    if found is None:
+        return cast(DTensor, dispatch(linear_input_grad, (grad, w)))
+    transposed, target, mesh_dim = found
+    pending = PendingMatmul(grad, wrap(w._local_tensor.t(), transposed), None, target, mesh_dim)
+    return wrap_pending(pending, target, grad._local_tensor.device)
+
+
+@cached
+def _pending_input_grad(grad: Layout, w: Layout) -> tuple[Layout, Layout, int] | None:
+    """(layout of w.t(), layout of grad @ w, mesh dim of the sum), if it can be pending."""
+    if grad.index is None or grad.dtype != w.dtype or not grad.dtype.is_floating_point:
+        return None
+    transposed = _transposed(w)
+    fused = _fused_kind(grad, transposed, None)
+    if fused is None or fused[0] != "reduce" or grad.place.sizes[fused[1]] == 1:
+        return None
+    return transposed, fused[2], fused[1]
 
 
 _Fused = tuple[str, int, Layout] | None
@@ -291,8 +355,15 @@ def _fused_kind(x: Layout, w: Layout, bias: Layout | None) -> _Fused:
     return result
 
 
-def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
-    """`F.linear` of DTensors: fused with its communication where there is any."""
+def linear(
+    input: Any, weight: Any, bias: Any = None, *, keep_gathered: bool = True, **out: Any
+) -> Any:
+    """`F.linear` of DTensors: fused with its communication where there is any.
+
+    Args:
+        keep_gathered: whether an input that is gathered is kept for the gradient of the weight;
+            otherwise its shard is, and gathered again.
+    """
     x, w = input, weight
     if out or not (
         isinstance(x, DTensor)
@@ -319,7 +390,7 @@ def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     if fused is not None and lx.index is None:
         return outside_result(fused[2], x, w, bias)
     if fused is not None and fused[0] == "gather":
-        return _gather_matmul(x, w, bias, fused[2], fused[1])
+        return _gather_matmul(x, w, bias, fused[2], fused[1], keep_gathered)
     pending = None
     if fused is not None and not (x.is_inference() or w.is_inference()):
         pending = PendingMatmul(x, w, bias, fused[2], fused[1])
@@ -328,6 +399,23 @@ def linear(input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
     if pending is not None:
         return wrap_pending(pending, pending.layout, x._local_tensor.device)
     return _run_linear(x, w, bias)
+
+
+def linear_gathering_again(input: Any, weight: Any, bias: Any = None) -> Any:
+    """`F.linear` that keeps the shard of an input, not the gathered one; a node in a graph."""
+    result = linear(input, weight, bias, keep_gathered=False)
+    return functional.linear(input, weight, bias) if result is NotImplemented else result
+
+
+def allow_in_graphs() -> None:
+    """Let torch.compile put `linear_gathering_again` into its graphs as it is."""
+    # Not at import: importing torch's tracer takes as long as all of weft.dtensor.
+    dynamo: Any = torch._dynamo
+    dynamo.allow_in_graph(linear_gathering_again)
+
+
+# What torch.compiler.assume_constant_result does, without its import.
+allow_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_dtensor(a: Any) -> bool:
@@ -343,22 +431,81 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
     """`torch.matmul` with a matrix on the right."""
     if out is not None or not (isinstance(input, DTensor) and isinstance(other, DTensor)):
         return NotImplemented
-    if not _as_linear(input._layout, other._layout):
+    gain = _gain_as_linear(input._layout, other._layout)
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(input))):
         return NotImplemented
     return linear(input, other.t())
 
 
 def mm(input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
     """`torch.mm`."""
-    return NotImplemented if out_dtype is not None else matmul(input, mat2, out=out)
+    if out is not None or not (isinstance(input, DTensor) and isinstance(mat2, DTensor)):
+        return NotImplemented
+    gain = _gain_as_linear(input._layout, mat2._layout)
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(input))):
+        return NotImplemented
+    if out_dtype is not None or len(input._layout.shape) != 2:
+        return NotImplemented
+    return linear(input, mat2.t())
+
+
+def einsum(equation: Any, *operands: Any) -> Any:
+    """`torch.einsum` that is a linear: "bsk,kn->bsn", and "bsk,nk->bsn"."""
+    if not (isinstance(equation, str) and len(operands) == 2 and all(map(is_dtensor, operands))):
+        return NotImplemented
+    transposed = _as_product(equation)
+    if transposed is None:
+        return NotImplemented
+    x, w = operands
+    if not transposed:
+        return matmul(x, w)
+    gain = _gain_as_linear(x._layout, _transposed(w._layout)) if w.ndim == 2 else None
+    if gain is None or (gain == "backward" and not (_is_grad_enabled() and needs_grad(x))):
+        return NotImplemented
+    return linear(x, w)
+
+
+@lru_cache(maxsize=1024)
+def _as_product(equation: str) -> bool | None:
+    """Whether the weight is given as to `linear` (True) or to `matmul`; None for other einsums."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    x, _, w = inputs.partition(",")
+    rows, k = x[:-1], x[-1:]
+    if not (arrow and x.isalpha() and w.isalpha() and rows and len(w) == len({*w}) == 2):
+        return None
+    if len({*x}) < len(x) or k not in w:
+        return None
+    n = w.replace(k, "")
+    return w[1] == k if n not in x and out == rows + n else None
 
 
 @cached
-def _as_linear(x: Layout, w: Layout) -> bool:
-    """Whether x @ w gains from being F.linear: batched, or fused with communication."""
+def _gain_as_linear(x: Layout, w: Layout) -> str | None:
+    """Where x @ w gains from being F.linear: "forward", as it is batched, or fused with
+    communication; "backward", as the gradient of x is; None: nowhere.
+    """
     if len(w.shape) != 2 or len(x.shape) < 2:
+        return None
+    as_given = _transposed(w)
+    fused = _fused_kind(x, as_given, None)
+    if len(x.shape) > 2 or fused is not None:
+        return "forward"
+    return "backward" if _sums_in_backward(x, as_given, None) else None
+
+
+@cached
+def _sums_in_backward(x: Layout, w: Layout, bias: Layout | None) -> bool:
+    """Whether the gradient of x in x @ w.T + bias, which moves nothing, is a sum over ranks."""
+    if len(x.shape) < 2 or len(w.shape) != 2 or x.mesh != w.mesh or (bias and bias.mesh != x.mesh):
         return False
-    return len(x.shape) > 2 or _fused_kind(x, _transposed(w), None) is not None
+    whole = False
+    for dim, (xp, wp) in enumerate(zip(x.placements, w.placements, strict=True)):
+        if _role(xp, wp, len(x.shape)) != "keep":
+            return False
+        if bias is not None and bias.placements[dim] != (wp if is_shard(wp) else Replicate()):
+            return False
+        whole = whole or is_shard(wp)
+    return whole
 
 
 @cached
@@ -376,6 +523,9 @@ def addmm(
         return NotImplemented
     if not all(map(is_dtensor, (input, mat1, mat2))) or input.ndim != 1:
         return NotImplemented
-    if _fused_kind(mat1._layout, _transposed(mat2._layout), input._layout) is None:
+    if mat1.ndim != 2 or mat2.ndim != 2:
+        return NotImplemented
+    layouts = mat1._layout, _transposed(mat2._layout), input._layout
+    if _fused_kind(*layouts) is None and not (_sums_in_backward(*layouts) and needs_grad(mat1)):
         return NotImplemented
     return linear(mat1, mat2.t(), input)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from weft.dtensor.layout.boxes import layout_of_spec
-from weft.dtensor.tensor import DTensor, wrap
+from weft.dtensor.tensor import DTensor, before_write, wrap
 
 
 class _EitherMeta(type):
@@ -51,6 +51,11 @@ class _FSDPParam(_fsdp_param.FSDPParam):
         if is_first and self._is_ours:
             whole: Any = self._unsharded_param
             self._unsharded_param = torch.nn.Parameter(_ours(whole), whole.requires_grad)
+
+    def free_unsharded_param(self) -> None:
+        for hook in before_write:  # a pending matmul would find no weight
+            hook(None)
+        super().free_unsharded_param()
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> Any:
         made = super().to_sharded_dtensor(tensor)

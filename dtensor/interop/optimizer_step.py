@@ -57,7 +57,7 @@ def _before_step(
                 _gradient(p)
         return None
     for hook in before_write:
-        hook()
+        hook(None)
     torch._C._increment_version(stand_in.parts.written)  # autograd does not see the writes
     return (stand_in, *args[1:]), kwargs
 

@@ -56,6 +56,7 @@ class _ParallelLinear(ParallelModule):
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
         input_is_parallel: bool = True,
+        keep_gathered: bool = True,
     ) -> None:
         """Draw the weights of an nn.Linear and keep this rank's part.
 
@@ -73,17 +74,19 @@ class _ParallelLinear(ParallelModule):
                 are ranks, so that each rank has a whole head. None: 1.
             gather_output: see ColumnParallelLinear.
             input_is_parallel: see RowParallelLinear.
+            keep_gathered: see ColumnParallelLinear.
 
         Raises:
             ValueError: merged_sizes that do not add up to the features, copies that do not divide
-                the ranks, copies or gather_output for a RowParallelLinear, or
+                the ranks, copies, gather_output or keep_gathered=False for a RowParallelLinear, or
                 input_is_parallel=False for a ColumnParallelLinear.
         """
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
         self._take(
-            whole, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel
-        )
+            whole, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel,
+            keep_gathered,
+        )  # fmt: skip
 
     @classmethod
     def from_linear(
@@ -96,6 +99,7 @@ class _ParallelLinear(ParallelModule):
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
         input_is_parallel: bool = True,
+        keep_gathered: bool = True,
     ) -> Self:
         """This rank's part of `linear`, which must hold the same values on every rank.
 
@@ -111,8 +115,9 @@ class _ParallelLinear(ParallelModule):
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._take(
-            linear, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel
-        )
+            linear, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel,
+            keep_gathered,
+        )  # fmt: skip
         return module
 
     def _take(
@@ -124,10 +129,12 @@ class _ParallelLinear(ParallelModule):
         copies: Sequence[int] | None,
         gather_output: bool,
         input_is_parallel: bool,
+        keep_gathered: bool,
     ) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.sequence_dim = resolve(group), sequence_dim
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
+        self.keep_gathered = keep_gathered
         W = self.group.world_size
         cut_features = linear.weight.shape[self.cut["weight"]]
         sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
@@ -146,6 +153,11 @@ class _ParallelLinear(ParallelModule):
             raise ValueError(
                 "gather_output and copies are for a ColumnParallelLinear: a RowParallelLinear "
                 "returns all features, with sequence_dim=None for all tokens"
+            )
+        if not isinstance(self, ColumnParallelLinear) and not keep_gathered:
+            raise ValueError(
+                "keep_gathered=False is for a ColumnParallelLinear: a RowParallelLinear gathers no "
+                "input, and keeps its own features"
             )
         if not isinstance(self, RowParallelLinear) and not input_is_parallel:
             raise ValueError(
@@ -264,6 +276,10 @@ class ColumnParallelLinear(_ParallelLinear):
     (*, out_features) on every rank. The ranks must then all do the same with it: their gradients
     are not added up, unlike those of `weft.collectives.all_gather`.
 
+    With `keep_gathered` the gathered input, W times the shard, is kept for the gradient of the
+    weight, as in torch; without, the shard is, and backward gathers it again: 3 collectives in all
+    rather than 2. With `sequence_dim=None`, or a frozen weight, nothing is gathered for it.
+
     Example:
         >>> up = weft.ColumnParallelLinear.from_linear(mlp.up)
         >>> down = weft.RowParallelLinear.from_linear(mlp.down)
@@ -294,7 +310,10 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.weight_scale is not None:
             x, scales = _quantized_input(x, self.weight_scale)
         if dim is not None:
-            y = all_gather_matmul(x, weight.t(), group, bias=bias, gather_dim=dim, **scales)
+            y = all_gather_matmul(
+                x, weight.t(), group, bias=bias, gather_dim=dim, keep_gathered=self.keep_gathered,
+                **scales,
+            )  # fmt: skip
         elif scales:
             y = _scaled_matmul(x, weight.t(), bias, **scales)
         else:

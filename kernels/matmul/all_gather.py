@@ -13,8 +13,9 @@ chunk. Shards of few rows are gathered after all, as a small matmul wastes more 
 
 Backward: dx = reduce_scatter(dy @ w^T) and dw = gather(x)^T @ dy. The shard is published first and
 the partial sums next, so that peers' shards arrive during the first product and peers' partial sums
-during the second. Two calls are then in flight, which takes two workspaces. With an activation, dy
-is first turned into the gradient of the activation's argument, which the forward has kept.
+during the second. Two calls are then in flight, which takes two workspaces. If the forward has kept
+the gathered x (`keep_gathered`), only the partial sums move. With an activation, dy is first turned
+into the gradient of the activation's argument, which the forward has kept.
 
 Scaled fp8 operands: the scales of x's rows travel with the rows. Forward only.
 
@@ -80,6 +81,7 @@ def all_gather_matmul(
     activation: Activation | None = None,
     gather_dim: int = 0,
     return_gathered: bool = False,
+    keep_gathered: bool | None = None,
     sizes: Sequence[int] | None = None,
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -101,6 +103,10 @@ def all_gather_matmul(
         gather_dim: the dim of x along which it is sharded. If it is the last one, the contraction,
             w holds the rows for all of K.
         return_gathered: also return the gathered x.
+        keep_gathered: what is saved for the gradients of the weights. True: the gathered x, W times
+            this rank's shard, and backward moves only the gradient of x. False: the shard, which
+            backward gathers again. None: the gathered x where the engine makes it anyway
+            ("generic"), else the shard.
         sizes: length of every rank's shard along `gather_dim`, if known; None: the ranks exchange
             them, which costs a few us.
         scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
@@ -133,11 +139,14 @@ def all_gather_matmul(
     )
     epilogues.check_activation(activation, weights)
     scaling = scaling_of("all_gather_matmul", x, weights, biases, scale_a, scale_b, out_dtype)
+    needs_w = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    saves = bool(keep_gathered) and needs_w
     if is_call_traced(x):  # see `custom_ops`
         refuse_traced(scaling)
         traced = torch.ops.weft.all_gather_matmul(
-            x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered
-        )
+            x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered,
+            saves,
+        )  # fmt: skip
         ys = epilogues.activate(traced[: len(weights)], activation)
         y = ys[0] if single or activation == "swiglu" else ys
         return (traced[-1], y) if return_gathered else y
@@ -169,8 +178,9 @@ def all_gather_matmul(
             scales = all_gather(scaling.rows, group, dim=gather_dim, sizes=lengths)
             zs = scaled_products(gathered, weights, biases, replace(scaling, rows=scales))
         else:
+            keeps = needs_w and keep_gathered is not False
             gathered, *zs = _GatheredProducts.apply(
-                x, group, gather_dim, lengths, *weights, *biases
+                x, group, gather_dim, lengths, keeps, *weights, *biases
             )
         ys = epilogues.activate(zs, activation)
     else:
@@ -178,10 +188,10 @@ def all_gather_matmul(
         flat = as_rows(front)
         if scaling:
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
-        call = _Call(group, rows, engine, return_gathered, activation, scaling)
+        call = _Call(group, rows, engine, return_gathered, saves, activation, scaling)
         results = _AllGatherMatmul.apply(call, flat, *weights, *biases)
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
-        ys, gathered = whole[: len(whole) - return_gathered], whole[-1]
+        ys, gathered = whole[: len(whole) - call.keep], whole[-1]
     y = ys[0] if single or activation == "swiglu" else ys
     return (gathered, y) if return_gathered else y
 
@@ -228,31 +238,33 @@ class _GatheredProducts(torch.autograd.Function):
         group: Group,
         dim: int,
         sizes: list[int],
+        keeps: bool,
         *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = _halves(operands)
         gathered = all_gather(x, group, dim=dim, sizes=sizes)
-        ctx.save_for_backward(gathered, *weights)
+        ctx.save_for_backward(gathered if keeps else x, *weights)
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.group, ctx.dim, ctx.sizes, ctx.keeps = group, dim, sizes, keeps
         pairs = zip(weights, biases, strict=True)
         return gathered, *(matmul(gathered, *pair) for pair in pairs)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dgathered: torch.Tensor | None, *dys: Any) -> Any:
-        gathered, *weights = conjugated(*ctx.saved_tensors)
-        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        x, *weights = conjugated(*ctx.saved_tensors)
+        needs_x, _, _, _, _, *needs = ctx.needs_input_grad
         needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
+        gathered = x if ctx.keeps else None
         given = Gradient(
-            gathered, weights, list(dys), dgathered, ctx.group, ctx.sizes, needs_x, needs_w
+            x, weights, list(dys), dgathered, ctx.group, ctx.sizes, needs_x, needs_w, gathered
         )
-        dx, dws = generic_backward(given, ctx.dim, gathered)
+        dx, dws = generic_backward(given, ctx.dim)
         dbs = [
             as_rows(dy).sum(0) if need and dy is not None else None
             for dy, need in zip(dys, needs_b, strict=True)
         ]
-        return dx, None, None, None, *dws, *dbs
+        return dx, None, None, None, None, *dws, *dbs
 
 
 def _halves(
@@ -269,9 +281,15 @@ class _Call(NamedTuple):
     group: Group
     rows: list[int]  # of every rank's shard
     engine: RunnableEngine
-    keep: bool  # whether the gathered x is wanted
+    returns: bool  # whether the gathered x is wanted
+    saves: bool  # whether it is kept for the gradients
     activation: Activation | None
     scaling: Scaling | None
+
+    @property
+    def keep(self) -> bool:
+        """Whether it is a result: also if only saved, as second derivatives pass through it."""
+        return self.returns or self.saves
 
 
 class _Made(NamedTuple):
@@ -283,7 +301,10 @@ class _Made(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a backward is given: dy (M, N_i) for each y_i; dgathered (M, K) if x was returned."""
+    """What a backward is given: dy (M, N_i) for each y_i; dgathered (M, K) if x was returned.
+
+    With the gathered x (M, K), if it was kept, only the gradient of x communicates.
+    """
 
     x: torch.Tensor  # (m_r, K), and w_i (K, N_i): as in forward
     weights: list[torch.Tensor]
@@ -293,6 +314,7 @@ class Gradient(NamedTuple):
     rows: list[int]
     needs_x: bool
     needs_w: Sequence[bool]
+    gathered: torch.Tensor | None = None
 
 
 # For x, and for every weight; None where it is not needed.
@@ -313,7 +335,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         else:
             made = _triton_forward(call, x, weights, biases, keep_sums)
         kept = made.sums if keep_sums else made.ys if call.activation else []
-        ctx.save_for_backward(x, *weights, *kept)
+        ctx.save_for_backward(made.gathered if call.saves else x, *weights, *kept)
+        ctx.set_materialize_grads(not call.saves)
         ctx.call = call
         return tuple(made.ys) if made.gathered is None else (*made.ys, made.gathered)
 
@@ -326,12 +349,21 @@ class _AllGatherMatmul(torch.autograd.Function):
         needs_w, needs_b = needs[:count], needs[count:]
         x, *saved = ctx.saved_tensors
         (x, *weights), kept = conjugated(x, *saved[:count]), saved[count:]
-        moved = [needs_x and "reduce_scatter", any(needs_w) and "all_gather"]
+        gathered = None
+        if call.saves:
+            gathered, start = x, offsets(call.rows)[call.group.rank]
+            x = gathered[start : start + call.rows[call.group.rank]]
+            grads = _with_zeros(call, grads, gathered, weights)
+        moved = [
+            needs_x and "reduce_scatter", any(needs_w) and gathered is None and "all_gather",
+        ]  # fmt: skip
         record_backward("all_gather_matmul", call.engine, call.group, *filter(None, moved))
         dgathered = grads[-1] if call.keep else None
         dys = epilogues.gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]
-        given = Gradient(x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w)
+        given = Gradient(
+            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered
+        )
         if torch.is_grad_enabled():
             if call.activation is not None:
                 refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
@@ -342,9 +374,43 @@ class _AllGatherMatmul(torch.autograd.Function):
         return (None, dx, *dws, *dbs)
 
 
+def _with_zeros(
+    call: _Call, grads: Sequence[Any], gathered: torch.Tensor, weights: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    """`grads` with zeros for those that did not come, on ranks where others may have come.
+
+    A gathered x that was not returned has no gradient on any rank, unless it is differentiated
+    twice.
+    """
+    *dys, dgathered = grads
+    shapes = [(len(gathered), w.shape[1]) for w in weights[: len(dys)]]
+    dys = [gathered.new_zeros(s) if dy is None else dy for dy, s in zip(dys, shapes, strict=True)]
+    if dgathered is None and call.returns:
+        dgathered = torch.zeros_like(gathered)
+    return *dys, dgathered
+
+
 def run_backward(engine: RunnableEngine, given: Gradient) -> _Gradients:
     """The gradients that are needed, by a fused engine."""
+    if given.gathered is not None:
+        return _backward_of_gathered(engine, given, given.gathered)
     return _host_backward(given) if engine == "host" else _triton_backward(given)
+
+
+def _backward_of_gathered(
+    engine: RunnableEngine, given: Gradient, gathered: torch.Tensor
+) -> _Gradients:
+    dx = None
+    if given.needs_x:
+        only_x = given._replace(needs_w=[False] * len(given.weights), gathered=None)
+        dx, _ = run_backward(engine, only_x)
+    dws: list[torch.Tensor | None] = []
+    for w, dy, need in zip(given.weights, given.dys, given.needs_w, strict=True):
+        grad = WeightGrad(w)
+        if need:
+            grad.add(gathered, dy)
+        dws.append(grad.result() if need else None)
+    return dx, dws
 
 
 def _host_forward(
@@ -378,7 +444,7 @@ def _host_forward(
 
 
 def _host_backward(given: Gradient) -> _Gradients:
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
@@ -463,7 +529,7 @@ def gather_workspace(
 def _triton_backward(given: Gradient) -> _Gradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
@@ -490,17 +556,14 @@ def _triton_backward(given: Gradient) -> _Gradients:
     return dx, dws
 
 
-def generic_backward(
-    given: Gradient, dim: int = 0, gathered: torch.Tensor | None = None
-) -> _Gradients:
+def generic_backward(given: Gradient, dim: int = 0) -> _Gradients:
     """The same by collectives and matmuls, which are differentiable themselves.
 
     Args:
         given: x and its gradients may have more dims here; a dy that is None stands for 0.
         dim: along which x is gathered; `given.rows` are the lengths.
-        gathered: the gathered x, if it was kept.
     """
-    x, weights, dys, dx, group, sizes, needs_x, needs_w = given
+    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered = given
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if gathered is None and any(needs_w):
         gathered = all_gather(x, group, dim=dim, sizes=sizes)
