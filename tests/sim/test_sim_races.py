@@ -106,7 +106,7 @@ def test_a_hand_over_with_a_fault(fault: str, missing: str) -> None:
         verbs = re.findall(r"rank (\d), kernel _hand_over_kernel, program 0, (\w+) it at", text)
         wanted = {("0", "writes"), ("1", "reads")}
         assert set(verbs) == wanted, text
-        lines = re.findall(r"tests/test_sim_races\.py:(\d+) _hand_over_kernel", text)
+        lines = re.findall(r"sim/test_sim_races\.py:(\d+) _hand_over_kernel", text)
         assert len(set(lines)) >= 2, text
     if "which nobody has written" not in text:
         assert re.search(f"with nothing between to order them: {missing}", text), text
@@ -263,7 +263,7 @@ def test_deadlocks_name_the_word_and_the_values(how: str, wanted: str) -> None:
 
     text = found(body, sim.DeadlockError)
     assert f"waits for {wanted}" in text, text
-    assert re.search(r"rank 0, kernel _spin_kernel, program 0: tests/test_sim_races\.py:\d+", text)
+    assert re.search(r"rank 0, kernel _spin_kernel, program 0: sim/test_sim_races\.py:\d+", text)
     assert re.search(r"rank 1, host: .*/test_sim_races\.py:\d+ body, waits for 1 in word", text)
 
 
@@ -406,5 +406,5 @@ def test_a_deadlock_shows_the_line_that_waits_and_who_has_left() -> None:
             )
 
     text = found(body, sim.DeadlockError)
-    line = r"rank 0, kernel _many_programs_kernel, program 0: tests/test_sim_races\.py:\d+ _many"
+    line = r"rank 0, kernel _many_programs_kernel, program 0: sim/test_sim_races\.py:\d+ _many"
     assert re.search(line, text) and "\nRank 1 has returned: " in text, text
