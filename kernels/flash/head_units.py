@@ -35,7 +35,6 @@ from weft.kernels.flash.ring_keys import (
     compute_program,
     count_rows,
     count_tiles,
-    generation_of,
     pitch_of,
     tile_of,
 )
@@ -83,7 +82,7 @@ def stagger_of(spans: Sequence[Sequence[Span]], heads: int, block: int) -> int:
 def area_ptr(ring, owner, offset, dtype: tl.constexpr):
     """The area of `owner` that begins `offset` bytes into its half."""
     link = ring.link
-    half = signals.half_ptr(link.buffer_ptrs, owner, generation_of(ring), link.half_bytes, dtype)
+    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, dtype)
     return half + offset // (dtype.primitive_bitwidth // 8)
 
 

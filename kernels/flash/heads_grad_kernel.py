@@ -76,7 +76,6 @@ from weft.kernels.flash.ring_keys import (
     count_tiles,
     fetch_shard,
     first_chunk,
-    generation_of,
     head_keys,
     is_needed,
     key_spans,
@@ -488,7 +487,7 @@ def _head_attention_backward_kernel(
             brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
             collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
             _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
-    if signals.end_call(link.signal_ptrs, rank, generation_of(ring)):
+    if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * H * queries.n)
         m = rows_of(table_ptr, rank, SHAPE)

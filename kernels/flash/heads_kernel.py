@@ -69,7 +69,6 @@ from weft.kernels.flash.ring_keys import (
     count_rows,
     count_tiles,
     fetch_keys,
-    generation_of,
     keys_of,
     no_arrivals,
     publish_keys,
@@ -198,7 +197,7 @@ def _head_attention_kernel(
             collect_rows(
                 out_ptr, brought, lse_ptr, numbers, ring, B, H, areas.stagger, SHAPE, BLOCK_M
             )
-    if signals.end_call(link.signal_ptrs, rank, generation_of(ring)):
+    if signals.end_call(link.signal_ptrs, rank, generation):
         n = tl.cast(count_rows(table_ptr, rank, SPANS), tl.int64)
         signals.spoil(out_ptr, B * H * n * D)
         signals.spoil(lse_ptr, B * H * n)

@@ -48,7 +48,6 @@ from weft.kernels.flash.ring_keys import (
     await_results,
     compute_program,
     count_tiles,
-    generation_of,
     head_keys,
     is_needed,
     key_spans,
@@ -135,9 +134,7 @@ def head_queries(queries, batch, head, shift):
 def _slot_ptr(slots, ring, owner, source, SHAPE: tl.constexpr):
     """Where slot `source` of `owner` begins."""
     link = ring.link
-    half = signals.half_ptr(
-        link.buffer_ptrs, owner, generation_of(ring), link.half_bytes, tl.float32
-    )
+    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, tl.float32)
     return half + slots.offset // 4 + source * 2 * _slot_size(slots, ring, SHAPE)
 
 

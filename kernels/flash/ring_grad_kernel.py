@@ -62,7 +62,6 @@ from weft.kernels.flash.ring_keys import (
     copy_programs,
     count_tiles,
     fetch_keys,
-    generation_of,
     head_keys,
     key_spans,
     keys_of,
@@ -327,7 +326,7 @@ def _ring_attention_backward_kernel(
             dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
         )
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
-    if signals.end_call(link.signal_ptrs, rank, generation_of(ring)):
+    if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * queries.H * queries.n)
         m = rows_of(table_ptr, rank, SHAPE)

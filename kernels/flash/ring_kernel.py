@@ -58,7 +58,6 @@ from weft.kernels.flash.ring_keys import (
     copy_programs,
     count_tiles,
     fetch_keys,
-    generation_of,
     head_keys,
     key_spans,
     keys_of,
@@ -261,7 +260,7 @@ def _ring_attention_kernel(
             tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
             rows = row + tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)
-    if signals.end_call(link.signal_ptrs, rank, generation_of(ring)):
+    if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * SHAPE.head_dim)
         signals.spoil(lse_ptr, tl.cast(B, tl.int64) * H * n)
 

@@ -461,15 +461,6 @@ def fetch_shard(ring, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def generation_of(ring):
-    """`ring.generation`, loaded again rather than kept in registers through the loops before.
-
-    The last program to finish changes what is loaded, when all others have it for the last time.
-    """
-    return signals.last_generation(ring.link.signal_ptrs, ring.rank) + 1
-
-
-@triton.jit
 def announce(ring, source, SHAPE: tl.constexpr):
     """Tell the programs of this launch that this one has fetched its share of `source`."""
     word = signals.slot_ptr(
@@ -494,15 +485,15 @@ def announce_results(arrivals, ring, owner, SHAPE: tl.constexpr):
         word = signals.slot_ptr(
             ring.link.signal_ptrs, owner, SHAPE.world_size, 0, ring.rank, tl.program_id(0)
         )
-        signals.signal(word, generation_of(ring))
+        signals.signal(word, ring.generation)
 
 
 @triton.jit
 def await_results(ring, SHAPE: tl.constexpr):
     """Wait until program p of every peer has announced its results. False on a time-out."""
     return signals.wait_for_peers(
-        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0),
-        generation_of(ring), ring.link.timeout_ns,
+        ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 0, tl.program_id(0), ring.generation,
+        ring.link.timeout_ns,
     )  # fmt: skip
 
 
@@ -527,7 +518,7 @@ def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
         source = (ring.rank + step) % SHAPE.world_size
         arrived = signals.wait_for_own(
             ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
-            SHAPE.copy_programs - 1, generation_of(ring), ring.link.timeout_ns,
+            SHAPE.copy_programs - 1, ring.generation, ring.link.timeout_ns,
             triton.next_power_of_2(SHAPE.copy_programs),
         )  # fmt: skip
         BITS: tl.constexpr = arrivals.dtype.primitive_bitwidth
