@@ -10,12 +10,15 @@ from __future__ import annotations
 _BYTES = {
     ("sm_90", "_ag_gemm_kernel", "gate and up"): 96,  # by 3.9 alone
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
-    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 40,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 48,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 48,
     ("sm_90", "_ring_attention_backward_kernel", "attention"): 8,
+    ("sm_90", "_ring_attention_backward_kernel", "attention, packed"): 16,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads, packed"): 40,
-    ("sm_100", "_ring_attention_backward_kernel", "attention, packed"): 16,
+    ("sm_100", "_ring_attention_backward_kernel", "attention"): 24,
+    ("sm_100", "_ring_attention_backward_kernel", "attention, packed"): 32,
+    ("sm_100", "_head_attention_kernel", "attention by heads"): 8,
 }
 
 
