@@ -11,7 +11,7 @@ _BYTES = {
     ("sm_90", "_ag_gemm_kernel", "gate and up"): 96,  # by 3.9 alone
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 48,
-    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 48,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 56,
     ("sm_90", "_ring_attention_backward_kernel", "attention"): 8,
     ("sm_90", "_ring_attention_backward_kernel", "attention, packed"): 16,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
