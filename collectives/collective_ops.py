@@ -59,9 +59,9 @@ def all_gather(
     lengths = known_sizes(x, group, dim, sizes)
     if out is not None:
         _check_out(x, out, (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
-        movement.gather(_in_front(x, dim), group, lengths, _in_front(out, dim))
+        movement.gather(_in_front(x, dim), group, lengths, _in_front(out, dim), dim=dim)
         return out
-    return _put_back(_apply(_AllGather, _in_front(x, dim), group, lengths), dim)
+    return _put_back(_apply(_AllGather, _in_front(x, dim), group, lengths, dim), dim)
 
 
 def known_sizes(
@@ -73,16 +73,16 @@ def known_sizes(
         ValueError: `sizes` does not have one length for each rank, or this rank's is another.
     """
 
+    told = (*x.shape[:dim], "*", *x.shape[dim + 1 :]), x.dtype, dim
+
     def call() -> str:
-        others = [*x.shape[:dim], "*", *x.shape[dim + 1 :]]
-        told = "" if sizes is None else f", {list(sizes)}"
-        return f"{op} of {others} {x.dtype} along dim {dim}{told}"
+        return f"{op} of {told}" + ("" if sizes is None else f", {list(sizes)}")
 
     check_call(group, call)
     if sizes is None:
         if group.why:
             return group.gather_objects(x.shape[dim], call())
-        return agree(group, call(), x.shape[dim])
+        return agree(group, op, x.shape[dim], told)
     check_sizes("sizes", sizes, group, dim, x.shape[dim])
     return _plain_sizes(sizes)
 
@@ -121,16 +121,19 @@ def even_sizes(
 
 
 class _AllGather(torch.autograd.Function):
-    """Along dim 0. Backward: reduce_scatter of the gradient, to the same sizes."""
+    """Along dim 0, of what was `dim`. Backward: reduce_scatter of the gradient, to equal sizes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return movement.gather(x, group, sizes)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, sizes: list[int], dim: int
+    ) -> torch.Tensor:
+        ctx.group, ctx.sizes, ctx.dim = group, sizes, dim
+        return movement.gather(x, group, sizes, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_ReduceScatter, grad, ctx.group, "sum", ctx.sizes), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        dx = _apply(_ReduceScatter, grad, ctx.group, "sum", ctx.sizes, ctx.dim)
+        return dx, None, None, None
 
 
 def reduce_scatter(
@@ -182,26 +185,27 @@ def reduce_scatter(
     if out is not None:
         _check_out(x, out, (*x.shape[:dim], lengths[group.rank], *x.shape[dim + 1 :]))
         front = _in_front(out, dim)
-        movement.scatter(_in_front(x, dim), group, lengths, reduce_op, front)
+        movement.scatter(_in_front(x, dim), group, lengths, reduce_op, front, dim=dim)
         return out
-    return _put_back(_apply(_ReduceScatter, _in_front(x, dim), group, reduce_op, lengths), dim)
+    front = _in_front(x, dim)
+    return _put_back(_apply(_ReduceScatter, front, group, reduce_op, lengths, dim), dim)
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Along dim 0. Backward: all_gather of the gradient."""
+    """Along dim 0, of what was `dim`. Backward: all_gather of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, op: ReduceOp, sizes: list[int]
+        ctx: Any, x: torch.Tensor, group: Group, op: ReduceOp, sizes: list[int], dim: int
     ) -> torch.Tensor:
-        ctx.group, ctx.op, ctx.sizes = group, op, sizes
-        return movement.scatter(x, group, sizes, op)
+        ctx.group, ctx.op, ctx.sizes, ctx.dim = group, op, sizes, dim
+        return movement.scatter(x, group, sizes, op, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         check_differentiable("reduce_scatter", ctx.op)
-        out = _apply(_AllGather, grad, ctx.group, ctx.sizes)
-        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None
+        out = _apply(_AllGather, grad, ctx.group, ctx.sizes, ctx.dim)
+        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
 def all_reduce(

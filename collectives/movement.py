@@ -30,6 +30,7 @@ from weft.collectives.memory.exchange import Exchange, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
+from weft.collectives.ranks.flight import Call, call_of
 from weft.collectives.ranks.group import Group
 from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
@@ -54,18 +55,30 @@ _DIST_OPS = {
 
 @profiled("all_gather")
 def gather(
-    x: torch.Tensor, group: Group, sizes: list[int], given: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Group,
+    sizes: list[int],
+    given: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
 ) -> torch.Tensor:
     shape, own = (sum(sizes), *x.shape[1:]), offsets(sizes)[group.rank]
-    return _moved(_gather_into, shape, x, group, given, own, sizes)
+    call = call_of(
+        "all_gather",
+        (x.dtype, x.shape[1:], ("sizes", tuple(sizes)), ("dim", dim)),
+        settings.current_engine(),
+    )
+    return _moved(_gather_into, call, shape, x, group, given, own, sizes)
 
 
-def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int]) -> None:
+def _gather_into(
+    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, sizes: list[int]
+) -> None:
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     widest = max(numels)
     nbytes = widest * x.element_size()
-    way = _way("all_gather", group, x, nbytes)
+    way = _way("all_gather", group, x, nbytes, call.where)
     if way == "generic":
         _process_group_gather(out.split(sizes), x, group)
         return
@@ -76,14 +89,15 @@ def _gather_into(out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[i
     starts = offsets(numels)
     first = starts[group.rank]
     if _read_directly(widest, group, x):
-        shards = direct.Readable(group, "all_gather", x)
+        shards = direct.Readable(group, "all_gather", call, x)
         out.view(-1)[first : first + x.numel()].copy_(x.view(-1))
         for peer in group.peers():
             shards.read(peer, 0, out.view(-1)[starts[peer] : starts[peer] + numels[peer]])
         shards.done()
         return
     for start, stop in _windows(widest, x.dtype):
-        with exchange(group, (stop - start) * x.element_size(), "all_gather", x.device) as ex:
+        nbytes = (stop - start) * x.element_size()
+        with exchange(group, nbytes, "all_gather", x.device, call=call) as ex:
             ex.put(x, *_cut(start, stop - start, x.numel()))
             ex.signal_all()
             # This rank's own part is read back like the others', from the cache.
@@ -101,18 +115,25 @@ def scatter(
     sizes: list[int],
     op: ReduceOp,
     given: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
 ) -> torch.Tensor:
     shape, own = (sizes[group.rank], *x.shape[1:]), offsets(sizes)[group.rank]
-    return _moved(_scatter_into, shape, x, group, given, own, sizes, op)
+    call = call_of(
+        f"reduce_scatter({op})",
+        (x.dtype, x.shape, ("sizes", tuple(sizes)), ("dim", dim)),
+        settings.current_engine(),
+    )
+    return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op)
 
 
 def _scatter_into(
-    out: torch.Tensor, x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, sizes: list[int], op: ReduceOp
 ) -> None:
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
-    way = _way("reduce_scatter", group, x, nbytes)
+    way = _way("reduce_scatter", group, x, nbytes, call.where)
     if way == "generic":
         whole = _process_group_reduce(x, group, op)
         start = offsets(sizes)[group.rank]
@@ -122,7 +143,7 @@ def _scatter_into(
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, numels, op, config)
         return
-    _reduce_parts("reduce_scatter", out.view(-1), x, group, numels, op, passed_on=False)
+    _reduce_parts("reduce_scatter", out.view(-1), x, group, call, numels, op, passed_on=False)
 
 
 def _reduce_parts(
@@ -130,6 +151,7 @@ def _reduce_parts(
     out: torch.Tensor,
     x: torch.Tensor,
     group: Group,
+    call: Call,
     numels: list[int],
     op: ReduceOp,
     *,
@@ -145,7 +167,7 @@ def _reduce_parts(
     windows = _windows(max(numels), x.dtype, world_size)  # a rank writes one for each rank
     widest = max((stop - start for start, stop in windows), default=0)
     slot_bytes = -(-widest * x.element_size() // 64) * 64
-    name, x = f"{name}({op}) of {x.numel()} elements", x.view(-1)
+    name, x = f"{name}({op})", x.view(-1)
     result = out[starts[rank] :][: numels[rank]] if passed_on else out
 
     def part(of: int, window: tuple[int, int]) -> tuple[int, int]:
@@ -155,7 +177,8 @@ def _reduce_parts(
 
     steps = pairwise([None, *windows, None]) if passed_on else ((None, w) for w in windows)
     for before, window in steps:
-        with exchange(group, (world_size + passed_on) * slot_bytes, name, x.device) as ex:
+        room = (world_size + passed_on) * slot_bytes
+        with exchange(group, room, name, x.device, call=call) as ex:
             if before:
                 ex.put(out, *part(rank, before), world_size * slot_bytes)
             for peer in ex.peers():
@@ -184,12 +207,15 @@ _ONE_SHOT_BYTES = 32 << 10
 def all_reduce(
     x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _moved(_all_reduce_into, x.shape, x, group, given, 0, op)
+    call = call_of(f"all_reduce({op})", (x.dtype, x.shape), settings.current_engine())
+    return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op)
 
 
-def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> None:
+def _all_reduce_into(
+    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp
+) -> None:
     nbytes = x.numel() * x.element_size()
-    way = _way("all_reduce", group, x, nbytes)
+    way = _way("all_reduce", group, x, nbytes, call.where)
     if way == "generic":
         out.copy_(_process_group_reduce(x, group, op))
         return
@@ -201,9 +227,9 @@ def _all_reduce_into(out: torch.Tensor, x: torch.Tensor, group: Group, op: Reduc
         return
     if nbytes > (_WINDOW_BYTES if group.world_size <= _ONE_SHOT_RANKS else _ONE_SHOT_BYTES):
         parts = chunk_sizes(x.numel(), group.world_size)
-        _reduce_parts("all_reduce", out.view(-1), x, group, parts, op, passed_on=True)
+        _reduce_parts("all_reduce", out.view(-1), x, group, call, parts, op, passed_on=True)
     elif nbytes:
-        with exchange(group, nbytes, f"all_reduce({op})", x.device) as ex:
+        with exchange(group, nbytes, f"all_reduce({op})", x.device, call=call) as ex:
             ex.put(x, 0, x.numel())
             ex.signal_all()
             # `out` may be `x`: read this rank's part where it is not overwritten.
@@ -257,13 +283,16 @@ def all_to_all(
     given: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shape, splits = (sum(receives), *x.shape[1:]), (sends, receives, explicit)
-    return _moved(_all_to_all_into, shape, x, group, given, None, *splits)
+    shares = "split sizes given" if explicit else f"equal shares of {x.shape[0]}"
+    call = call_of("all_to_all", (x.dtype, x.shape[1:], shares), settings.current_engine())
+    return _moved(_all_to_all_into, call, shape, x, group, given, None, *splits)
 
 
 def _all_to_all_into(
     out: torch.Tensor,
     x: torch.Tensor,
     group: Group,
+    call: Call,
     sends: list[int],
     receives: list[int],
     explicit: bool,
@@ -276,10 +305,10 @@ def _all_to_all_into(
         bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto")
     )
     if explicit and not unknown:
-        table = _split_table(group, sends, receives)
+        table = _split_table(group, call, sends, receives)
     widest = max(max(row_sizes) for row_sizes in table) * row
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
-    way = _way("all_to_all", group, x, nbytes)
+    way = _way("all_to_all", group, x, nbytes, call.where)
     if way == "generic":
         dist.all_to_all_single(sendable(out), sendable(x), receives, sends, group=group.pg)
         return
@@ -294,7 +323,7 @@ def _all_to_all_into(
     own, first, into = sends[group.rank] * row, leave[group.rank], arrive[group.rank]
     out.view(-1)[into : into + own].copy_(x.view(-1)[first : first + own])
     if _read_directly(widest, group, x):
-        inputs = direct.Readable(group, "all_to_all", x)
+        inputs = direct.Readable(group, "all_to_all", call, x)
         for peer in group.peers():
             start = row * sum(table[peer if explicit else 0][: group.rank])
             inputs.read(peer, start, out.view(-1)[arrive[peer] :][: receives[peer] * row])
@@ -303,7 +332,8 @@ def _all_to_all_into(
     window = min(_window_elements(x.dtype) // (group.world_size - 1) + 1, max(widest, 1))
     slot_bytes = -(-window * x.element_size() // 64) * 64
     for start in range(0, widest, window):
-        with exchange(group, group.world_size * slot_bytes, "all_to_all", x.device) as ex:
+        room = group.world_size * slot_bytes
+        with exchange(group, room, "all_to_all", x.device, call=call) as ex:
             for peer in ex.peers():
                 begin, end = _cut(start, window, sends[peer] * row)
                 ex.put(x, leave[peer] + begin, leave[peer] + end, peer * slot_bytes)
@@ -316,10 +346,12 @@ def _all_to_all_into(
             ex.result(out)
 
 
-def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[list[int]]:
+def _split_table(
+    group: Group, call: Call, sends: list[int], receives: list[int]
+) -> list[list[int]]:
     """What every rank sends to every rank, after checking that the receivers expect it."""
     shape = (2, group.world_size)
-    with exchange(group, 16 * group.world_size, "all_to_all") as ex:
+    with exchange(group, 16 * group.world_size, "all_to_all", call=call) as ex:
         ex.local(shape, torch.int64).copy_(torch.tensor([sends, receives], device="cpu"))
         ex.signal_all()
         ex.wait_all()
@@ -338,18 +370,19 @@ def _split_table(group: Group, sends: list[int], receives: list[int]) -> list[li
 def broadcast(
     x: torch.Tensor, group: Group, src: int, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _moved(_broadcast_into, x.shape, x, group, given, 0, src)
+    call = call_of(f"broadcast from rank {src}", (x.dtype, x.shape), settings.current_engine())
+    return _moved(_broadcast_into, call, x.shape, x, group, given, 0, src)
 
 
-def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) -> None:
-    if _way("broadcast", group, x, x.numel() * x.element_size()) == "generic":
+def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, src: int) -> None:
+    if _way("broadcast", group, x, x.numel() * x.element_size(), call.where) == "generic":
         if group.rank == src:
             out.copy_(x)
         dist.broadcast(sendable(out), group.ranks[src], group=group.pg)
         return
-    name = f"broadcast of {x.numel()} elements from rank {src}"
+    name = f"broadcast from rank {src}"
     if _read_directly(x.numel(), group, x):
-        whole = direct.Readable(group, name, x)
+        whole = direct.Readable(group, name, call, x)
         if group.rank == src:
             out.copy_(x)
         else:
@@ -357,7 +390,8 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, src: int) 
         whole.done()
         return
     for start, stop in _windows(x.numel(), x.dtype):
-        with exchange(group, (stop - start) * x.element_size(), name, x.device) as ex:
+        nbytes = (stop - start) * x.element_size()
+        with exchange(group, nbytes, name, x.device, call=call) as ex:
             if group.rank == src:
                 ex.put(x, start, stop)
                 ex.signal_all()
@@ -375,6 +409,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _moved(
     move: Callable[..., None],
+    call: Call,
     shape: Sequence[int],
     x: torch.Tensor,
     group: Group,
@@ -382,7 +417,8 @@ def _moved(
     own: int | None,
     *args: Any,
 ) -> torch.Tensor:
-    """The result of `move(out, x, group, *args)` for a contiguous x, in `given` if there is one.
+    """The result of `move(out, x, group, call, *args)` for a contiguous x, in `given` if there is
+    one.
 
     That may share memory with x in one way: row `own` of the longer is the first of the other.
     Otherwise x is copied first, as it would be overwritten while it is read.
@@ -397,7 +433,9 @@ def _moved(
     if group.world_size == 1:
         out.copy_(x)
     else:
-        move(out, x, group, *args)
+        noted = group.calls.begin(call)
+        move(out, x, group, call, *args)
+        group.calls.end(noted)
     if given is None:
         return out
     if given is out:
@@ -417,12 +455,11 @@ Way = Literal["triton", "host", "generic"]
 _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
-def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
+def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, engine: str) -> Way:
     """How a collective runs: by kernels, from the host through symmetric memory, or by the process
     group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
     """
     check_all()
-    engine = settings.current_engine()
     way: Way
     if group.why:
         way, why = "generic", group.why
@@ -466,7 +503,7 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
     config = kernels.config_for(op, nbytes, group.world_size, x.device)
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
-    with ws.call(op):
+    with ws.call(op, None):
         yield kernels, ws, config
 
 
@@ -480,7 +517,7 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
     ws = workspace(group, room, channel="multimem", device=x.device)
     if not ws.buffer.multicast_ptr:
         return False
-    with ws.call("all_reduce"):
+    with ws.call("all_reduce", None):
         multimem.launch_all_reduce(x, out, ws)
     return True
 

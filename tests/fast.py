@@ -13,7 +13,10 @@ HERE = Path(__file__).resolve().parent
 FAST = {
     "weft": ["test_structure.py", "test_versions.py", "test_docs.py"],
     "collectives": ["test_collectives.py::test_misuse_is_an_error_on_every_rank"],
-    "collectives/ranks": ["test_collectives.py::test_chunk_sizes_are_those_of_torch"],
+    "collectives/ranks": [
+        "test_collectives.py::test_chunk_sizes_are_those_of_torch",
+        "test_mismatches.py::test_where_ranks_part",
+    ],
     "collectives/device": ["test_signals.py"],
     "collectives/memory": ["test_workspace.py"],
     "collectives/kernels": ["test_kernel_collectives.py::test_one_and_two_shots"],

@@ -16,21 +16,25 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
         op: the call that waited.
         generation: the number of the call on this workspace.
         timeout_s: how long it waited; 0 if another rank has told it not to wait any longer.
+        history: the last calls of all ranks side by side, where they are known.
     """
 
-    def __init__(self, rank: int, peer: int, op: str, generation: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, peer: int, op: str, generation: int, timeout_s: float, history: str = ""
+    ) -> None:
         self.rank, self.peer, self.op, self.generation = rank, peer, op, generation
-        self.timeout_s = timeout_s
+        self.timeout_s, self.history = timeout_s, history
         waited = f"waited {timeout_s:.3g} s" if timeout_s else "waited in vain"
         super().__init__(
             f"{op}: rank {rank} {waited} for rank {peer} (call {generation}). Rank "
             f"{peer} died, or did not make the same call; the group cannot be used until all of "
-            f"its ranks have called weft.close(). Raise WEFT_TIMEOUT_S if it is only slow, set "
-            f"WEFT_CHECK=1 to compare the calls."
+            f"its ranks have called weft.close(). Raise WEFT_TIMEOUT_S if it is only slow."
+            + (f"\n{history}" if history else "")
         )
 
-    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[int, int, str, int, float]]:
-        return PeerTimeout, (self.rank, self.peer, self.op, self.generation, self.timeout_s)
+    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[int, int, str, int, float, str]]:
+        known = self.rank, self.peer, self.op, self.generation, self.timeout_s, self.history
+        return PeerTimeout, known
 
 
 class MismatchError(WeftError, ValueError):

@@ -23,6 +23,7 @@ from weft import settings
 from weft.collectives.memory.exchange import agree
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.ranks import pad
+from weft.collectives.ranks.flight import Call
 from weft.collectives.ranks.group import Group, kept_by_group
 
 _LONGEST_READ = 1 << 30  # the kernel reads a little less than 2 GiB at once
@@ -81,19 +82,21 @@ class Readable:
     """`x` of every rank, readable by all until `done`. Making one is collective.
 
     Args:
-        op: name of the call, the same on every rank.
+        op: name of the call.
+        call: the call of which this is a part, the same on every rank.
         x: contiguous, on the CPU.
 
     Raises:
         PeerTimeout: a rank did not come, or died.
-        MismatchError: the ranks' `op` differ.
+        MismatchError: the ranks' calls differ.
     """
 
-    def __init__(self, group: Group, op: str, x: torch.Tensor) -> None:
-        self._group, self._op, self._x = group, op, x  # kept alive, as others read it
+    def __init__(self, group: Group, op: str, call: Call, x: torch.Tensor) -> None:
+        self._group, self._op, self._call = group, op, call
+        self._x = x  # kept alive, as others read it
         if group.virtual is not None:
             group.virtual.share(x)
-        self._addresses = agree(group, op, x.data_ptr())
+        self._addresses = agree(group, op, x.data_ptr(), call=call)
 
     def read(self, peer: int, start: int, out: torch.Tensor) -> None:
         """Fill the contiguous `out` from `peer`'s `x`, from its element number `start` on."""
@@ -118,4 +121,4 @@ class Readable:
 
         Making another `Readable` of the group has the same effect.
         """
-        agree(self._group, self._op, 0)
+        agree(self._group, self._op, 0, call=self._call)

@@ -13,16 +13,17 @@ the current stream: the host never waits, and the block only enqueues.
 from __future__ import annotations
 
 import ctypes
-import zlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import lru_cache
+from types import FrameType
 
 import torch
 
 from weft import settings
 from weft.collectives.memory.workspace import Workspace, workspace
 from weft.collectives.ranks import pad
+from weft.collectives.ranks.flight import Call, call_of
 from weft.collectives.ranks.group import Group, GroupLike, resolve
 from weft.errors import MismatchError, PeerTimeout, WeftError
 
@@ -34,17 +35,15 @@ _FAILED = -1  # in place of the signature of a call
 class Exchange:
     """One call on a workspace on the CPU. Made by `exchange`.
 
-    Each signal is accompanied by the call's signature, so that ranks whose calls differ do not add
-    up or return unrelated data.
+    Each signal is accompanied by the hash of the whole call, so that ranks whose calls differ do
+    not add up or return unrelated data.
     """
 
-    def __init__(self, ws: Workspace, op: str, nbytes: int | None = None) -> None:
+    def __init__(self, ws: Workspace, op: str, call: Call | None = None, noted: int = -1) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
-        self._ws = ws
+        self._ws, self._noted = ws, noted
         self._pending = set(ws.peers)
-        self._call: int | None = None
-        if nbytes is not None and ws.addresses:
-            self._call = _signature(op) + nbytes
+        self._call = call.hash if call is not None and ws.addresses else None
 
     def __enter__(self) -> Exchange:
         ws = self._ws
@@ -58,6 +57,8 @@ class Exchange:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait_all()
+            if self._noted >= 0:
+                self._ws.group.calls.end(self._noted)
         elif self._ws.addresses and not issubclass(kind, Exception):
             self._waiter.break_off()
         elif self._call is not None and kind is not PeerTimeout:
@@ -154,7 +155,9 @@ class Exchange:
                     f"{self.op}: rank {peer} failed during the call; its own error tells why. "
                     f"The next call finds all ranks in step"
                 )
-            raise MismatchError(_differs(self.rank, self.op, peer))
+            error = MismatchError(_differs(self._ws.group, self.op, peer))
+            self._ws.group.calls.told()
+            raise error
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, which holds what peers have sent, or will until the call ends, and has no gaps.
@@ -205,6 +208,7 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws, self._results)
             self._ws.launched(self.op)
+            self._ws.group.calls.end(self._noted)
         elif kind is not PeerTimeout:
             self._abandon()
 
@@ -253,6 +257,8 @@ def exchange(
     device: torch.device = _CPU,
     *,
     channel: str = "exchange",
+    told: tuple[Hashable, ...] = (),
+    call: Call | None = None,
 ) -> Exchange:
     """One call in which every rank of `group` offers `nbytes` of symmetric memory to the others.
 
@@ -260,59 +266,83 @@ def exchange(
         nbytes: room a rank, the same on every rank.
         op: name of the call, for errors.
         channel: calls under way at the same time need different ones.
+        told: what else must be the same on every rank: shapes, dtypes, dims.
+        call: the call that this is a part of, if its caller has noted that: see `flight`.
 
     Every rank must signal every peer exactly once in the block; leaving it waits for the peers that
     were not waited for.
     """
+    group = resolve(group)
+    noted = -1
+    if call is None:
+        call = call_of(op, told, channel, nbytes)
+        noted = group.calls.begin(call)  # before memory is made, which peers may not come to
     ws = workspace(group, nbytes, channel=channel, device=device)
-    return exchange_on(ws, op, device, nbytes)
+    return exchange_on(ws, op, device, call=call, noted=noted)
 
 
 def exchange_on(
-    ws: Workspace, op: str, device: torch.device, nbytes: int | None = None
+    ws: Workspace,
+    op: str,
+    device: torch.device,
+    told: tuple[Hashable, ...] = (),
+    call: Call | None = None,
+    noted: int = -1,
 ) -> Exchange:
     """One call on a workspace, of tensors on `device`.
 
-    If `nbytes` is given, CPU ranks compare it, together with `op`.
+    Args:
+        told, call: as in `exchange`.
+        noted: its number, if the caller has noted the call for this exchange to end.
     """
+    if call is None:
+        call = call_of(op, told, ws.name)
+        noted = ws.group.calls.begin(call)
     if ws.addresses:
-        return Exchange(ws, op, nbytes)
+        return Exchange(ws, op, call, noted)
     if device.type != "cpu":
-        return StreamExchange(ws, op)
-    return (_VirtualStreamExchange if ws.group.on_gpus(device) else Exchange)(ws, op, nbytes)
+        return StreamExchange(ws, op, call, noted)
+    kind = _VirtualStreamExchange if ws.group.on_gpus(device) else Exchange
+    return kind(ws, op, call, noted)
 
 
-def _differs(rank: int, op: str, peer: int) -> str:
-    return (
-        f"rank {rank} calls {op}, rank {peer} makes another call or passes other shapes or dtypes. "
-        f"WEFT_CHECK=1 tells which."
+def _differs(group: Group, op: str, peer: int) -> str:
+    parted = group.calls.parted() or (
+        f"rank {group.rank} calls {op}, rank {peer} makes another call or passes other arguments"
     )
+    return f"the ranks make different calls: {parted}"
 
 
-@lru_cache(maxsize=4096)
-def _signature(op: str) -> int:
-    return zlib.crc32(op.encode())
-
-
-def agree(group: GroupLike, op: str, value: int) -> list[int]:
+def agree(
+    group: GroupLike,
+    op: str,
+    value: int,
+    told: tuple[Hashable, ...] = (),
+    call: Call | None = None,
+) -> list[int]:
     """Every rank's `value`, in rank order, after checking that all make the same call `op`.
 
     Uses host memory only, whatever the tensors' device: 3 us on top of waiting for the last rank.
 
     Args:
-        op: what must be the same on every rank, as text: name, dtype, fixed sizes.
+        told: what must be the same on every rank beside `op`: dtypes, fixed sizes.
+        call: as in `exchange`.
 
     Raises:
-        MismatchError: on every rank, if one's `op` differs.
+        MismatchError: on every rank, if one's call differs.
     """
     group = resolve(group)
     if group.world_size == 1:
         return [value]
+    noted = -1
+    if call is None:
+        call = call_of(op, told, "")
+        noted = group.calls.begin(call)
     ws = workspace(group, channel="agree", device=_CPU)
     ws.check(op)
     # A pared-down `Exchange`: two words of the cache line that holds the signal, used in turn like
     # the halves, so that there is one message and no data to fetch.
-    waiter, own, signature = ws.waiter, ws.own, _signature(op)
+    waiter, own, signature = ws.waiter, ws.own, call.hash
     generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
     word = pad.HOST_SLOTS + 1 + 2 * (generation & 1)
     mine = word + pad.LINE * ws.rank
@@ -326,8 +356,11 @@ def agree(group: GroupLike, op: str, value: int) -> list[int]:
     for theirs in range(word, word + pad.LINE * ws.world_size, pad.LINE):
         if own[theirs + 1] != signature:
             rank = (theirs - word) // pad.LINE
-            raise MismatchError(_differs(ws.rank, op, rank))
+            error = MismatchError(_differs(group, op, rank))
+            group.calls.told()
+            raise error
         values.append(own[theirs])
+    group.calls.end(noted)
     return values
 
 
@@ -345,21 +378,36 @@ def check_call(group: Group, describe: Callable[[], str]) -> None:
     call, asked = describe(), settings.current_engine()
     if asked != "auto":
         call += f' on the "{asked}" engine'
-    text = call.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    record = f"{call}\n{_caller()}"
+    text = record.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     shape = (_RECORD_BYTES,)
     ws = workspace(group, _RECORD_BYTES, channel="check", device=_CPU)
-    with exchange_on(ws, f"check of {call}", _CPU) as ex:
+    with exchange_on(ws, "the check of WEFT_CHECK=1", _CPU) as ex:
         ex.local(shape, torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         ex.signal_all()
         ex.wait_all()
-        calls = [
+        records = [
             bytes(ex.peer(rank, shape, torch.uint8).tolist()).rstrip(b"\0").decode()
             for rank in range(ex.world_size)
         ]
+    calls, _, lines = zip(*(record.rpartition("\n") for record in records), strict=True)
     if len(set(calls)) > 1:
         usual = max(set(calls), key=lambda text: (calls.count(text), -calls.index(text)))
+        at = calls.index(usual)
         odd = {rank: text for rank, text in enumerate(calls) if text != usual}
         raise MismatchError(
-            f"the ranks make different calls: {usual} on rank {calls.index(usual)}"
-            + "".join(f", but {text} on rank {rank}" for rank, text in odd.items())
+            f"the ranks make different calls: {usual} on rank {at} ({lines[at]})"
+            + "".join(f", but {text} on rank {rank} ({lines[rank]})" for rank, text in odd.items())
         )
+
+
+def _caller() -> str:
+    """The line of the program that makes a call: the innermost of a file that is not weft's own,
+    nor torch's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "weft", "torch", "contextlib",
+    ):  # fmt: skip
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "in backward"

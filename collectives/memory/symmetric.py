@@ -17,12 +17,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from weft import settings
-from weft.collectives.ranks import pad
+from weft.collectives.ranks import flight, pad
 from weft.collectives.ranks.group import Group, GroupLike, moves_gpu_tensors, resolve
 from weft.collectives.ranks.reports import Report, check_all
 from weft.errors import MismatchError, PeerTimeout, WeftError
@@ -300,7 +301,10 @@ class SymmetricBuffer:
             return None
         processes = self.group.processes
         peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
-        report = Report(self.rank, {} if virtual else peers, on_gpu, told_by)
+        report = Report(
+            self.rank, {} if virtual else peers, on_gpu, partial(told_by, calls=self.group.calls),
+            self.group.calls.parted,
+        )  # fmt: skip
         weakref.finalize(self, report.close)
         own = self.pad_of(self.rank)
         own[pad.PADS].fill_(self.signal_ptrs.data_ptr())
@@ -346,11 +350,13 @@ class SymmetricBuffer:
             stream_signals.barrier(self, channel, timeout)
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
-        waiter = self.waiter(timeout)
+        waiter, calls = self.waiter(timeout), self.group.calls
+        noted = calls.begin(flight.call_of("barrier of a symmetric buffer", (), f"{channel=}"))
         for peer in range(self.world_size):
             waiter.post(peer, generation, word=channel)
         for peer in range(self.world_size):
             waiter.wait(peer, generation, "barrier", word=channel)
+        calls.end(noted)
 
     def close(self) -> None:
         """Give the memory back. Local: the other ranks keep theirs until they close it too."""
@@ -428,7 +434,7 @@ class Waiter:
         own, clock = self.own, time.perf_counter
         start = clock()
         timeout = settings.timeout_s() if self.timeout is None else self.timeout
-        next_look = start + 0.1
+        next_look = start + flight.LOOK_S
         while own[slot] < value:
             now = clock()
             waited = now - start
@@ -442,8 +448,11 @@ class Waiter:
             time.sleep(50e-6)
             if now < next_look:
                 continue
-            next_look = now + 0.1
+            next_look = now + flight.LOOK_S
             self.check(op)
+            if self.group.calls.parted():
+                self._tell(pad.PARTED, self.rank, peer, value)
+                self.check(op)
             if waited > timeout or not self.group.processes[peer].alive():
                 self.give_up(peer, value, op, waited)
         _wait_seconds += clock() - start
@@ -451,7 +460,7 @@ class Waiter:
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
         self._tell(pad.TIMED_OUT, self.rank, peer, value)
-        raise PeerTimeout(self.rank, peer, op, value, waited)
+        raise PeerTimeout(self.rank, peer, op, value, waited, self.group.calls.history())
 
     def break_off(self) -> None:
         """Tell every rank that this one leaves a call which it has begun.
@@ -467,12 +476,19 @@ class Waiter:
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if status := self.own[pad.STATUS]:
-            raise told_by(status, self.rank, op)
+            raise told_by(status, self.rank, op, self.group.calls)
 
 
-def told_by(status: int, rank: int, op: str) -> WeftError:
-    """The error that STATUS in the pad of `rank` tells of."""
+def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) -> WeftError:
+    """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
+    calls = calls or flight.Calls()
     code, waiter, peer, generation = pad.status_in(status)
+    parted = calls.parted() if code in (pad.PARTED, pad.TIMED_OUT, pad.GONE) else ""
+    if parted:
+        return MismatchError(
+            f"the ranks make different calls: {parted}. The group cannot be used until all of its "
+            f"ranks have called weft.close()\n{calls.history()}"
+        )
     if code == pad.FAILED:
         return MismatchError(
             f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
@@ -490,7 +506,7 @@ def told_by(status: int, rank: int, op: str) -> WeftError:
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter
     waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
-    return PeerTimeout(rank, blamed, op, generation, waited_s)
+    return PeerTimeout(rank, blamed, op, generation, waited_s, calls.history())
 
 
 _wait_seconds = 0.0

@@ -9,7 +9,7 @@ and the scatter of one backward, use two channels.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from weft.collectives.memory.symmetric import (
     open_buffers,
 )
 from weft.collectives.ranks import pad, reports
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import (
     Group,
     GroupLike,
@@ -91,18 +92,27 @@ class Workspace:
         return view
 
     @contextmanager
-    def call(self, op: str) -> Iterator[None]:
+    def call(self, op: str, told: tuple[Hashable, ...] | None = ()) -> Iterator[None]:
         """For the launches of a call: `check` before them, `launched` after.
+
+        Args:
+            told: what must be the same on every rank beside `op`, to be noted (see `flight`); None
+                if the caller has noted the call.
 
         If this rank fails inside, say for lack of memory, its next call waits until its peers have
         failed likewise: otherwise they are in this call still, or past it, and would take the next
         one's data for this one's.
         """
         self.check(op)
+        calls = self.group.calls
+        noted = -1 if told is None else calls.begin(call_of(op, told, self.name))
         if self._failed:
             from weft.collectives.memory.exchange import agree
 
-            agree(self.group, f"{op}, after a {self._failed} that has failed", 0)
+            told_already = call_of(
+                op, (("after a failed", self._failed),)
+            )  # as ranks fail one by one
+            agree(self.group, op, 0, call=told_already)
             self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
             self._failed = ""
         try:
@@ -120,6 +130,7 @@ class Workspace:
                 self.break_off()
             raise
         self.launched(op)
+        calls.end(noted)
 
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
+from weft.collectives.ranks import flight
 from weft.collectives.ranks.peer_access import why_gpus_do_not_reach
 from weft.errors import MismatchError, PeerTimeout
 
@@ -36,17 +37,23 @@ GroupLike: TypeAlias = "dist.ProcessGroup | str | DeviceMesh | Group | None"
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs: enough to map its memory and to see whether it is alive."""
+    """Where a rank runs: enough to map its memory and to see whether it is alive.
+
+    Attributes:
+        calls_fd: its file descriptor of the ring of its last calls: see `flight`.
+    """
 
     host: str
     pid: int
     start_time: str
+    calls_fd: int
 
     @staticmethod
     def here() -> Process:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Two containers on one host cannot open each other's /proc entries: they are two hosts.
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[1])
+        host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return Process(host, os.getpid(), _stat("self")[1], flight.recorder().fd)
 
     def alive(self) -> bool:
         """False once the process has ended (or is a zombie), or its pid belongs to another."""
@@ -115,6 +122,7 @@ class Group:
         processes: where each runs; empty where symmetric memory does not reach.
         why: why symmetric memory does not reach; empty where it does.
         virtual: what runs the ranks if they are not processes.
+        calls: notes the calls of this rank, and reads those of all.
     """
 
     pg: Any
@@ -124,6 +132,7 @@ class Group:
     processes: tuple[Process, ...]
     why: str = ""
     virtual: Ranks | None = None
+    calls: flight.Calls = field(default_factory=flight.Calls)
 
     @property
     def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
@@ -152,16 +161,18 @@ class Group:
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
         _refuse_inherited(self.pg)
+        noted = self.calls.begin(flight.call_of("set-up", (what,), ""))
         if not self.why:
             _arrive(self)
         told: list[Any] = [None] * self.world_size
         with unwatched(self):  # set-up does not count as communication of the program
             dist.all_gather_object(told, (what, value), group=self.pg)
+        self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
                 raise MismatchError(
                     f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
-                    f"{rank}. WEFT_CHECK=1 tells which calls need that"
+                    f"{rank}"
                 )
         return [value for _, value in told]
 
@@ -188,6 +199,7 @@ def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
 
 
 _arrivals: Counter[str] = Counter()
+_described: Counter[str] = Counter()
 
 
 def _arrive(group: Group) -> None:
@@ -204,12 +216,22 @@ def _arrive(group: Group) -> None:
     keys = [f"weft {number} {rank}" for rank in range(group.world_size)]
     store.set(keys[group.rank], "")
     deadline, pause_s = time.monotonic() + timeout_s, 1e-4
+    next_look = time.monotonic() + flight.LOOK_S
     while not store.check(keys):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > next_look:
+            next_look = now + flight.LOOK_S
+            if parted := group.calls.parted():
+                store.delete_key(keys[group.rank])
+                raise MismatchError(f"the ranks make different calls: {parted}")
+        if now > deadline:
             store.delete_key(keys[group.rank])
             peer = next((peer for peer in group.peers() if not store.check([keys[peer]])), None)
             if peer is not None:
-                raise PeerTimeout(group.rank, peer, "set-up of the group", number, timeout_s)
+                raise PeerTimeout(
+                    group.rank, peer, "set-up of the group", number, timeout_s,
+                    group.calls.history(),
+                )  # fmt: skip
             store.set(keys[group.rank], "")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
@@ -445,12 +467,18 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         return Group(pg, rank, world_size, ranks, (), why)
     unknown_yet = Group(pg, rank, world_size, ranks, ())
     processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
+    # Every rank has come here equally often, also where names are used again or caches cleared.
+    _described[pg.group_name] += 1
+    name = f"{ranks} {pg.group_name} {_described[pg.group_name]}"
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
+    readers = {r: flight.Reader.of(each.pid, each.calls_fd) for r, each in enumerate(processes)}
+    own = flight.recorder()
+    calls = flight.Calls(name, rank, {r: each for r, each in readers.items() if each}, own)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
-        return Group(pg, rank, world_size, ranks, (), why)
-    return Group(pg, rank, world_size, ranks, tuple(processes))
+        return Group(pg, rank, world_size, ranks, (), why, calls=calls)
+    return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
 
 
 def moves_gpu_tensors(pg: Any) -> bool:

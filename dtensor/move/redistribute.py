@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group, workspace
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.layout.boxes import (
@@ -75,6 +77,8 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
 @profiled("redistribute")
 def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     check_all()  # a step that reaches no peer does not
+    if settings.check_calls():
+        check_call(spanning_group(target.mesh), lambda: f"redistribute of {source} -> {target}")
     for step in _steps(source, target):
         local = _finish(_start(step, local))
     return local
@@ -222,8 +226,9 @@ def _pull(
 ) -> Running:
     ranks = step.source.place.ranks
     with exchange(
-        group, step.room, "redistribute", local.device, channel=channel or "exchange"
-    ) as ex:
+        group, step.room, "redistribute", local.device, channel=channel or "exchange",
+        told=step.told,
+    ) as ex:  # fmt: skip
         if channel or group.ranks[group.rank] in step.senders:
             published = ex.local(tuple(local.shape), local.dtype).copy_(local)
             # A deferred result must not see what is written to `local` in the meantime.
@@ -273,7 +278,7 @@ def _pull_by_kernel(
         )  # fmt: skip
     ws = workspace(group, step.room, channel="pull", device=local.device)
     publish = group.ranks[group.rank] in step.senders
-    with ws.call("redistribute"):
+    with ws.call("redistribute", step.told):
         pull.launch_pull(local, out, ws, table, publish=publish)
     yield
     return out
@@ -361,6 +366,7 @@ def _all_to_all(
     packed = [block for rank in group.ranks for block in sends[rank]]
     outgoing = torch.cat(packed) if packed else local.new_empty(0)
     incoming = local.new_empty(sum(receives.values()))
+    noted = group.calls.begin(call_of("redistribute", step.told, "generic"))
     work = dist.all_to_all_single(
         sendable(incoming),
         sendable(outgoing),
@@ -372,6 +378,7 @@ def _all_to_all(
     local = local.clone() if later else local
     yield
     work.wait()
+    group.calls.end(noted)
     starts = dict(
         zip(group.ranks, itertools.accumulate([0, *list(receives.values())[:-1]]), strict=True)
     )

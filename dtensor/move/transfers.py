@@ -140,6 +140,11 @@ class Step:
         return "all_gather" if gathers else "all_to_all"
 
     @cached_property
+    def told(self) -> tuple[str]:
+        """What all ranks must know the same, for their calls to be compared."""
+        return (f"{self.source} -> {self.target}",)
+
+    @cached_property
     def tables(self) -> dict[Any, Any]:
         """Tables of the kernel in `weft.collectives.kernels.pull`, by device and alignment."""
         return {}

@@ -26,7 +26,7 @@ class Absent(BaseException):
     """In place of this rank's first kernel. Of an Exception, its peers would be told."""
 
 
-def in_a_stream(ws: Workspace, op: str, *_: Any) -> StreamExchange:
+def in_a_stream(ws: Workspace, op: str, *_: Any, **__: Any) -> StreamExchange:
     return StreamExchange(ws, op)
 
 

@@ -1,0 +1,240 @@
+"""Calls that differ between ranks: an error on every rank that tells both, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from needs import needs_interpreter
+
+import weft
+from weft import collectives
+from weft.collectives.ranks import flight
+from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+SOON_S = 20  # on a busy machine; the bound on waits is set far beyond it
+
+Call = Callable[[], object]
+
+
+def plain_pairs() -> dict[str, tuple[Call, Call, str, str]]:
+    """By name: what rank 0 calls, what the others call, and a word of each call."""
+    x = torch.ones(4, 4)
+    c = collectives
+    return {
+        "dtype": (lambda: c.all_reduce(x), lambda: c.all_reduce(x.int()), "float32", "int32"),
+        "halves": (
+            lambda: c.all_reduce(x.half()),
+            lambda: c.all_reduce(x.bfloat16()),
+            "float16",
+            "bfloat16",
+        ),
+        "reduce_op": (
+            lambda: c.all_reduce(x, reduce_op="max"),
+            lambda: c.all_reduce(x),
+            r"all_reduce\(max\)",
+            r"all_reduce\(sum\)",
+        ),
+        "shapes of equal bytes": (
+            lambda: c.all_reduce(x),
+            lambda: c.all_reduce(x.view(2, 8)),
+            r"\[4, 4\]",
+            r"\[2, 8\]",
+        ),
+        "dim": (
+            lambda: c.reduce_scatter(x),
+            lambda: c.reduce_scatter(x, dim=1),
+            "dim 0",
+            "dim 1",
+        ),
+        "dim of a gather": (
+            lambda: c.all_gather(x, sizes=[4] * dist.get_world_size()),
+            lambda: c.all_gather(x, dim=1, sizes=[4] * dist.get_world_size()),
+            "dim 0",
+            "dim 1",
+        ),
+        "source": (lambda: c.broadcast(x, 0), lambda: c.broadcast(x, 1), "rank 0", "rank 1"),
+        "op": (lambda: c.all_reduce(x), lambda: c.all_to_all(x.repeat(3, 1)), "sum", "all_to_all"),
+        "size": (
+            lambda: c.all_reduce(x),
+            lambda: c.all_reduce(torch.ones(1 << 19)),
+            r"\[4, 4\]",
+            "524288",
+        ),
+        "barrier": (lambda: c.barrier(), lambda: c.all_reduce(x), "barrier", "all_reduce"),
+    }
+
+
+def dtensor_pairs() -> dict[str, tuple[Call, Call, str, str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    d = distribute_tensor(torch.arange(36.0).view(6, 6), mesh, [Shard(0)])
+    return {
+        "sum or max": (
+            lambda: d.sum().full_tensor(),
+            lambda: d.max().full_tensor(),
+            r"P\(sum\)",
+            r"P\(max\)",
+        ),
+        "placements": (
+            lambda: d.redistribute(mesh, [Replicate()]),
+            lambda: d.redistribute(mesh, [Shard(1)]),
+            r"-> float32\[6, 6\] \[R\]",
+            r"-> float32\[6, 6\] \[S\(1\)\]",
+        ),
+        "dtypes": (
+            lambda: d.full_tensor(),
+            lambda: d.double().full_tensor(),
+            "float32",
+            "float64",
+        ),
+        "a redistribution or a barrier": (
+            lambda: d.full_tensor(),
+            lambda: collectives.barrier(),
+            "redistribute",
+            "barrier",
+        ),
+    }
+
+
+def told_on_all_ranks(pairs: dict[str, tuple[Call, Call, str, str]], name: str) -> None:
+    """Both calls of a pair are told on every rank, and a right call can follow."""
+    first, second, *words = pairs[name]
+    rank, world_size, x = dist.get_rank(), dist.get_world_size(), torch.ones(3)
+    assert collectives.all_reduce(x).tolist() == [world_size] * 3
+    start = time.monotonic()
+    with pytest.raises(weft.MismatchError) as caught:
+        (first if rank == 0 else second)()
+    assert time.monotonic() - start < SOON_S
+    for word, others in zip(words, ("rank 0", "rank"), strict=True):
+        assert re.search(f"{others}.* called .*{word}", str(caught.value))
+    broken = [torch.zeros(1) for _ in range(world_size)]
+    dist.all_gather(broken, torch.tensor([float("all of its ranks" in str(caught.value))]))
+    if any(broken):
+        weft.close()
+        dist.barrier()
+    assert collectives.all_reduce(x).tolist() == [world_size] * 3
+
+
+NAMES = (
+    "dtype", "halves", "reduce_op", "shapes of equal bytes", "dim", "dim of a gather", "source",
+    "op", "size", "barrier",
+)  # fmt: skip
+OF_DTENSORS = ("sum or max", "placements", "dtypes", "a redistribution or a barrier")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_that_differ(name: str) -> None:
+    told_on_all_ranks(plain_pairs(), name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OF_DTENSORS)
+def test_dtensors_that_differ(name: str) -> None:
+    told_on_all_ranks(dtensor_pairs(), name)
+
+
+@needs_interpreter
+@pytest.mark.ranks(2, 3)
+def test_kernels_that_differ() -> None:
+    """The waits of kernels end, too, long before their time is over."""
+    x = torch.ones(4, 4)
+    pairs: dict[str, tuple[Call, Call, str, str]] = {
+        "": (lambda: weft.matmul_reduce_scatter(x, x), lambda: collectives.barrier(), "", "barrier")
+    }
+    with weft.engine("triton"):
+        weft.matmul_reduce_scatter(x, x)
+        told_on_all_ranks(pairs, "")
+
+
+def absent_body() -> str:
+    os.environ["WEFT_TIMEOUT_S"] = "1"
+    collectives.all_reduce(torch.ones(4))
+    collectives.all_reduce(torch.ones(5), reduce_op="max")
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(weft.PeerTimeout) as caught:
+        collectives.all_gather(torch.ones(7), sizes=[7, 7])
+    return caught.value.history
+
+
+def test_a_time_out_shows_the_last_calls_of_all_ranks(own_ranks: Any) -> None:
+    history, _ = own_ranks(2).run(absent_body, timeout_s=60)
+    *_, before, last = history.split("\n")
+    assert re.search(r"ranks 0, 1: all_reduce\(max\), float32, \[5\]", before)
+    assert re.search(
+        r"rank 0: all_gather.*sizes \[7, 7\].*under way for .*; rank 1: not begun", last
+    )
+
+
+def rings(*sequences: str) -> list[flight.Calls]:
+    """What each of the ranks of a group sees that have made these calls, a letter each."""
+    recorders = [flight.Recorder() for _ in sequences]
+    readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
+    groups = [flight.Calls("g", r, readers, each) for r, each in enumerate(recorders)]
+    for calls, sequence in zip(groups, sequences, strict=True):
+        for letter in sequence:
+            calls.end(calls.begin(flight.call_of(letter, ())))
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("sequences", "parted"),
+    [
+        (("abc", "abc"), ""),
+        (("abc", "ab"), ""),
+        (("abc", ""), ""),
+        (("abc", "abd"), "call 3 of the group: rank 0 called c; rank 1 called d"),
+        (("abc", "adcc"), "call 2 of the group: rank 0 called b; rank 1 called d"),
+        (("abcd", "ab", "abd"), "call 3 of the group: rank 0 called c; rank 2 called d"),
+        (("a" * 300 + "b", "a" * 300 + "c"), "call 301 of the group: rank 0 called b; rank 1"),
+        (("b" + "a" * 300, "c" + "a" * 300), "before call 46"),
+    ],
+)
+def test_where_ranks_part(sequences: tuple[str, ...], parted: str) -> None:
+    for calls in (rings(*sequences)[rank] for rank in (0, len(sequences) - 1)):
+        found = calls.parted()
+        assert parted in found and bool(found) == bool(parted)
+
+
+def test_what_an_error_has_told_is_not_told_again() -> None:
+    first, second = rings("ab", "ac")
+    assert first.parted()
+    first.told()
+    assert not first.parted()
+    second.told()
+    for calls in (first, second):
+        calls.begin(flight.call_of("d", ()))
+        assert not calls.parted()
+        assert "ended by an error" in calls.history()
+
+
+def test_groups_and_processes_do_not_mix() -> None:
+    own = flight.Recorder()
+    readers = {0: flight.Reader(own.ring)}
+    one, other = (flight.Calls(name, 0, readers, own) for name in "xy")
+    for calls, letters in ((one, "ab"), (other, "c"), (one, "d")):
+        for letter in letters:
+            calls.begin(flight.call_of(letter, ()))
+    assert re.findall(r"rank 0: (\w)", one.history()) == ["a", "b", "d"]
+    assert re.findall(r"rank 0: (\w)", other.history()) == ["c"]
+
+
+@pytest.mark.ranks(2)
+def test_lines_of_the_program_are_told_on_demand() -> None:
+    """WEFT_CHECK=1: who called what, from which line."""
+    x, rank = torch.ones(4), dist.get_rank()
+    os.environ["WEFT_CHECK"] = "1"
+    try:
+        with pytest.raises(weft.MismatchError, match=r"test_mismatches\.py:\d+.*test_mismatches"):
+            collectives.all_reduce(x if rank else x.int())
+        assert collectives.all_reduce(x).tolist() == [2.0] * 4
+    finally:
+        del os.environ["WEFT_CHECK"]
