@@ -3,7 +3,7 @@
 Environment variables, read when they are used; an empty one counts as not set:
 
     WEFT_TIMEOUT_S   seconds that a rank waits for a peer before it raises `PeerTimeout` (600)
-    WEFT_CHECK       1: compare every call across ranks before it starts, and tell whence they came (0)
+    WEFT_CHECK       1: compare every call across ranks first, and tell from which lines it came (0)
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
     WEFT_MULTIMEM    1: sums of all_reduce may be added by the NVLink switch, in its own order (0)
