@@ -41,7 +41,7 @@ from weft.kernels.flash.geometry import (
     zigzag_sizes,
 )
 from weft.kernels.matmul import (
-    all_gather_kernel,
+    all_gather_launch,
     contract_kernel,
     copy_engines,
     one_shot_kernel,
@@ -170,7 +170,7 @@ def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
 def _all_gather_launches(
     dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
-    op, scaled = all_gather_kernel, dtype.itemsize == 1
+    op, scaled = all_gather_launch, dtype.itemsize == 1
     out_dtype = torch.bfloat16 if scaled else dtype
     for case, tokens, widths, activation, keep_sums, gradient in _gather_cases(scaled, wide):
         share = tokens // _W
