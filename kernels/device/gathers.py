@@ -127,9 +127,9 @@ def _publish_kernel(
     into, source = half + first * pitch, x.ptr + first * x.stride_m
     copy_block(into, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N)
     if x_scales.ptr is not None:
-        into = scales_ptr(link, rank, generation, scales_at) + first
-        source = x_scales.ptr + first * x_scales.stride
-        copy_block(into, source, count, 1, 1, x_scales.stride, 0, COPY_M, 1)
+        shown = scales_ptr(link, rank, generation, scales_at) + first
+        scales = x_scales.ptr + first * x_scales.stride
+        copy_block(shown, scales, count, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
@@ -208,8 +208,8 @@ def _fetch_chunk(shards, gathered, peer, begin, rows, columns, chunk, part, FETC
     source, width = shard_ptr + first * pitch + columns[0], columns[1] - columns[0]
     copy_block(into, source, count, width, shards.columns, pitch, 1, COPY_M, COPY_N)
     if gathered.scales is not None and part == PARTS - 1:
-        source = scales_ptr(link, peer, generation, shards.scales_at) + first
-        copy_block(gathered.scales + begin + first, source, count, 1, 1, 1, 0, COPY_M, 1)
+        shown = scales_ptr(link, peer, generation, shards.scales_at)
+        copy_block(gathered.scales + begin + first, shown + first, count, 1, 1, 1, 0, COPY_M, 1)
     word = _word(chunk, part, PARTS)
     slot = signals.slot_ptr(link.signal_ptrs, rank, W, 1, peer, word)
     signals.signal_local(slot, generation)
