@@ -36,7 +36,7 @@ from weft.kernels.matmul import (
     reduce_scatter_kernel,
     two_shot_kernel,
 )
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_launch
 from weft.sim.check.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
@@ -57,7 +57,7 @@ class Modules:
     heads: Any = heads_kernel
     heads_backward: Any = heads_grad_kernel
     decode: Any = decode_kernel
-    norm: Any = rms_norm_kernel
+    norm: Any = rms_norm_launch
 
 
 OURS = Modules()
@@ -404,7 +404,7 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
     (T, H), W = (7, 20), resolve(None).world_size
     share = -(-T // W)
     xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
-    config = ours.norm.Config(teams=2, part=16, one_shot=one_shot)
+    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
     nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="norm")
     for call in range(CALLS):

@@ -32,6 +32,7 @@ from weft.collectives.device import signals
 from weft.kernels.device import copies, gathered_rows, gathers, outputs, partial_sums, splits, tiles
 from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
+from weft.kernels.norm import rms_norm_kernel
 from weft.sim.check.mutants import mutant
 
 CASES = KERNELS | COLLECTIVES | HOST
@@ -48,6 +49,7 @@ PARTS = (
     outputs,
     partial_sums,
     all_gather_kernel,
+    rms_norm_kernel,
     one_shot_kernel,
     ring_keys,
     ring_dkv,

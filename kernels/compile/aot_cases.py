@@ -48,7 +48,7 @@ from weft.kernels.matmul import (
     reduce_scatter_kernel,
     two_shot_kernel,
 )
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_launch
 from weft.kernels.norm.rms_norm import WIDEST
 
 
@@ -325,8 +325,8 @@ def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch
     for case, tokens, H in norms:
         x, weight = (torch.empty(*size, dtype=dtype, device="meta") for size in ((tokens, H), (H,)))
         share = -(-tokens // _W)
-        with catching(rms_norm_kernel) as caught:
-            rms_norm_kernel.launch_sum_rms_norm(
+        with catching(rms_norm_launch) as caught:
+            rms_norm_launch.launch_sum_rms_norm(
                 x, _workspace(), share, weight=weight, residual=x[:share], eps=1e-6
             )
         yield case, caught[0]
