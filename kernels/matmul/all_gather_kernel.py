@@ -15,22 +15,32 @@ it already has and goes on with those of rank+1. A tile may straddle shards. For
     rows    | x_1         | x_2           | x_0              |
     from      x in place    `gathered` (or the peers)
 
-Shards arrive in one of three ways, all by the protocol of `weft.kernels.device.gathers`:
-  - fetched: the first COPY_PROGRAMS programs copy them to `gathered`. The others wait, before each
-    tile and outside the loop over K, for the chunks that the tile reads. With PARTS > 1, K is cut:
-    of all rows that the programs want at one time the first columns arrive first, and a tile loops
-    over one part after another, so that it can start before its rows are complete.
+Shards arrive in one of three ways, all by the protocol of `weft.kernels.device.gathers`. "->" is a
+signal, words (phase, rank, number) are those of its receiver; all wait before they read:
+
+    rank 0                      rank 1
+    publish: x -> half  ------> (0, 0, 0)   copy program: waits, half of rank 0 -> `gathered`
+                                            -> own word (1, 0, chunk)
+                                            tile: waits for the words of its chunks
+
+  - fetched: the first `fetch.programs` programs copy them to `gathered`. The others wait, before
+    each tile and outside the loop over K, for the chunks that the tile reads. In several parts, K
+    is cut: of all rows that the programs want at one time the first columns arrive first, and a
+    tile loops over one part after another, so that it can start before its rows are complete.
   - by copy engines: the same without copy programs; see `weft.kernels.matmul.copy_engines`.
-  - DIRECT, for small M: no copy. Every program waits for the publish kernels of all peers and then
+  - direct, for small M: no copy. Every program waits for the publish kernels of all peers and then
     reads the rows in place at their owners, through one pointer a row. A tile covers many small
     shards, for which fetching would cost a further hop. Each column tile reads all rows again.
 
-Small M and N give few tiles; SPLIT neighbouring programs then share one
+Small M and N give few tiles; `split` neighbouring programs then share one
 (`weft.kernels.device.splits`). With copy engines, where all programs make tiles, those that do not
 fill a wave are made first, in halves of their columns, so that more programs take part in them.
 
-Why it neither races nor deadlocks: as in `gathers`; where nothing is fetched, every program waits
-for every peer before it does anything else.
+Why it neither races nor deadlocks: publish kernels wait for nobody, copy programs for those alone,
+tiles for copy programs, which have smaller numbers, or for copies in other streams, for which a
+core is free; parts of a tile for smaller programs. Nothing is read before the word that tells of
+it is acquired. Where nothing is fetched, every program waits for every peer before it does
+anything else. That halves are not overwritten too early is shown in `gathers`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ For W = 3, on rank 1 (its own part of K is read from x in place, the others from
     y tile = x_0^T @ w[0:k_0]  +  x_1^T @ w[k_0:k_0+k_1]  +  x_2^T @ w[k_0+k_1:]      in this order
              `gathered`           x                          `gathered`
 
-The first COPY_PROGRAMS programs fetch the shards as described in `weft.kernels.device.gathers`. The
-others make tiles of y; before its first tile each waits for all chunks of all peers, one shard at a
-time as the tile reaches it. They signal nothing back, so the argument made there covers this
-kernel.
+    publish kernel of rank 0 --(0, 0, 0)--> copy programs --(1, 0, chunk)--> tiles
+
+The first programs fetch the shards as described in `weft.kernels.device.gathers`. The others make
+tiles of y; before its first tile each waits for all chunks of all peers, one shard at a time as the
+tile reaches it. They signal nothing back, so the argument made there, why nothing races or
+deadlocks, covers this kernel.
 """
 
 from __future__ import annotations
