@@ -229,9 +229,7 @@ def _word(chunk, part, PARTS: tl.constexpr):
 
 @triton.jit
 def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
-    """Wait until `part` of rows low..high-1 of `peer`'s shard lies in `gathered`. False on a
-    time-out.
-    """
+    """Wait until `part` of rows low..high-1 of `peer`'s shard is there. False on a time-out."""
     PARTS: tl.constexpr = FETCH.parts
     link, chunk_rows = shards.link, shards.chunk_rows
     first, last = low // chunk_rows, (high - 1) // chunk_rows
