@@ -30,13 +30,13 @@ from weft.kernels.flash import (
 )
 from weft.kernels.flash.geometry import Geometry, Visibility
 from weft.kernels.matmul import (
-    all_gather_kernel,
+    all_gather_launch,
     contract_kernel,
     one_shot_kernel,
     reduce_scatter_kernel,
     two_shot_kernel,
 )
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_launch
 from weft.sim.check.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
@@ -44,7 +44,7 @@ CALLS = 3  # the third uses the first one's half again
 
 @dataclass(frozen=True)
 class Modules:
-    gather: Any = all_gather_kernel
+    gather: Any = all_gather_launch
     contract: Any = contract_kernel
     one_shot: Any = one_shot_kernel
     scatter: Any = reduce_scatter_kernel
@@ -57,7 +57,7 @@ class Modules:
     heads: Any = heads_kernel
     heads_backward: Any = heads_grad_kernel
     decode: Any = decode_kernel
-    norm: Any = rms_norm_kernel
+    norm: Any = rms_norm_launch
 
 
 OURS = Modules()
@@ -73,7 +73,9 @@ def gather_rows(rank: int, ours: Modules = OURS) -> None:
     sizes = [34, *(1 + 5 * r % 8 for r in range(1, W))]  # two programs of rank 0 publish
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
-    config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
+    config = ours.gather.all_gather_config(
+        sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True
+    )
     config = replace(config, copy_programs=2, programs=4)
     for call in range(CALLS):
         made = ours.gather.launch_all_gather_matmul(
@@ -91,7 +93,7 @@ def gather_direct(rank: int, ours: Modules = OURS) -> None:
     whole = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)])
     gate, up = matrix(K, N, 98), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
-    config = ours.gather.config_for(
+    config = ours.gather.all_gather_config(
         sum(sizes), 2 * N, K, torch.float32, W, INTERPRETER, activation="swiglu"
     )
     config = replace(config, direct=True, copy_programs=0, split=2)
@@ -111,7 +113,9 @@ def gather_by_copy_engines(rank: int, ours: Modules = OURS) -> None:
     sizes = [46 + 3 * r for r in range(W)]
     whole, w = torch.cat([matrix(m, K, r) for r, m in enumerate(sizes)]), matrix(K, N, 99)
     shard = whole.split(sizes)[rank].clone()
-    config = ours.gather.config_for(sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True)
+    config = ours.gather.all_gather_config(
+        sum(sizes), N, K, torch.float32, W, INTERPRETER, keep=True
+    )
     config = ours.gather.by_copy_engines(config, sum(sizes), K, torch.float32, W, INTERPRETER)
     tiles = -(-sum(sizes) // config.tiling.block_m)
     assert config.halves and tiles % config.programs == 1  # one tile in halves
@@ -400,7 +404,7 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
     (T, H), W = (7, 20), resolve(None).world_size
     share = -(-T // W)
     xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
-    config = ours.norm.Config(teams=2, part=16, one_shot=one_shot)
+    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
     nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="norm")
     for call in range(CALLS):

@@ -14,7 +14,7 @@ from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
 from weft.collectives.device import signals
-from weft.kernels.device import gathers, splits, tiles
+from weft.kernels.device import copies, gathered_rows, gathers, splits, tiles
 from weft.kernels.matmul import (
     all_gather_kernel,
     contract_kernel,
@@ -238,24 +238,24 @@ IN_KERNELS = [
     ),
     fault(
         "tiles do not wait for their rows",
-        all_gather_kernel,
+        gathered_rows,
         "if (step > 0) & (low < high):",
         "if (step < 0) & (low < high):",
         GATHERS[:1],
     ),
     fault(
         "tiles wait for a chunk too few",
-        all_gather_kernel,
-        "(high - 1) // chunk_rows, part",
-        "(high - 1) // chunk_rows - 1, part",
+        gathers,
+        "(high - 1) // chunk_rows",
+        "(high - 1) // chunk_rows - 1",
         GATHERS[:1],
         programs="concurrent",
     ),
     fault(
         "tiles wait for the first part of their rows only",
         all_gather_kernel,
-        "link, offsets, first, last, gathered_part, chunk_rows",
-        "link, offsets, first, last, 0, chunk_rows",
+        "wait_for_rows(shards, rows, k_part, FETCH)",
+        "wait_for_rows(shards, rows, 0, FETCH)",
         GATHERS[:1],
         programs="concurrent",
     ),
@@ -277,8 +277,8 @@ IN_KERNELS = [
     fault(
         "one row too many is fetched",
         gathers,
-        "count = tl.minimum(chunk_rows, rows - first)",
-        "count = tl.minimum(chunk_rows, rows - first) + 1",
+        "count = tl.minimum(shards.chunk_rows, rows - first)",
+        "count = tl.minimum(shards.chunk_rows, rows - first) + 1",
         GATHERS,
         (BOUNDS, RACE),
     ),
@@ -292,7 +292,7 @@ IN_KERNELS = [
     ),
     fault(
         "a copy has no mask",
-        tiles,
+        copies,
         "return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
         "return offs_m, offs_n, (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
         GATHERS,
@@ -382,8 +382,8 @@ IN_KERNELS = [
     fault(
         "rows are read before their owners have shown them",
         all_gather_kernel,
-        "peers_came = signals.wait_for_peers(",
-        "peers_came = rank < WORLD_SIZE or signals.wait_for_peers(",
+        "came = signals.wait_for_peers(",
+        "came = rank < W or signals.wait_for_peers(",
         ("gather of rows, direct",),
     ),
     fault(

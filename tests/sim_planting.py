@@ -29,9 +29,10 @@ from sim_faults_elsewhere import (
 from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import signals
-from weft.kernels.device import gathers, partial_sums, splits, tiles
+from weft.kernels.device import copies, gathered_rows, gathers, outputs, partial_sums, splits, tiles
 from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
-from weft.kernels.matmul import one_shot_kernel
+from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
+from weft.kernels.norm import rms_norm_kernel
 from weft.sim.check.mutants import mutant
 
 CASES = KERNELS | COLLECTIVES | HOST
@@ -40,10 +41,15 @@ PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.
 PARTS = (
     signals,
+    copies,
     tiles,
     splits,
     gathers,
+    gathered_rows,
+    outputs,
     partial_sums,
+    all_gather_kernel,
+    rms_norm_kernel,
     one_shot_kernel,
     ring_keys,
     ring_dkv,

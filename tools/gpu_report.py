@@ -11,12 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
 from tools.gpu_steps import Plan
+from weft.kernels.compile.aot import fields_of
 
 Outcome = Literal["passed", "failed", "skipped", "cut"]
 
@@ -186,12 +187,12 @@ def described(kernel: Any, grid: Any, options: dict[str, Any]) -> str:
     """A launch in a line: the kernel, its grid, its constants and compile options.
 
     Example:
-        _ag_gemm_kernel[132] RANK=0 block_m=128 num_warps=8
+        ag_gemm_kernel[132] RANK=0 block_m=128 num_warps=8
     """
     values: dict[str, Any] = {}
     for name, value in options.items():
         if is_dataclass(value) and not isinstance(value, type):
-            values |= asdict(value)
+            values |= fields_of(value)
         elif isinstance(value, (bool, int, float, str)):
             values[name] = value
     shape = grid if isinstance(grid, tuple) else (grid,)

@@ -30,7 +30,7 @@ from weft.kernels.engine import engines, tuning
 from weft.kernels.engine.chips import Chip, tiling_for
 from weft.kernels.engine.local_matmul import mm
 from weft.kernels.engine.tuning import OPS
-from weft.kernels.matmul import all_gather_kernel
+from weft.kernels.matmul import all_gather_launch
 
 NAME = "ops"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -118,7 +118,7 @@ def launches_of(
     gathers = op == "all_gather_matmul"
     columns = chunk_sizes(N, W)[0] if gathers else N
     shape = M, columns, K if gathers else 0, dtype, W
-    copies = gathers and all_gather_kernel.config_for(*shape, chip).copy_programs > 0
+    copies = gathers and all_gather_launch.all_gather_config(*shape, chip).copy_programs > 0
     start = tiling_for(chip, M, columns, dtype)
     return tuning.key_of(op, *shape), tuning.candidates(chip, dtype, start, copies=copies)
 

@@ -249,15 +249,23 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
     )
 
 
+def fields_of(constant: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and of those in it one by one; of two with a name the later."""
+    found: dict[str, Any] = {}
+    for name, value in vars(constant).items():
+        found |= fields_of(value) if is_dataclass(value) else {name: value}
+    return found
+
+
 def _config(launch: Launch) -> dict[str, Any]:
-    """The constants of a launch that JSON can express; the fields of a tiling one by one."""
+    """The constants of a launch that JSON can express; the fields of a variant one by one."""
     config: dict[str, Any] = {"programs": launch.grid[0]}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
         if not parameter.is_constexpr:
             continue
         if is_dataclass(value):
-            config |= vars(value)
+            config |= fields_of(value)
         elif value is None or isinstance(value, (bool, int, float, str)):
             config[parameter.name] = value
     return config | launch.options

@@ -41,14 +41,14 @@ from weft.kernels.flash.geometry import (
     zigzag_sizes,
 )
 from weft.kernels.matmul import (
-    all_gather_kernel,
+    all_gather_launch,
     contract_kernel,
     copy_engines,
     one_shot_kernel,
     reduce_scatter_kernel,
     two_shot_kernel,
 )
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_launch
 from weft.kernels.norm.rms_norm import WIDEST
 
 
@@ -170,7 +170,7 @@ def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
 def _all_gather_launches(
     dtype: torch.dtype, empty: Callable[[int, int], torch.Tensor], wide: bool
 ) -> Iterator[tuple[str, Launch]]:
-    op, scaled = all_gather_kernel, dtype.itemsize == 1
+    op, scaled = all_gather_launch, dtype.itemsize == 1
     out_dtype = torch.bfloat16 if scaled else dtype
     for case, tokens, widths, activation, keep_sums, gradient in _gather_cases(scaled, wide):
         share = tokens // _W
@@ -325,8 +325,8 @@ def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch
     for case, tokens, H in norms:
         x, weight = (torch.empty(*size, dtype=dtype, device="meta") for size in ((tokens, H), (H,)))
         share = -(-tokens // _W)
-        with catching(rms_norm_kernel) as caught:
-            rms_norm_kernel.launch_sum_rms_norm(
+        with catching(rms_norm_launch) as caught:
+            rms_norm_launch.launch_sum_rms_norm(
                 x, _workspace(), share, weight=weight, residual=x[:share], eps=1e-6
             )
         yield case, caught[0]

@@ -2,6 +2,7 @@
 
 May import `weft.collectives` and `kernels.engine`. Read `tiles` (the order of tiles, their
 product), `operands` (pointers or descriptors), `gathers` (rows that arrive while others are
-multiplied), `partial_sums` (tiles sent to their owners), `splits` (few tiles on many programs),
-`turns`, `epilogues`.
+multiplied; by `copies`) and `gathered_rows` (where a tile finds them), `partial_sums` (tiles sent
+to their owners), `splits` (few tiles on many programs), `turns`, `outputs` (from sums to what is
+stored) and `epilogues`, their torch side.
 """

@@ -8,7 +8,7 @@ activation. Without gradients it is never written. If a gradient is needed, the 
 beside y: recomputing it would cost a third gather and a third matmul, and a layer with a separate
 activation keeps z as well. relu keeps nothing more: y tells the sign of z.
 
-This is the torch side; that of the kernels is `tiles.activated`.
+This is the torch side; that of the kernels is `outputs.activated`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Protocol
      chunks of rows to `gathered`, and signal the rank's own word (1, peer, chunk): release at
      device scope. Chunks may be cut into parts by columns, each with a word of its own.
      Alternatively copy engines do this, in streams beside the consumer's: see `copy_engines`.
-  3. `wait_for_chunks`, in any later program: wait for the words of the chunks that a tile reads.
+  3. `wait_for_rows_of`, in any later program: wait for the words of the chunks that a tile reads.
 
 Why it neither races nor deadlocks: copy programs wait only for peers' publish kernels, which wait
 for nobody; the others wait for copy programs, which have smaller numbers. Every copy program waits
@@ -32,18 +32,70 @@ for every peer, so that no call ends before all peers have published (rule 2 of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
+from weft.collectives.device.device_math import cdiv, element
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
-from weft.kernels.device import splits, tiles
+from weft.kernels.device import splits
+from weft.kernels.device.copies import copy_block
 from weft.kernels.device.operands import NO_SCALES, Scales, matrix
 
 _MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
 _PITCH = 16  # rows of a published shard start at multiples of this many elements
+
+
+class Shards(NamedTuple):
+    """The shards of one call, as kernels know them.
+
+    Fields: the way to the peers, this rank, the number of the call; where each shard begins in the
+    gathered matrix (W + 1 numbers) and the columns of that; of a published shard the elements from
+    row to row and the byte of the half at which the scales begin; the rows announced together.
+    """
+
+    link: Any
+    rank: Any
+    generation: Any
+    offsets: Any
+    columns: Any
+    pitch: Any
+    scales_at: Any
+    chunk_rows: Any
+
+
+class Rows(NamedTuple):
+    """The gathered matrix, contiguous, and (rows,) fp32 scales of it; None if there is none."""
+
+    ptr: Any
+    scales: Any
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How shards are fetched, as a constant of a kernel.
+
+    Attributes:
+        world_size: of the group.
+        programs: how many programs of the kernel copy; 0 if copy engines do it, or nobody.
+        copy_m, copy_n: block that a copy moves at a time.
+        with_own: whether the rank's own shard is copied, too.
+        parts: into how many parts of columns a chunk is cut.
+        part_k: what the columns of a part are a multiple of.
+    """
+
+    world_size: int
+    programs: int
+    copy_m: int
+    copy_n: int
+    with_own: bool = False
+    parts: int = 1
+    part_k: int = 1
 
 
 @triton.jit(do_not_specialize=["rows", "scales_at", "rank"])
@@ -69,19 +121,15 @@ def _publish_kernel(
     generation = signals.begin_call(link.signal_ptrs, rank)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
-    share = tiles.cdiv(rows, programs)
+    share = cdiv(rows, programs)
     first = tl.minimum(program * share, rows).to(tl.int64)
     count = tl.minimum(share, rows - first)
-    tiles.copy_block(
-        half + first * pitch, x.ptr + first * x.stride_m, count, columns,
-        pitch, x.stride_m, x.stride_n, COPY_M, COPY_N,
-    )  # fmt: skip
+    into, source = half + first * pitch, x.ptr + first * x.stride_m
+    copy_block(into, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N)
     if x_scales.ptr is not None:
-        shown = scales_ptr(link, rank, generation, scales_at)
-        tiles.copy_block(
-            shown + first, x_scales.ptr + first * x_scales.stride, count, 1,
-            1, x_scales.stride, 0, COPY_M, 1,
-        )  # fmt: skip
+        shown = scales_ptr(link, rank, generation, scales_at) + first
+        scales = x_scales.ptr + first * x_scales.stride
+        copy_block(shown, scales, count, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
@@ -95,47 +143,33 @@ def scales_ptr(link, rank, generation, scales_at):
 
 
 @triton.jit
-def fetch_shards(
-    gathered_ptr,
-    gathered_scales_ptr,  # (rows,) or None
-    link,
-    offsets,
-    columns,
-    pitch,
-    scales_at,
-    chunk_rows,
-    rank,
-    generation,
-    group_rows,
-    WITH_OWN: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-    COPY_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def fetch_shards(shards, gathered, group_rows, FETCH: tl.constexpr):
     """A copy program: bring its chunks of all peers' shards into `gathered`, announcing each.
 
-    With PARTS > 1 they are fetched in groups of `group_rows` rows, counted from the rank's own
-    first one; in each group the first part of the columns of all rows precedes the second.
+    In more than one part they are fetched in groups of `group_rows` rows, counted from the rank's
+    own first one; in each group the first part of the columns of all rows precedes the second.
     """
+    W: tl.constexpr = FETCH.world_size
+    PROGRAMS: tl.constexpr = FETCH.programs
+    PARTS: tl.constexpr = FETCH.parts
     program = tl.program_id(0)
-    own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
-    own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
+    link, rank, offsets = shards.link, shards.rank, shards.offsets
+    generation, chunk_rows = shards.generation, shards.chunk_rows
+    own_rows = element(offsets, rank + 1, W + 1)
+    own_rows -= element(offsets, rank, W)
     # At least one: each program waits for all peers, also for those with empty shards.
-    groups = tl.maximum(tiles.cdiv(offsets[WORLD_SIZE], group_rows), 1) if PARTS > 1 else 1
+    groups = tl.maximum(cdiv(offsets[W], group_rows), 1) if PARTS > 1 else 1
     arrived = True
     for turn in range(groups * PARTS):
         group, part = turn // PARTS, turn % PARTS
         before = 0  # chunks of the preceding peers
         row = own_rows  # where a shard begins
-        for step in range(1, WORLD_SIZE + WITH_OWN):
-            # WITH_OWN: the rank's own shard is last, as nobody waits for it.
-            peer = (rank + step) % WORLD_SIZE
-            begin = tiles.element(offsets, peer, WORLD_SIZE).to(tl.int64)
-            rows = tiles.element(offsets, peer + 1, WORLD_SIZE + 1) - begin
-            chunks = tiles.cdiv(rows, chunk_rows).to(tl.int32)
+        for step in range(1, W + FETCH.with_own):
+            # The rank's own shard is last, as nobody waits for it.
+            peer = (rank + step) % W
+            begin = element(offsets, peer, W).to(tl.int64)
+            rows = element(offsets, peer + 1, W + 1) - begin
+            chunks = cdiv(rows, chunk_rows).to(tl.int32)
             low, high = _chunks_before(group * group_rows - row, chunk_rows, chunks), chunks
             if group < groups - 1:
                 high = _chunks_before((group + 1) * group_rows - row, chunk_rows, chunks)
@@ -143,57 +177,48 @@ def fetch_shards(
             begins = (low == 0) & ((high > 0) | (group == groups - 1)) & (part == 0)
             if begins & (peer != rank):
                 arrived &= signals.wait_for(
-                    link.signal_ptrs, rank, WORLD_SIZE, 0, peer, 0, generation, link.timeout_ns
+                    link.signal_ptrs, rank, W, 0, peer, 0, generation, link.timeout_ns
                 )
             # Chunks are dealt out in one sequence through all peers, so that shards of few chunks
             # are fetched at the same time by different programs.
-            low += (program + COPY_PROGRAMS - (before + low) % COPY_PROGRAMS) % COPY_PROGRAMS
+            low += (program + PROGRAMS - (before + low) % PROGRAMS) % PROGRAMS
             before += chunks
             row += rows.to(tl.int32)
             if arrived & (rows > 0):
-                first_column, last_column = splits.part_of(columns, part, BLOCK_K, PARTS)
-                for chunk in range(low, high, COPY_PROGRAMS):
-                    _fetch_chunk(
-                        gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns,
-                        first_column, last_column, pitch, scales_at, chunk, chunk_rows, part, rank,
-                        generation, WORLD_SIZE, COPY_M, COPY_N, PARTS,
-                    )  # fmt: skip
+                columns = splits.part_of(shards.columns, part, FETCH.part_k, PARTS)
+                for chunk in range(low, high, PROGRAMS):
+                    _fetch_chunk(shards, gathered, peer, begin, rows, columns, chunk, part, FETCH)
 
 
 @triton.jit
-def _fetch_chunk(
-    gathered_ptr, gathered_scales_ptr, link, peer, begin, rows, columns, first_column, last_column,
-    pitch, scales_at, chunk, chunk_rows, part, rank, generation, WORLD_SIZE: tl.constexpr,
-    COPY_M: tl.constexpr, COPY_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Copy some columns of a chunk of `peer`'s shard of `rows` rows, and announce them as `part`.
-
-    The scales of the rows are copied with the last part.
+def _fetch_chunk(shards, gathered, peer, begin, rows, columns, chunk, part, FETCH: tl.constexpr):
+    """Copy the columns from columns[0] to columns[1] of a chunk of `peer`'s shard of `rows` rows,
+    and announce them as `part`. The scales of the rows are copied with the last part.
     """
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    COPY_M: tl.constexpr = FETCH.copy_m
+    COPY_N: tl.constexpr = FETCH.copy_n
+    PARTS: tl.constexpr = FETCH.parts
+    W: tl.constexpr = FETCH.world_size
+    link, rank, generation, pitch = shards.link, shards.rank, shards.generation, shards.pitch
+    dtype: tl.constexpr = gathered.ptr.dtype.element_ty
     shard_ptr = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
-    first = (chunk * chunk_rows).to(tl.int64)
-    count = tl.minimum(chunk_rows, rows - first)
-    tiles.copy_block(
-        gathered_ptr + (begin + first) * columns + first_column,
-        shard_ptr + first * pitch + first_column,
-        count, last_column - first_column, columns, pitch, 1, COPY_M, COPY_N,
-    )  # fmt: skip
-    if gathered_scales_ptr is not None and part == PARTS - 1:
-        shown = scales_ptr(link, peer, generation, scales_at)
-        tiles.copy_block(
-            gathered_scales_ptr + begin + first, shown + first, count, 1,
-            1, 1, 0, COPY_M, 1,
-        )  # fmt: skip
+    first = (chunk * shards.chunk_rows).to(tl.int64)
+    count = tl.minimum(shards.chunk_rows, rows - first)
+    into = gathered.ptr + (begin + first) * shards.columns + columns[0]
+    source, width = shard_ptr + first * pitch + columns[0], columns[1] - columns[0]
+    copy_block(into, source, count, width, shards.columns, pitch, 1, COPY_M, COPY_N)
+    if gathered.scales is not None and part == PARTS - 1:
+        shown = scales_ptr(link, peer, generation, shards.scales_at)
+        copy_block(gathered.scales + begin + first, shown + first, count, 1, 1, 1, 0, COPY_M, 1)
     word = _word(chunk, part, PARTS)
-    slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, word)
+    slot = signals.slot_ptr(link.signal_ptrs, rank, W, 1, peer, word)
     signals.signal_local(slot, generation)
 
 
 @triton.jit
 def _chunks_before(row, chunk_rows, chunks):
     """How many of a shard's chunks begin before its row number `row`."""
-    return tl.minimum(tiles.cdiv(tl.maximum(row, 0), chunk_rows), chunks)
+    return tl.minimum(cdiv(tl.maximum(row, 0), chunk_rows), chunks)
 
 
 @triton.jit
@@ -203,15 +228,14 @@ def _word(chunk, part, PARTS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_chunks(
-    link, rank, peer, first, last, part, generation, WORLD_SIZE: tl.constexpr, PARTS: tl.constexpr
-):
-    """Wait until `part` of chunks first..last of `peer`'s shard lies in `gathered`. False on a
-    time-out.
-    """
+def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
+    """Wait until `part` of rows low..high-1 of `peer`'s shard is there. False on a time-out."""
+    PARTS: tl.constexpr = FETCH.parts
+    link, chunk_rows = shards.link, shards.chunk_rows
+    first, last = low // chunk_rows, (high - 1) // chunk_rows
     return signals.wait_for_own(
-        link.signal_ptrs, rank, WORLD_SIZE, 1, peer, _word(first, part, PARTS),
-        _word(last, part, PARTS), generation, link.timeout_ns, 1,
+        link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _word(first, part, PARTS),
+        _word(last, part, PARTS), shards.generation, link.timeout_ns, 1,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from weft.collectives.device.device_math import cdiv as cdiv
 from weft.collectives.device.device_math import element as element
 from weft.collectives.device.device_math import rounded as rounded
 from weft.collectives.device.signals import INTERPRETED, Constant
+from weft.kernels.device.copies import copy_block as copy_block
 
 _INTERPRETED = Constant(INTERPRETED)
 
@@ -286,75 +287,3 @@ def with_bias(acc, bias_ptr, start_n, N):
         bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     return acc
-
-
-@triton.jit
-def _sigmoid(z):
-    # Not tl.sigmoid, for the reason that `zeros` is not tl.zeros.
-    return 1.0 / (1.0 + tl.exp(-z))
-
-
-@triton.jit
-def activated(z, second, ACTIVATION: tl.constexpr):
-    """activation(z), or silu(z) * second; fp32 in and out. NaN stays NaN."""
-    if ACTIVATION == "relu":
-        y = tl.where(z < 0.0, 0.0, z)
-    elif ACTIVATION == "gelu":
-        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # z (1 + tanh u) / 2 = z sigmoid(2u), with u = sqrt(2 / pi) (z + 0.044715 z^3)
-        y = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
-    elif ACTIVATION == "silu":
-        y = z / (1.0 + tl.exp(-z))
-    elif ACTIVATION == "swiglu":
-        y = z / (1.0 + tl.exp(-z)) * second
-    else:
-        tl.static_assert(ACTIVATION is None, "an activation that the kernels do not know")
-        y = z
-    return y
-
-
-@triton.jit
-def copy_block(
-    out_ptr,
-    in_ptr,
-    rows,
-    columns,
-    stride_om,
-    stride_im,
-    stride_in,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """out[:rows, :columns] = in[:rows, :columns], where rows of `out` are contiguous.
-
-    The next block is loaded while one is stored, which keeps a link busy.
-    """
-    across = tl.maximum(cdiv(columns, BLOCK_N), 1)
-    blocks = (cdiv(rows, BLOCK_M) * across).to(tl.int32)
-    block = _block_of(in_ptr, 0, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N)
-    for number in range(blocks):
-        following = _block_of(
-            in_ptr, number + 1, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
-        )
-        offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
-        tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], block, mask=inside)
-        block = following
-
-
-@triton.jit
-def _place_of(number, across, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a block, and a mask of those inside. Blocks go along the rows."""
-    offs_m = (number // across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    offs_n = (number % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
-
-
-@triton.jit
-def _block_of(
-    in_ptr, number, across, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
-    in_ptrs = in_ptr + offs_m[:, None] * stride_m + offs_n[None, :].to(tl.int64) * stride_n
-    return tl.load(in_ptrs, mask=inside)

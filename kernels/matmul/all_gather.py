@@ -490,11 +490,11 @@ def _triton_forward(
     biases: list[torch.Tensor | None],
     keep_sums: bool,
 ) -> _Made:
-    from weft.kernels.matmul import all_gather_kernel as kernel
+    from weft.kernels.matmul import all_gather_launch as kernel
 
     group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
     N = sum(w.shape[1] for w in weights)
-    config = kernel.config_for(
+    config = kernel.all_gather_config(
         sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
         activation=call.activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip

@@ -11,10 +11,12 @@ For W = 3, on rank 1 (its own part of K is read from x in place, the others from
     y tile = x_0^T @ w[0:k_0]  +  x_1^T @ w[k_0:k_0+k_1]  +  x_2^T @ w[k_0+k_1:]      in this order
              `gathered`           x                          `gathered`
 
-The first COPY_PROGRAMS programs fetch the shards as described in `weft.kernels.device.gathers`. The
-others make tiles of y; before its first tile each waits for all chunks of all peers, one shard at a
-time as the tile reaches it. They signal nothing back, so the argument made there covers this
-kernel.
+    publish kernel of rank 0 --(0, 0, 0)--> copy programs --(1, 0, chunk)--> tiles
+
+The first programs fetch the shards as described in `weft.kernels.device.gathers`. The others make
+tiles of y; before its first tile each waits for all chunks of all peers, one shard at a time as the
+tile reaches it. They signal nothing back, so the argument made there, why nothing races or
+deadlocks, covers this kernel.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.kernels.device import gathers, tiles
+from weft.kernels.device.gathered_rows import own_shard
 from weft.kernels.device.operands import described_weights, matrix
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernels of this file are launched.
+class ContractConfig:
+    """How the kernels of `contract_kernel` are launched.
 
     Attributes:
         tiling: tiles of the matmul.
@@ -54,22 +57,43 @@ class Config:
     descriptors: bool = False
 
 
-def config_for(M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip) -> Config:
+def contract_config(
+    M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> ContractConfig:
     """The launch for an (M, N) output."""
     tiling = tiling_for(chip, M, N, dtype)
     if chip is INTERPRETER:
-        return Config(tiling, chip.programs, 1, 32, 32)
-    # As many copy programs as in `all_gather_kernel`, for the same reason.
+        return ContractConfig(tiling, chip.programs, 1, 32, 32)
+    # As many copy programs as of `AllGatherConfig`, for the same reason.
     copy_programs = max(1, chip.cores // 8) if world_size > 1 else 1
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     descriptors = chip.descriptors and dtype != torch.float32
-    return Config(tiling, chip.programs, copy_programs, 16, copy_n, descriptors)
+    return ContractConfig(tiling, chip.programs, copy_programs, 16, copy_n, descriptors)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for.
+
+    Attributes:
+        tiles: tiles of the matmul.
+        fetch: how shards are fetched.
+        x_in_place: whether the rank's own rows are read in x, not as they were published.
+        w_transposed: whether the descriptor is of the transpose.
+        even_k: whether all shards are whole steps of the tiles.
+    """
+
+    tiles: Tiling
+    fetch: gathers.Fetch
+    x_in_place: bool
+    w_transposed: bool
+    even_k: bool
 
 
 @triton.jit(do_not_specialize=["chunk_rows", "rank"])
 def _ag_gemm_contract_kernel(
     out,  # Matrix (M, N)
-    gathered_ptr,  # (K, M)
+    gathered,  # Rows of (K, M)
     x,  # Matrix (k_local, M)
     w,  # Matrix (K, N)
     w_desc,  # its descriptor, or None
@@ -80,38 +104,32 @@ def _ag_gemm_contract_kernel(
     pitch,
     chunk_rows,
     rank,
-    WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    X_IN_PLACE: tl.constexpr,
-    WITH_OWN: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    COPY_PROGRAMS: tl.constexpr,
-    COPY_M: tl.constexpr,
-    COPY_N: tl.constexpr,
+    V: tl.constexpr,  # Variant
 ) -> None:
     """y = sum over ranks, in rank order, of x_r^T @ (its rows of w).
 
-    Grid: COPY_PROGRAMS and at least one more.
+    Grid: copy programs and at least one more.
 
     Example: offsets (0, 3, 5): y = x_0^T @ w[0:3] + x_1^T @ w[3:5].
     """
-    program = tl.program_id(0)
     generation = signals.last_generation(link.signal_ptrs, rank)
-    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
-    BLOCK_M: tl.constexpr = TILES.block_m
-    BLOCK_N: tl.constexpr = TILES.block_n
-    if program < COPY_PROGRAMS:
-        gathers.fetch_shards(
-            gathered_ptr, None, link, offsets, M, pitch, 0, chunk_rows, rank, generation, 0,
-            WITH_OWN, WORLD_SIZE, COPY_PROGRAMS, COPY_M, COPY_N, 1, 1,
-        )  # fmt: skip
+    shards = gathers.Shards(link, rank, generation, offsets, M, pitch, 0, chunk_rows)
+    FETCH: tl.constexpr = V.fetch
+    TILES: tl.constexpr = V.tiles
+    BLOCK_M: tl.constexpr = V.tiles.block_m
+    BLOCK_N: tl.constexpr = V.tiles.block_n
+    W: tl.constexpr = V.fetch.world_size
+    COPIES: tl.constexpr = V.fetch.programs
+    EVEN_K: tl.constexpr = V.even_k
+    X_IN_PLACE: tl.constexpr = V.x_in_place
+    W_TRANSPOSED: tl.constexpr = V.w_transposed
+    program = tl.program_id(0)
+    if program < COPIES:
+        gathers.fetch_shards(shards, gathered, 0, FETCH)
     else:
-        programs = tl.num_programs(0) - COPY_PROGRAMS
-        half_bytes = link.half_bytes
-        own = signals.half_ptr(link.buffer_ptrs, rank, generation, half_bytes, dtype)
+        programs, first = tl.num_programs(0) - COPIES, program - COPIES
+        own = own_shard(shards, x, X_IN_PLACE)
         tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
-        first = program - COPY_PROGRAMS
         arrived = True
         for tile in range(first, tiles_m * tiles_n, programs):
             tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
@@ -119,20 +137,14 @@ def _ag_gemm_contract_kernel(
             offs_m = tiles.wrapped(start_m, M, BLOCK_M).to(tl.int64)
             acc = tiles.zeros(BLOCK_M, BLOCK_N)
             # Rank order, not arrival order: replicated inputs give bitwise equal sums on all ranks.
-            for source in range(WORLD_SIZE):
-                begin = tiles.element(offsets, source, WORLD_SIZE).to(tl.int64)
-                length = tiles.element(offsets, source + 1, WORLD_SIZE + 1) - begin
+            for source in range(W):
+                begin = tiles.element(offsets, source, W).to(tl.int64)
+                length = tiles.element(offsets, source + 1, W + 1) - begin
+                a_ptr, stride_a = own.ptr, own.pitch
                 if source != rank:
-                    a_ptr, stride_a = gathered_ptr + begin * M, M
-                elif X_IN_PLACE:
-                    a_ptr, stride_a = x.ptr, x.stride_m
-                else:
-                    a_ptr, stride_a = own, pitch
+                    a_ptr, stride_a = gathered.ptr + begin * M, M
                 if (tile == first) & (source != rank) & (length > 0):
-                    arrived &= gathers.wait_for_chunks(
-                        link, rank, source, 0, (length - 1) // chunk_rows, 0, generation,
-                        WORLD_SIZE, 1,
-                    )  # fmt: skip
+                    arrived &= gathers.wait_for_rows_of(shards, source, 0, length, 0, FETCH)
                 acc, _ = tiles.accumulate(
                     acc, None, a_ptr + offs_m, stride_a, None, 0, w, None, w_desc, None,
                     start_n, N, 0, begin, length, TILES, EVEN_K, False, W_TRANSPOSED,
@@ -140,7 +152,7 @@ def _ag_gemm_contract_kernel(
             if arrived:
                 tiles.store(out.ptr, acc, start_m, start_n, M, N, out.stride_m, out.stride_n)
     if signals.end_call(link.signal_ptrs, rank, generation):
-        signals.spoil(gathered_ptr, tl.cast(offsets[WORLD_SIZE], tl.int64) * M)
+        signals.spoil(gathered.ptr, tl.cast(offsets[W], tl.int64) * M)
         for row in range(M):
             for start in range(0, N, BLOCK_N):
                 nothing = tl.full((1, BLOCK_N), float("nan"), tl.float32)
@@ -155,7 +167,7 @@ def launch_all_gather_contract(
     *,
     out: torch.Tensor | None = None,
     with_own: bool = False,
-    config: Config | None = None,
+    config: ContractConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue y = cat(x over ranks)^T @ w.
 
@@ -166,14 +178,14 @@ def launch_all_gather_contract(
         sizes: k_r of every rank, the same list on all ranks.
         out: (M, N), any strides, for the result; default new and contiguous.
         with_own: also copy this rank's x into the gathered matrix; else it is undefined there.
-        config: default `config_for`.
+        config: default `contract_config`.
 
     Returns:
         the gathered matrix (K, M), contiguous, and y (M, N). A weight gradient x^T @ cat(dy) is the
         transpose of cat(dy)^T @ x: gather dy, pass x as w and the transposed gradient as `out`.
     """
     K, W, M, N = sum(sizes), ws.world_size, x.shape[1], w.shape[1]
-    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
+    config = config or contract_config(M, N, x.dtype, W, chip_of(x.device))
     tiling, pitch = config.tiling, gathers.pitch_of(M)
     gathered = x.new_empty(K, M)
     out = x.new_empty(M, N) if out is None else out
@@ -183,7 +195,7 @@ def launch_all_gather_contract(
     gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
     _ag_gemm_contract_kernel[(config.programs,)](
         matrix(out),
-        gathered,
+        gathers.Rows(gathered, None),
         matrix(x),
         matrix(w),
         w_desc,
@@ -195,15 +207,13 @@ def launch_all_gather_contract(
         # A tile reads whole shards: large chunks, one a copy program.
         max(1, -(-max(sizes) // config.copy_programs)),
         ws.rank,
-        WORLD_SIZE=W,
-        TILES=tiling,
-        W_TRANSPOSED=w_transposed,
-        X_IN_PLACE=gathers.in_place(x),
-        WITH_OWN=with_own,
-        EVEN_K=even_k,
-        COPY_PROGRAMS=config.copy_programs,
-        COPY_M=config.copy_m,
-        COPY_N=config.copy_n,
+        V=Variant(
+            tiles=tiling,
+            fetch=gathers.Fetch(W, config.copy_programs, config.copy_m, config.copy_n, with_own),
+            x_in_place=gathers.in_place(x),
+            w_transposed=w_transposed,
+            even_k=even_k,
+        ),
         **tiling.options,
     )
     return gathered, out

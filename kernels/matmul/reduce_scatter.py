@@ -328,7 +328,7 @@ def _triton_forward(
 
 
 def _triton_backward(given: Gradient) -> _Gradients:
-    from weft.kernels.matmul import all_gather_kernel, contract_kernel
+    from weft.kernels.matmul import all_gather_launch, contract_kernel
 
     x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
     op = "matmul_reduce_scatter backward"
@@ -336,7 +336,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
     divisor = given.divisor
     own = dy / divisor if divisor > 1 else dy
     whole = needs_w or needs_b
-    config = all_gather_kernel.config_for(
+    config = all_gather_launch.all_gather_config(
         sum(rows), w.shape[0], w.shape[1], x.dtype, group.world_size, chip_of(x.device), keep=whole
     )
     by_engines = config.copy_engines and (needs_x or needs_b)
@@ -344,7 +344,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
     dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
         with ws.call(op):
-            made = all_gather_kernel.launch_all_gather_matmul(
+            made = all_gather_launch.launch_all_gather_matmul(
                 own, [w.t()], ws, rows, with_own=whole, config=config
             )
         (dx,), gathered = made.ys, made.matrix

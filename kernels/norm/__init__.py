@@ -1,4 +1,5 @@
 """The sum over ranks, the residual and the RMS norm between two tensor-parallel blocks.
 
-May import `weft.collectives` and `kernels.engine`. Read `rms_norm`, then `rms_norm_kernel`.
+May import `weft.collectives` and `kernels.engine`. Read `rms_norm`, then
+`rms_norm_kernel` and `rms_norm_launch`.
 """

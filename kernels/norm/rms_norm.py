@@ -229,7 +229,7 @@ def _forward(
 def _kernel_forward(
     call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.kernels.norm import rms_norm_kernel as kernel
+    from weft.kernels.norm import rms_norm_launch as kernel
 
     front, group = x.movedim(call.dim, 0), resolve(call.group)
     between, H = front.shape[1:-1], x.shape[-1]

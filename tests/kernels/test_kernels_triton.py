@@ -25,7 +25,7 @@ from weft.kernels.device import gathers
 from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import (
-    all_gather_kernel,
+    all_gather_launch,
     contract_kernel,
     one_shot_kernel,
     reduce_scatter_kernel,
@@ -77,13 +77,13 @@ WAYS = ("fetched", "direct", "split", "copy engines")
 
 def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, activation=None):
     """The launch of a gather whose shards come in by one of WAYS."""
-    config = all_gather_kernel.config_for(
+    config = all_gather_launch.all_gather_config(
         M, N, K, dtype, W, INTERPRETER, activation=activation, keep=True
     )
     if way == "fetched":
         return config
     if way == "copy engines":
-        return all_gather_kernel.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
+        return all_gather_launch.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
     t, widths = config.tiling, N // 2 if activation == "swiglu" else N
     count = -(-M // t.block_m) * -(-widths // t.block_n)
     split = 3 if way == "split" else 1  # K may have fewer steps than that
@@ -114,7 +114,7 @@ def gather_rows(count: int, seed: int) -> None:
             time.sleep(0.02)
         way = WAYS[index % 4] if len(weights) == 1 or index % 4 != 2 else "direct"
         keep = "direct" not in way and way != "split" and index % 8 < 4
-        made = all_gather_kernel.launch_all_gather_matmul(
+        made = all_gather_launch.launch_all_gather_matmul(
             x, weights, engines_ws if way == "copy engines" else ws, sizes, biases=biases,
             with_own=keep, config=gather_config(way, M, N, K, dtype, W),
         )  # fmt: skip
@@ -284,21 +284,21 @@ def test_gpu_like_tiles() -> None:
         ):
             y = two_shot_kernel.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
             torch.testing.assert_close(y.double(), want, **close)
-        gather = all_gather_kernel.Config(tiling, 4, 2, 8, 4, 32, descriptors=True)
+        gather = all_gather_launch.AllGatherConfig(tiling, 4, 2, 8, 4, 32, descriptors=True)
         whole = torch.cat(xs).double()
-        (y,) = all_gather_kernel.launch_all_gather_matmul(
+        (y,) = all_gather_launch.launch_all_gather_matmul(
             xs[rank], [weights[rank]], ws, [M] * W, config=gather
         ).ys
         torch.testing.assert_close(y.double(), whole @ weights[rank].double(), **close)
         if layouts[0] == layouts[1]:  # two weights by descriptor, or by descriptor of the transpose
             pair = [weights[rank] / 8, weights[1 - rank] / 8]
-            (y,) = all_gather_kernel.launch_all_gather_matmul(
+            (y,) = all_gather_launch.launch_all_gather_matmul(
                 xs[rank], pair, ws, [M] * W, activation="swiglu",
                 config=replace(gather, tiling=replace(tiling, block_n=128)),
             ).ys  # fmt: skip
             gate, up = (whole @ w.double() for w in pair)
             torch.testing.assert_close(y.double(), functional.silu(gate) * up, **close)
-        contract = contract_kernel.Config(tiling, 4, 2, 4, 32, descriptors=True)
+        contract = contract_kernel.ContractConfig(tiling, 4, 2, 4, 32, descriptors=True)
         for rows in (M, 32):  # w by descriptor only where shards are whole steps of the contraction
             dy, whole = matrix(rows * W, N, dtype, 9, layouts[1]), torch.cat([x[:rows] for x in xs])
             _, y = contract_kernel.launch_all_gather_contract(
@@ -321,7 +321,7 @@ def scaled_ways() -> None:
         mine = rows.split(sizes)[rank] if len(rows) > 1 else rows.expand(sizes[rank])
         want = rows.double()[:, None] * (whole.double() @ w.double()) * columns.double()
         for way in WAYS:
-            made = all_gather_kernel.launch_all_gather_matmul(
+            made = all_gather_launch.launch_all_gather_matmul(
                 whole.split(sizes)[rank], [w], engines_ws if way == "copy engines" else ws, sizes,
                 scaling=Scaling(mine, [columns], torch.float32),
                 config=gather_config(way, sum(sizes), N, K, fp8, W),
@@ -361,7 +361,7 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
             rows, columns = torch.linspace(0.5, 2.0, 115), torch.linspace(0.5, 2.0, widths[0])
             scaling = Scaling(rows.split(sizes)[rank], [columns], torch.float32)
             sums = [z * rows.double()[:, None] * columns.double() for z in sums]
-        made = all_gather_kernel.launch_all_gather_matmul(
+        made = all_gather_launch.launch_all_gather_matmul(
             whole.split(sizes)[rank], weights, ws, sizes, activation=activation,
             keep_sums=activation is not None, scaling=scaling,
             config=replace(config, programs=programs),
@@ -381,9 +381,11 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
 @pytest.mark.parametrize("case", IN_HALVES)
 def test_tiles_in_halves(virtual_ranks, monkeypatch, case):
     *launch, wanted = IN_HALVES[case]
-    counted, halved = [], all_gather_kernel._halved
+    counted, halved = [], all_gather_launch.halved_tiles
     monkeypatch.setattr(
-        all_gather_kernel, "_halved", lambda *args: counted.append(halved(*args)) or counted[-1]
+        all_gather_launch,
+        "halved_tiles",
+        lambda *args: counted.append(halved(*args)) or counted[-1],
     )
     virtual_ranks(2, tiles_in_halves, *launch)
     assert counted == [wanted] * 4  # of two ranks in two calls
@@ -397,8 +399,8 @@ def test_which_tiles_are_made_in_halves():
         (224, 27, 0), (224, 28, 93), (224, 65, 93), (224, 66, 0),
         (5, 0, 5),
     ):  # fmt: skip
-        assert all_gather_kernel._halved(count, own, config) == wanted, (count, own)
-    assert all_gather_kernel._halved(196, 0, replace(config, halves=False)) == 0
+        assert all_gather_launch.halved_tiles(count, own, config) == wanted, (count, own)
+    assert all_gather_launch.halved_tiles(196, 0, replace(config, halves=False)) == 0
 
 
 def test_workspaces_hold_what_is_sent():
@@ -427,7 +429,7 @@ def parts_of_two_sums() -> None:
     config = gather_config(
         "split", M * len(xs), 2 * N, K, torch.float32, len(xs), activation="swiglu"
     )
-    made = all_gather_kernel.launch_all_gather_matmul(
+    made = all_gather_launch.launch_all_gather_matmul(
         xs[ws.rank], pair, ws, [M] * len(xs), activation="swiglu", config=config
     )
     gate, up = (torch.cat(xs) @ w for w in pair)
@@ -445,7 +447,7 @@ def many_chunks() -> None:
     whole, w = matrix(rows * W, 4, torch.float32, 1), torch.eye(4)
     config = replace(gather_config("fetched", rows * W, 4, 4, torch.float32, W), chunk_rows=1)
     shard = whole.split(rows)[rank]
-    made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, [rows] * W, config=config)
+    made = all_gather_launch.launch_all_gather_matmul(shard, [w], ws, [rows] * W, config=config)
     assert torch.equal(made.ys[0], whole)
     # Behind the words of a peer are those of the next rank: on rank 1, which is the last one, its
     # own, and nobody announces those.
@@ -464,7 +466,7 @@ def weights_without_columns() -> None:
     for sizes in ([3, 0, 34], [0, 0, 0]):
         whole, w = matrix(sum(sizes), K, torch.float32, 1), matrix(K, 5 * rank, torch.float32, 2)
         for _ in range(2):
-            made = all_gather_kernel.launch_all_gather_matmul(
+            made = all_gather_launch.launch_all_gather_matmul(
                 whole.split(sizes)[rank], [w], ws, sizes, with_own=True
             )
             ws.check("weights_without_columns")
@@ -491,7 +493,7 @@ def calls_in_a_row() -> list[torch.Tensor]:
             time.sleep(0.05)
         rounds.append(
             [
-                all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [20] * W).ys[0],
+                all_gather_launch.launch_all_gather_matmul(x, [w], ws, [20] * W).ys[0],
                 reduce_scatter_kernel.launch_matmul_reduce_scatter(
                     [x], [w], ws, chunk_sizes(len(x), ws.world_size)
                 ),
@@ -523,7 +525,7 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
 
     def launch(ws: Any) -> None:
         if which == "rows":
-            all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [40] * W)
+            all_gather_launch.launch_all_gather_matmul(x, [w], ws, [40] * W)
         elif which == "contraction":
             contract_kernel.launch_all_gather_contract(x, w.repeat(W, 1), ws, [40] * W)
         elif which == "scatter":
@@ -557,7 +559,7 @@ def test_configurations_do_not_depend_on_the_rank_or_on_k():
                 stage_bytes = (t.block_m + t.block_n) * t.block_k * dtype.itemsize
                 assert stage_bytes * (t.num_stages - 1) <= chip.shared_bytes
                 for K in (64, 8192):
-                    gather = all_gather_kernel.config_for(M, N, K, dtype, 8, chip)
+                    gather = all_gather_launch.all_gather_config(M, N, K, dtype, 8, chip)
                     assert gather.copy_programs < gather.programs <= min(chip.cores, MAX_PROGRAMS)
                     assert gather.split == 1 or gather.direct
 
@@ -580,10 +582,10 @@ def test_sizes_of_zero() -> None:
         torch.testing.assert_close(y, want.split(sizes)[rank])
         full = matrix(M, K, torch.float32, 9)
         shard = full.split(sizes)[rank]
-        made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, sizes, with_own=True)
+        made = all_gather_launch.launch_all_gather_matmul(shard, [w], ws, sizes, with_own=True)
         torch.testing.assert_close(made.matrix, full)
         torch.testing.assert_close(made.ys[0], full @ w)
-        made = all_gather_kernel.launch_all_gather_matmul(shard, [w], ws, sizes)
+        made = all_gather_launch.launch_all_gather_matmul(shard, [w], ws, sizes)
         torch.testing.assert_close(made.ys[0], full @ w)
         dy = matrix(M, N, torch.float32, rank)
         _, y = contract_kernel.launch_all_gather_contract(shard, dy, ws, sizes)
@@ -615,4 +617,4 @@ def test_a_workspace_that_is_too_small_is_refused_before_any_signal() -> None:
             [x], [w], ws, chunk_sizes(len(x), ws.world_size)
         )
     with pytest.raises(ValueError, match="must hold"):
-        all_gather_kernel.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)
+        all_gather_launch.launch_all_gather_matmul(x, [w], ws, [1 << 9] * 2)

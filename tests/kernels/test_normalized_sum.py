@@ -19,9 +19,10 @@ from weft.collectives import chunk_sizes, resolve
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.errors import MismatchError
 from weft.kernels.engine.chips import INTERPRETER, KNOWN
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_launch
 from weft.kernels.norm.rms_norm import WIDEST
 from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather_reference as reference
+from weft.kernels.norm.rms_norm_launch import rms_norm_config
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
 op = weft.reduce_scatter_rms_norm_all_gather
@@ -231,9 +232,9 @@ def test_launches_that_the_heuristic_does_not_choose_here(one_shot: bool, part: 
     """Either way, rows in one part and in eight, in memory full of NaN."""
     rank, W, (T, H) = dist.get_rank(), dist.get_world_size(), (7, 70)
     share = chunk_sizes(T, W)[0]
-    config = rms_norm_kernel.config_for(T, share, H, torch.float32, W, INTERPRETER)
+    config = rms_norm_config(T, share, H, torch.float32, W, INTERPRETER)
     config = replace(config, teams=2, part=part, one_shot=one_shot)
-    nbytes = rms_norm_kernel.workspace_bytes(T, share, H, torch.float32, W, config)
+    nbytes = rms_norm_launch.workspace_bytes(T, share, H, torch.float32, W, config)
     ws = weft.collectives.workspace(resolve(None), nbytes, channel="norm test")
     dist.barrier()
     for half in range(2):
@@ -242,7 +243,7 @@ def test_launches_that_the_heuristic_does_not_choose_here(one_shot: bool, part: 
     xs, weight = [numbers(T, H, seed=r) for r in range(W)], numbers(H, seed=9)
     kept = shards(numbers(T, H, seed=20), 0, W)
     for call in range(3):
-        y, h = rms_norm_kernel.launch_sum_rms_norm(
+        y, h = rms_norm_launch.launch_sum_rms_norm(
             xs[rank] + call, ws, share, weight=weight, residual=kept[rank], eps=1e-3, config=config
         )
         exact = [(x + call).double() for x in xs]
@@ -255,7 +256,7 @@ def test_the_launch_suits_the_chip() -> None:
     """Few rows are shared by many programs, and all have a signal slot."""
     for chip in KNOWN:
         for rows, H in ((1, 8192), (512, 8192), (3, 100), (1, WIDEST)):
-            config = rms_norm_kernel.config_for(rows, -(-rows // 8), H, torch.bfloat16, 8, chip)
+            config = rms_norm_config(rows, -(-rows // 8), H, torch.bfloat16, 8, chip)
             assert config.one_shot == (rows * H <= 1 << 17)
             assert config.team(H) == {8192: 8, 100: 1}.get(H, 64)
             assert 2 * config.teams * config.team(H) <= MAX_PROGRAMS

@@ -18,7 +18,7 @@ from weft.kernels.engine import kernel_rates, tuning
 from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling, known
 from weft.kernels.engine.tuning import Choice
 from weft.kernels.matmul import (
-    all_gather_kernel,
+    all_gather_launch,
     one_shot_kernel,
     reduce_scatter_kernel,
     two_shot_kernel,
@@ -53,7 +53,7 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
     bf16 = torch.bfloat16
 
     def gather(M: int, N: int = 3584, K: int = 512, W: int = 8, dtype=bf16) -> tuple[Tiling, int]:
-        config = all_gather_kernel.config_for(M, N, K, dtype, W, H100)
+        config = all_gather_launch.all_gather_config(M, N, K, dtype, W, H100)
         return config.tiling, config.copy_programs
 
     assert gather(8192) == (TILING, 5)
@@ -80,7 +80,7 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     bf16 = torch.bfloat16
 
     def way(M: int, N: int, K: int, W: int = 8, **options: Any) -> str:
-        config = all_gather_kernel.config_for(M, N, K, bf16, W, H100, **options)
+        config = all_gather_launch.all_gather_config(M, N, K, bf16, W, H100, **options)
         assert config.split == 1 or config.direct
         return "engines" if config.copy_engines else "direct" if config.direct else "fetched"
 
@@ -91,11 +91,11 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     for N in (1, 3584):
         assert [way(M, N, 8192) for M in (2047, 2048)] == ["fetched", "engines"]
     assert way(1 << 20, 64, 8192, W=1) != "engines"
-    large = all_gather_kernel.config_for(65536, 3584, 8192, bf16, 8, H100)
+    large = all_gather_launch.all_gather_config(65536, 3584, 8192, bf16, 8, H100)
     assert large.chunk_rows == 8192 // 4  # a quarter of a shard, of 4 MiB at least
-    assert all_gather_kernel.config_for(2048, 3584, 8192, bf16, 8, H100).chunk_rows == 256
+    assert all_gather_launch.all_gather_config(2048, 3584, 8192, bf16, 8, H100).chunk_rows == 256
     assert large.programs == H100.cores - 1
-    few = all_gather_kernel.config_for(1024, 3584, 8192, bf16, 8, H100)
+    few = all_gather_launch.all_gather_config(1024, 3584, 8192, bf16, 8, H100)
     assert (few.copy_programs, few.tiling.group_m) == (16, 1)  # a shard is one tile high
 
     def one_shot(config: object) -> bool:
@@ -115,7 +115,7 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     assert isinstance(chunks[1], reduce_scatter_kernel.Config) and chunks[1].senders == 8
     # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
     assert one_shot_kernel.config_for(16, 512, bf16, H100).split == 8
-    assert all_gather_kernel.config_for(64, 512, 256, bf16, 8, H100).split == 2
+    assert all_gather_launch.all_gather_config(64, 512, 256, bf16, 8, H100).split == 2
 
 
 def test_what_is_written_adds_to_what_was(table: Path) -> None:
@@ -145,7 +145,7 @@ def test_no_table_is_an_error_that_names_the_file(text: str, table: Path) -> Non
     table.write_text(text)
     tuning.load.cache_clear()
     with pytest.raises(ValueError, match=r"sm_90\.json is not a table of tuned launches"):
-        all_gather_kernel.config_for(16, 16, 16, torch.bfloat16, 8, H100)
+        all_gather_launch.all_gather_config(16, 16, 16, torch.bfloat16, 8, H100)
 
 
 def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
@@ -170,7 +170,7 @@ def test_rates_are_of_the_tiles_that_are_launched(chip: Chip) -> None:
         (torch.float32, torch.bfloat16, torch.float8_e4m3fn),
     ):
         configs = {
-            "all_gather_matmul": all_gather_kernel.config_for(M, N, 4096, dtype, W, chip),
+            "all_gather_matmul": all_gather_launch.all_gather_config(M, N, 4096, dtype, W, chip),
             "matmul_all_reduce": two_shot_kernel.config_for(M, N, dtype, W, chip),
             "matmul_reduce_scatter": reduce_scatter_kernel.config_for(
                 -(-M // W), N, dtype, W, chip

@@ -30,7 +30,7 @@ from weft.errors import MismatchError, PeerTimeout
 from weft.kernels.engine import kernel_rates, tuning
 from weft.kernels.engine.chips import INTERPRETER, known
 from weft.kernels.engine.tuning import Trial
-from weft.kernels.matmul import all_gather_kernel
+from weft.kernels.matmul import all_gather_launch
 from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS
 
@@ -86,15 +86,15 @@ def test_larger_worlds(name: str, world_size: int) -> None:
 
 
 def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config_for = all_gather_kernel.config_for
+    config_for = all_gather_launch.all_gather_config
 
     def by_copy_engines(M: int, N: int, K: int, dtype: Any, W: int, *args: Any, **more: Any) -> Any:
         config = config_for(M, N, K, dtype, W, *args, **more)
         if W == 1:
             return config
-        return all_gather_kernel.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
+        return all_gather_launch.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
 
-    monkeypatch.setattr(all_gather_kernel, "config_for", by_copy_engines)
+    monkeypatch.setattr(all_gather_launch, "all_gather_config", by_copy_engines)
     spec = spec_of("all_gather_matmul", 3)
     assert max(errors(spec, 1)) <= 1
     case = measure.measured(spec, CPU, quick=True)

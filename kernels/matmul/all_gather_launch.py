@@ -1,0 +1,351 @@
+"""How the kernel of `all_gather_kernel` is launched: tiles, programs, and the way shards come in.
+
+The configuration depends on shapes, dtype and chip alone (`weft.kernels.engine.chips`), or on a
+measured table (`weft.kernels.engine.tuning`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+
+from weft.collectives.memory.workspace import Workspace, link_of
+from weft.collectives.ranks.pad import MAX_PROGRAMS
+from weft.kernels.device import gathers, splits
+from weft.kernels.device.epilogues import Activation
+from weft.kernels.device.operands import contiguous, described_weights, matrix, scales_of
+from weft.kernels.device.outputs import Outputs
+from weft.kernels.engine import tuning
+from weft.kernels.engine.chips import (
+    INTERPRETER,
+    Chip,
+    Tiling,
+    chip_of,
+    gathers_by_copy_engines,
+    tiling_for,
+)
+from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.matmul import copy_engines
+from weft.kernels.matmul.all_gather_kernel import Variant, ag_gemm_kernel
+
+# The most that all programs together read directly over the link rather than from a copy made once:
+# at 450 GB/s that takes about the 3 us that the copy costs in signals.
+_DIRECT_BYTES = 1 << 20
+
+# The least that a copy engine copies at a time, unless the shard is smaller.
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class AllGatherConfig:
+    """How the kernels of `all_gather_kernel` are launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid of the consumer kernel, copy programs included.
+        copy_programs: how many of them fetch shards; 0 if this kernel fetches nothing.
+        chunk_rows: rows of a shard that are announced together.
+        copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether weights that allow it are read by tensor descriptor. Gathered rows
+            never are: copies by descriptor are not ordered by the acquire of a signal.
+        direct: whether rows are read in place at their owners.
+        split: programs that share a tile, each taking a part of K. Only without copy programs.
+        copy_engines: whether the chip's copy engines fetch the shards, so that all programs make
+            tiles.
+        parts: into how many parts K is cut for fetching. Only with copy programs.
+        halves: whether tiles that fill no wave are made in halves of their columns. Only with copy
+            engines.
+    """
+
+    tiling: Tiling
+    programs: int
+    copy_programs: int
+    chunk_rows: int
+    copy_m: int
+    copy_n: int
+    descriptors: bool = False
+    direct: bool = False
+    split: int = 1
+    copy_engines: bool = False
+    parts: int = 1
+    halves: bool = False
+
+
+def all_gather_config(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    *,
+    activation: Activation | None = None,
+    keep: bool = False,
+    keep_sums: bool = False,
+) -> AllGatherConfig:
+    """The launch for an (M, K) @ (K, N), of which each rank brings 1/W of the rows.
+
+    Args:
+        activation: for "swiglu", N counts the columns of both weights.
+        keep: whether the gathered matrix is wanted too.
+        keep_sums: whether the activation's argument is wanted too.
+    """
+    choice = tuning.choice_for("all_gather_matmul", chip, M, N, K, dtype, world_size)
+    return _config(choice, M, N, K, dtype, world_size, chip, activation, keep, keep_sums)
+
+
+@lru_cache(maxsize=1024)
+def _config(
+    choice: tuning.Choice,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    activation: Activation | None,
+    keep: bool,
+    keep_sums: bool,
+) -> AllGatherConfig:
+    tiling = _tiling(choice, M, N, dtype, chip, activation, keep_sums)
+    columns = N // 2 if activation == "swiglu" else N  # of the output
+    column_tiles = -(-columns // tiling.block_n)
+    count = -(-M // tiling.block_m) * column_tiles
+    # A group of tiles that run together should not wait for two peers.
+    tiles_a_shard = max(1, M // world_size // tiling.block_m)
+    tiling = replace(tiling, group_m=min(tiling.group_m, tiles_a_shard))
+    interpreted = chip is INTERPRETER
+    remote_bytes = column_tiles * M * K * dtype.itemsize * (world_size - 1) // world_size
+    direct = not keep and remote_bytes <= (4 << 10 if interpreted else _DIRECT_BYTES)
+    descriptors = chip.descriptors and dtype != torch.float32
+    # A link of 450 GB/s and 2 us latency is full with 0.9 MB in flight: a load of 64 KiB (8 warps)
+    # on each of an eighth of the cores. With one rank nothing is fetched.
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
+    # A table is of whole chips.
+    copy_programs = min(choice.copy_programs or copy_programs, max(1, chip.programs // 2))
+    copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
+    copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
+    # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost
+    # more in signals than tiles gain by starting early (docs/scaling.md). Two chunks a program.
+    least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
+    parts = 2 if min(M - least_m, K - least_k) >= 0 else 1
+    chunk_rows = 16 if interpreted else parts * min(32, max(8, M // (2 * copy_programs)))
+    config = AllGatherConfig(
+        tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors, parts=parts
+    )
+    # Ranks may differ in the other ways, which signal alike, but must agree on this one: it depends
+    # neither on N nor on a tuned choice.
+    if gathers_by_copy_engines(M, K, dtype, world_size) and not interpreted:
+        if dtype.itemsize != 2 and N % 16:
+            # With the registers that `beside_others` leaves, unaligned columns spill on sm_90: 216
+            # bytes in fp32, 328 in fp8.
+            config = replace(config, tiling=replace(tiling, block_n=min(tiling.block_n, 64)))
+        config = by_copy_engines(config, M, K, dtype, world_size, chip)
+        if activation == "swiglu" and dtype.itemsize == 1:  # 8 bytes spill on sm_100
+            config = replace(config, halves=False)
+        return config
+    if not direct:
+        return config
+    split = splits.programs_a_tile(count, K, tiling, chip)
+    programs = max(1, min(chip.programs, count * split))
+    return replace(config, programs=programs, copy_programs=0, direct=True, split=split)
+
+
+def _tiling(
+    choice: tuning.Choice,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    chip: Chip,
+    activation: Activation | None,
+    keep_sums: bool,
+) -> Tiling:
+    """The tuned or default tiles, narrowed where the epilogue would make the kernel spill."""
+    tiling = choice.tiling or tiling_for(chip, M, N, dtype)
+    pair = activation == "swiglu"
+    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
+        # Two accumulators at a time.
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    elif activation == "gelu" or keep_sums:  # 256 columns spill on sm_90, 8 and 24 bytes
+        tiling = replace(tiling, block_n=min(tiling.block_n, 128))
+    if keep_sums and (pair or N % 16) and tiling.block_m * tiling.block_n > 64 * 32:
+        # Addresses of two more outputs, or of unaligned columns, spill 24 to 790 bytes there.
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    return tiling
+
+
+def by_copy_engines(
+    config: AllGatherConfig, M: int, K: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> AllGatherConfig:
+    """The same launch with shards fetched by copy engines."""
+    rows = -(-M // world_size)
+    chunk_bytes = 1 << 10 if chip is INTERPRETER else _CHUNK_BYTES
+    return replace(
+        config,
+        # The small kernels between the copies must find room even where another kernel has taken
+        # the free core, such as a collective that waits for ranks which wait for those kernels.
+        tiling=replace(config.tiling, beside_others=chip.name.startswith("sm_")),
+        copy_engines=True,
+        direct=False,
+        split=1,
+        copy_programs=0,
+        # One core stays free for the small kernels between the copies.
+        programs=max(1, min(chip.programs, chip.cores - 1)),
+        # Narrower halves would read x too often for their arithmetic.
+        halves=config.tiling.block_n >= (32 if chip is INTERPRETER else 128),
+        # Several copies a shard, so that a peer's first tiles need not wait for its last rows.
+        chunk_rows=max(1, -(-rows // 4), chunk_bytes // (K * dtype.itemsize)),
+    )
+
+
+def halved_tiles(count: int, own: int, config: AllGatherConfig) -> int:
+    """How many of `count` tiles to make in halves of their columns; `own` have own rows alone.
+
+    As many as do not fill a wave: whole, they would leave the other programs idle for the time of
+    one tile. They come first, so that each program has one half of them before its whole tiles.
+    Where they are too many for that, some programs have two. This gains only if the first of these
+    has own rows and others do not: then it is made while others wait for theirs.
+
+    A rank decides for itself, as only its own programs make its tiles: N may play a part.
+    """
+    if not config.halves:
+        return 0
+    partial = count % config.programs
+    twice = 2 * partial - config.programs
+    return partial if twice <= 0 or twice <= 2 * own < config.programs else 0
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a launch returns.
+
+    Attributes:
+        matrix: the gathered rows (M, K), contiguous; None if they were read in place.
+        ys: the outputs, (M, N_i) each.
+        sums: the activation's arguments, one for each weight; empty unless asked for.
+    """
+
+    matrix: torch.Tensor | None
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]
+
+
+def launch_all_gather_matmul(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    sizes: Sequence[int],
+    *,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+    with_own: bool = False,
+    scaling: Scaling | None = None,
+    config: AllGatherConfig | None = None,
+) -> Gathered:
+    """Enqueue y_i = activation(cat(x over ranks) @ w_i + bias_i).
+
+    Args:
+        x: (m_r, K), this rank's rows, any strides.
+        weights: (K, N_i), any strides, dtype of x.
+        ws: room for `gathers.workspace_bytes(max(sizes), K, x.dtype)`; on a channel of its own if
+            `config.copy_engines`.
+        sizes: m_r of every rank, the same list on all ranks.
+        biases: (N_i,) or None for each weight.
+        activation: see `weft.kernels.device.epilogues`; "swiglu" makes one y of two weights.
+        keep_sums: also return the activation's arguments.
+        with_own: also copy this rank's rows into the gathered matrix, where they else are
+            undefined.
+        scaling: of fp8 operands.
+        config: default `all_gather_config`; `copy_engines` must be the same on all ranks.
+    """
+    K, M, W = x.shape[1], sum(sizes), ws.world_size
+    Ns, chip = tuple(w.shape[1] for w in weights), chip_of(x.device)
+    config = config or all_gather_config(
+        M, sum(Ns), K, x.dtype, W, chip, activation=activation, keep=with_own, keep_sums=keep_sums
+    )
+    pair = activation == "swiglu"
+    tiling, pitch = config.tiling, gathers.pitch_of(K)
+    out_dtype = scaling.out_dtype if scaling else x.dtype
+    row_scales = scaling.rows if scaling else None
+    ys = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
+    gathered = scales = None
+    if not config.direct:
+        gathered = x.new_empty(M, K)
+        scales = torch.empty(M, dtype=torch.float32, device=x.device) if scaling else None
+    if config.copy_engines and not gathers.in_place(x):
+        x = x.contiguous()
+    # Triton's launcher takes no descriptors in a tuple.
+    describe = config.descriptors and (pair or len(weights) == 1)
+    descs, w_transposed = described_weights(weights, tiling, describe)
+    column_tiles = sum(-(-y.shape[1] // tiling.block_n) for y in ys)
+    count = -(-M // tiling.block_m) * column_tiles
+    halved = halved_tiles(count, sizes[ws.rank] // tiling.block_m * column_tiles, config)
+    half = replace(tiling, block_n=tiling.block_n // 2) if halved else tiling
+    half_descs, _ = described_weights(weights, half, halved > 0 and describe)
+    parts = config.parts if config.copy_programs else 1
+    # Every part of every chunk of a shard needs its own word of the pad.
+    chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
+    scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
+    variant = Variant(
+        weights=len(weights),
+        activation=activation,
+        half_tiles=half,
+        tiles=tiling,
+        fetch=gathers.Fetch(
+            W, config.copy_programs, config.copy_m, config.copy_n, with_own, parts, tiling.block_k
+        ),
+        direct=config.direct,
+        split=config.split,
+        halved=int(halved > 0),
+        x_in_place=gathers.in_place(x),
+        w_transposed=w_transposed,
+        even_k=K % tiling.block_k == 0,
+    )
+    with ExitStack() as stack:
+        if config.copy_engines:
+            assert gathered is not None
+            stack.enter_context(
+                copy_engines.fetching(
+                    x, row_scales, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+                )
+            )
+        else:
+            # A single rank need not publish rows that it does not read back itself.
+            unread = W == 1 and gathers.in_place(x) and not with_own
+            shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
+            block = config.copy_m, config.copy_n
+            gathers.publish(shown, ws, pitch, config.programs, *block, x_scales, scales_at)
+        ag_gemm_kernel[(config.programs,)](
+            Outputs(
+                tuple(ys),
+                tuple(sums) if keep_sums else None,
+                tuple(map(contiguous, biases or [None] * len(weights))),
+                tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
+            ),
+            gathers.Rows(gathered, scales),
+            matrix(x),
+            scales_of(row_scales),
+            tuple(matrix(w) for w in weights),
+            *descs,
+            *half_descs,
+            splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
+            link_of(ws),
+            (0, *accumulate(sizes)),
+            Ns,
+            K,
+            pitch,
+            scales_at,
+            chunk_rows,
+            ws.rank,
+            halved,
+            V=variant,
+            **tiling.options,
+        )
+    return Gathered(gathered, ys, sums)

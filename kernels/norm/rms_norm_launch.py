@@ -1,0 +1,131 @@
+"""How the kernel of `rms_norm_kernel` is launched, and the symmetric memory that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from weft.collectives import Group, Workspace, workspace
+from weft.collectives.kernels.kernel_collectives import alignment
+from weft.collectives.memory.workspace import check_room, link_of
+from weft.collectives.profiled import profiled
+from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
+from weft.kernels.norm.rms_norm_kernel import Variant, sum_rms_norm_kernel
+
+
+@dataclass(frozen=True)
+class RMSNormConfig(LaunchOptions):
+    """How the kernel is launched; the same on all ranks.
+
+    Attributes:
+        teams: of programs that share rows; there are as many more to normalize.
+        part: columns of a program, a power of 2.
+        one_shot: whether every rank makes all rows.
+    """
+
+    teams: int
+    part: int
+    one_shot: bool
+
+    def team(self, H: int) -> int:
+        """Programs of a team: a power of 2."""
+        return int(triton.next_power_of_2(-(-H // self.part)))
+
+
+# In virtual time on 8 x H100 one shot takes as long as two here.
+_ONE_SHOT_BYTES = 256 << 10
+_PROGRAMS = 64
+_PART = 1024  # 8 elements a lane
+
+
+def rms_norm_config(
+    rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> RMSNormConfig:
+    """The launch for `rows` rows of H elements, of which each rank keeps `share` or fewer."""
+    programs, one_shot_bytes, part = min(_PROGRAMS, chip.cores // 2), _ONE_SHOT_BYTES, _PART
+    if chip is INTERPRETER:
+        programs, one_shot_bytes, part = 4, 256, max(16, triton.next_power_of_2(H) // 2)
+    one_shot = world_size <= 2 or rows * H * dtype.itemsize <= one_shot_bytes
+    config = RMSNormConfig(1, part, one_shot, num_warps=4)
+    teams = max(1, min(rows if one_shot else share, programs // config.team(H)))
+    return replace(config, teams=teams, all_registers=not (chip.is_amd or chip is INTERPRETER))
+
+
+def workspace_bytes(
+    rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, config: RMSNormConfig
+) -> int:
+    """Symmetric memory that a call needs on each rank; arguments as of `rms_norm_config`."""
+    made = rows if config.one_shot else share
+    return (world_size * made + rows) * H * dtype.itemsize
+
+
+def workspace_for(x: torch.Tensor, share: int, group: Group) -> Workspace:
+    """The group's workspace with room for the sums of x (T, H)."""
+    T, H = x.shape
+    config = rms_norm_config(T, share, H, x.dtype, group.world_size, chip_of(x.device))
+    nbytes = workspace_bytes(T, share, H, x.dtype, group.world_size, config)
+    return workspace(group, nbytes, channel="norm kernel", device=x.device)
+
+
+@profiled("reduce_scatter_rms_norm_all_gather")
+def launch_sum_rms_norm(
+    x: torch.Tensor,
+    ws: Workspace,
+    share: int,
+    *,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    config: RMSNormConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enqueue the sum of all ranks' x, and its normalization.
+
+    Args:
+        x: (T, H), fp32, bf16 or fp16, H at most 65536; the same shape and dtype on all ranks.
+        ws: `workspace_for` x.
+        share: rows that each rank keeps; of the last ranks fewer, or none.
+        weight: (H,), of any floating dtype.
+        residual: for this rank's rows, with the dtype of x.
+
+    Returns:
+        y (T, H), and h for this rank's rows: new, with the dtype of x.
+    """
+    T, H = x.shape
+    first = min(ws.rank * share, T)
+    own_rows = min(share, T - first)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y, x.new_empty(own_rows, H)
+    config = config or rms_norm_config(T, share, H, x.dtype, ws.world_size, chip_of(x.device))
+    needed = workspace_bytes(T, share, H, x.dtype, ws.world_size, config)
+    check_room(ws, needed, "workspace_bytes(rows, share, H, dtype, world_size, config)")
+    residual = None if residual is None else residual.contiguous()
+    team = config.team(H)
+    sums = x.new_empty(T if config.one_shot else own_rows, H)
+    operands = [t.data_ptr() for t in (x, residual) if t is not None]
+    sum_rms_norm_kernel[(2 * config.teams * team,)](
+        y,
+        sums,
+        torch.empty(len(sums) * team, dtype=torch.float32, device=x.device),
+        x,
+        None if weight is None else weight.contiguous(),
+        residual,
+        link_of(ws),
+        T,
+        share,
+        H,
+        eps,
+        ws.rank,
+        V=Variant(
+            world_size=ws.world_size,
+            team=team,
+            part=config.part,
+            align=alignment(x.element_size(), operands, [H]),
+            one_shot=config.one_shot,
+        ),
+        **config.options,
+    )
+    return y, sums[first : first + own_rows] if config.one_shot else sums
