@@ -342,12 +342,17 @@ def heads_copied_by_several(rank: int) -> None:
     geometry, whole, (q, k, v) = causal(rank, W, W, W)
     sizes = W, W, 17, 4, q.dtype, W, INTERPRETER
     several = {"copy_programs": 2, "programs": 3, "copy_m": 4}
-    for op, run, launch in (
-        (heads_kernel, forward, heads_kernel.launch_head_attention),
-        (heads_grad_kernel, backward, heads_grad_kernel.launch_head_attention_backward),
+    for op, config_of, run, launch in (
+        (heads_kernel, heads_kernel.head_config, forward, heads_kernel.launch_head_attention),
+        (
+            heads_grad_kernel,
+            heads_grad_kernel.head_grad_config,
+            backward,
+            heads_grad_kernel.launch_head_attention_backward,
+        ),
     ):
         ws = op.workspace_for(q, k, resolve(None), geometry)
-        config = replace(op.config_for(*sizes), **several)
+        config = replace(config_of(*sizes), **several)
         run(rank, geometry, whole, (q, k, v), ws, partial(launch, config=config), 1)
 
 

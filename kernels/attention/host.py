@@ -1,13 +1,13 @@
-"""Attention piece by piece on a CPU, at the speed of torch's own kernel.
+"""Attention part by part on a CPU, at the speed of torch's own kernel.
 
-Softmax over keys that arrive in pieces: each piece gives an output and the log-sum-exp of its
+Softmax over keys that arrive in parts: each part gives an output and the log-sum-exp of its
 scores, and two of them merge exactly:
 
     out = out_a * sigmoid(lse_a - lse_b) + out_b * sigmoid(lse_b - lse_a)
     lse = log(exp(lse_a) + exp(lse_b))
 
 In backward, torch's kernel is given the output and log-sum-exp over *all* keys, so that its
-probabilities are the final ones and the gradients of the pieces simply add up. No matrix of scores
+probabilities are the final ones and the gradients of the parts simply add up. No matrix of scores
 is kept.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from weft.kernels.flash.geometry import Piece, Visibility
+from weft.kernels.flash.geometry import Rectangle, Visibility
 
 if TYPE_CHECKING:
     from weft.kernels.attention.ring import Saved
@@ -58,19 +58,19 @@ class PartialAttention:
         self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         self._begun = False
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `pieces`."""
+    def add(self, k: torch.Tensor, v: torch.Tensor, rectangles: Iterable[Rectangle]) -> None:
+        """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `rectangles`."""
         if not _any_work(self._q, k):
             return
         k, v = contiguous_rows(k), contiguous_rows(v)
-        for piece in pieces:
-            rows, keys = slice(*piece.queries), slice(*piece.keys)
-            mask = _mask(piece, self._sees, self._q)
+        for rectangle in rectangles:
+            rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
+            mask = _mask(rectangle, self._sees, self._q)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 self._q[:, :, rows],
                 k[:, :, keys],
                 v[:, :, keys],
-                is_causal=piece.kind == "causal",
+                is_causal=rectangle.kind == "causal",
                 attn_mask=mask,
                 scale=self._scale,
             )
@@ -100,10 +100,10 @@ class PartialAttention:
 
 
 class AttentionGrad:
-    """Gradients of a finished attention, collected piece by piece.
+    """Gradients of a finished attention, collected part by part.
 
     Attributes:
-        dq: the sum over the pieces so far, in fp32 or wider.
+        dq: the sum over the rectangles so far, in fp32 or wider.
     """
 
     def __init__(self, saved: Saved, sees: Visibility, scale: float) -> None:
@@ -125,16 +125,16 @@ class AttentionGrad:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        pieces: Iterable[Piece],
+        rectangles: Iterable[Rectangle],
         dk: Total,
         dv: Total,
     ) -> None:
-        """Add the gradients of the `pieces` to `dq`, and to dk and dv (B, H_kv, S_k, D)."""
+        """Add the gradients of the `rectangles` to `dq`, and to dk and dv (B, H_kv, S_k, D)."""
         if not _any_work(self._q, k):
             return
         k, v = self._widened(k), self._widened(v)
-        for piece in pieces:
-            rows, keys = slice(*piece.queries), slice(*piece.keys)
+        for rectangle in rectangles:
+            rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 self._grad_out[:, :, rows],
                 self._q[:, :, rows],
@@ -143,8 +143,8 @@ class AttentionGrad:
                 self._out[:, :, rows],
                 self._lse[:, :, rows],
                 0.0,
-                piece.kind == "causal",
-                attn_mask=_mask(piece, self._sees, self._q),
+                rectangle.kind == "causal",
+                attn_mask=_mask(rectangle, self._sees, self._q),
                 scale=self._scale,
             )
             where = ((self.dq, rows), (dk, keys), (dv, keys))
@@ -168,12 +168,14 @@ def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.numel() > 0 and k.numel() > 0
 
 
-def _mask(piece: Piece, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
-    """0 where a query sees a key and -inf where not, (rows, keys) of the piece."""
-    if piece.kind != "band":
+def _mask(rectangle: Rectangle, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
+    """0 where a query sees a key and -inf where not, (rows, keys) of the rectangle."""
+    if rectangle.kind != "band":
         return None
-    rows = torch.arange(*piece.queries, device=q.device) - piece.queries[0] + piece.shift
-    keys = torch.arange(*piece.keys, device=q.device) - piece.keys[0]
+    rows = (
+        torch.arange(*rectangle.queries, device=q.device) - rectangle.queries[0] + rectangle.shift
+    )
+    keys = torch.arange(*rectangle.keys, device=q.device) - rectangle.keys[0]
     distance = keys - rows.unsqueeze(1)
     hidden = (distance < -sees.before) | (distance > sees.after)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(

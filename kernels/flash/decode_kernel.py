@@ -64,7 +64,7 @@ _MERGED = 4096
 
 
 @dataclass(frozen=True)
-class Config(LaunchOptions):
+class DecodeConfig(LaunchOptions):
     """How the kernel is launched; the same on all ranks.
 
     Attributes:
@@ -79,9 +79,9 @@ class Config(LaunchOptions):
 
 
 @lru_cache(maxsize=1024)
-def config_for(
+def decode_config(
     items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip, narrow: bool = False
-) -> Config:
+) -> DecodeConfig:
     """The launch for `items` tiles of (rows, block_d).
 
     `narrow`: the keys are fp8 and converted to dtype, which takes registers for both.
@@ -89,7 +89,7 @@ def config_for(
     split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
-        return Config(programs, split, 16)
+        return DecodeConfig(programs, split, 16)
     # With twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 there are no
     # matrix units, so that lanes hold more numbers in registers.
     size = rows * block_d * (4 if dtype == torch.float32 else 1)
@@ -98,8 +98,10 @@ def config_for(
     if chip.is_amd:
         # Triton 3.7 cannot compile the pipelined loop for AMD; with 8 warps a lane has half the
         # registers.
-        return Config(programs, split, block_n, num_warps=4, num_stages=1)
-    return Config(programs, split, block_n, num_warps=num_warps, num_stages=2, all_registers=True)
+        return DecodeConfig(programs, split, block_n, num_warps=4, num_stages=1)
+    return DecodeConfig(
+        programs, split, block_n, num_warps=num_warps, num_stages=2, all_registers=True
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Cut:
         group: query heads for each key head. D: width of a head.
         rows, block_d: of a tile of queries; powers of two, 16 at least.
         row_tiles: tiles of rows that read the same keys.
-        block_n, split: as in `Config`.
+        block_n, split: as in `DecodeConfig`.
         merge_d: columns that are merged at a time.
     """
 
@@ -473,7 +475,7 @@ def launch_flash_decode(
         return out, lse
     rows, block_d, row_tiles, items = _cut_queries(q, cache)
     narrow = cache.k.dtype != q.dtype
-    config = config_for(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
+    config = decode_config(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)

@@ -64,7 +64,7 @@ from weft.kernels.flash.head_units import (
     unit_of,
 )
 from weft.kernels.flash.ring_dkv import HeadQueries, Queries, add_to_dkv
-from weft.kernels.flash.ring_grad_kernel import Config, make_delta, sum_dq
+from weft.kernels.flash.ring_grad_kernel import RingGradConfig, make_delta, sum_dq
 from weft.kernels.flash.ring_keys import (
     Ring,
     announce,
@@ -98,11 +98,11 @@ if TYPE_CHECKING:
     from weft.kernels.attention.ring import Saved
 
 
-def config_for(
+def head_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    config = ring_grad_kernel.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
+    config = ring_grad_kernel.ring_grad_config(heads, kv_heads, rows, D, dtype, world_size, chip)
     if chip is INTERPRETER:
         return config
     # Nothing can begin before all is published.
@@ -437,7 +437,7 @@ def _head_attention_backward_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    TILES: tl.constexpr,  # Config
+    TILES: tl.constexpr,  # RingGradConfig
 ) -> None:
     """dq, dk and dv of the own tokens. Grid: copy programs and at least one more.
 
@@ -496,7 +496,12 @@ def _head_attention_backward_kernel(
 
 
 def launch_head_attention_backward(
-    saved: Saved, ws: Workspace, geometry: Geometry, scale: float, *, config: Config | None = None
+    saved: Saved,
+    ws: Workspace,
+    geometry: Geometry,
+    scale: float,
+    *,
+    config: RingGradConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Enqueue the gradients of `heads_flash.launch_head_attention`.
 
@@ -504,7 +509,7 @@ def launch_head_attention_backward(
         saved: operands and results of the forward, and gradients of the results; grad_out may have
             any strides.
         ws: `workspace_for` the tokens.
-        config: the same on all ranks; default `config_for`.
+        config: the same on all ranks; default `head_grad_config`.
 
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
@@ -512,7 +517,7 @@ def launch_head_attention_backward(
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
     W, H_kv = ws.world_size, k.shape[1]
-    config = config or config_for(
+    config = config or head_grad_config(
         B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)

@@ -60,7 +60,7 @@ from weft.kernels.flash.head_units import (
     rows_bytes,
     stagger_of,
 )
-from weft.kernels.flash.ring_kernel import Config, attend
+from weft.kernels.flash.ring_kernel import RingConfig, attend
 from weft.kernels.flash.ring_keys import (
     Ring,
     announce_results,
@@ -81,11 +81,11 @@ from weft.kernels.flash.ring_keys import (
 )
 
 
-def config_for(
+def head_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    config = ring_kernel.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
+    config = ring_kernel.ring_config(heads, kv_heads, rows, D, dtype, world_size, chip)
     if chip is INTERPRETER:
         return config
     if 64 < D <= 128 and chip.family == "sm_80":
@@ -211,21 +211,21 @@ def launch_head_attention(
     geometry: Geometry,
     scale: float,
     *,
-    config: Config | None = None,
+    config: RingConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue this rank's part of the attention.
 
     Args:
         q: (B, H, n, D), any strides; k, v: (B, H_kv, m, D): shards along dim 2.
         ws: `workspace_for` them.
-        config: the same on all ranks; default `config_for`.
+        config: the same on all ranks; default `head_config`.
 
     Returns:
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
     W = ws.world_size
-    config = config or config_for(
+    config = config or head_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Config(RingOptions):
+class RingGradConfig(RingOptions):
     """How the kernel is launched.
 
     Attributes:
@@ -97,19 +97,19 @@ class Config(RingOptions):
     reduce_n: int
 
 
-def config_for(
+def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(
+        return RingGradConfig(
             block, block, block, block, 16,
             group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
         )  # fmt: skip
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    return Config(
+    return RingGradConfig(
         dkv_m,
         dkv_n,
         dq_m,
@@ -301,7 +301,7 @@ def _ring_attention_backward_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    TILES: tl.constexpr,  # Config
+    TILES: tl.constexpr,  # RingGradConfig
 ) -> None:
     """dq, dk and dv of the own shards. Grid: copy programs and at least one more.
 
@@ -349,7 +349,7 @@ def launch_ring_attention_backward(
     """
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
-    config = config_for(
+    config = ring_grad_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)

@@ -74,21 +74,21 @@ from weft.kernels.flash.ring_keys import (
 
 
 @dataclass(frozen=True)
-class Config(RingOptions):
+class RingConfig(RingOptions):
     """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
 
     block_m: int
     block_n: int
 
 
-def config_for(
+def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(
+        return RingConfig(
             block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
         )
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
@@ -97,7 +97,7 @@ def config_for(
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
-    return Config(
+    return RingConfig(
         block_m,
         block_n,
         group_heads=max(1, heads // max(kv_heads, 1)),
@@ -283,7 +283,7 @@ def launch_ring_attention(
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
-    config = config_for(
+    config = ring_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)
