@@ -30,7 +30,14 @@ from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.kernels.device import gathers, partial_sums, splits, tiles
-from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
+from weft.kernels.flash import (
+    head_units,
+    ring_call,
+    ring_dkv,
+    ring_grad_kernel,
+    ring_kernel,
+    ring_keys,
+)
 from weft.kernels.matmul import one_shot_kernel
 from weft.sim.check.mutants import mutant
 
@@ -45,6 +52,7 @@ PARTS = (
     gathers,
     partial_sums,
     one_shot_kernel,
+    ring_call,
     ring_keys,
     ring_dkv,
     head_units,

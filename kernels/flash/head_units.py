@@ -31,13 +31,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.geometry import Geometry, Span
-from weft.kernels.flash.ring_keys import (
-    compute_program,
-    count_rows,
-    count_tiles,
-    pitch_of,
-    tile_of,
-)
+from weft.kernels.flash.ring_call import compute_program, count_rows, count_tiles, pitch_of, tile_of
 
 _LINE_BYTES = 128
 

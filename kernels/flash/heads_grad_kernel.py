@@ -63,34 +63,36 @@ from weft.kernels.flash.head_units import (
     stagger_of,
     unit_of,
 )
-from weft.kernels.flash.ring_dkv import HeadQueries, Queries, add_to_dkv
-from weft.kernels.flash.ring_grad_kernel import RingGradConfig, make_delta, sum_dq
-from weft.kernels.flash.ring_keys import (
+from weft.kernels.flash.ring_call import (
     Ring,
-    announce,
-    announce_results,
-    await_results,
     base_of,
     compute_program,
     count_rows,
     count_tiles,
-    fetch_shard,
-    first_chunk,
-    head_keys,
     is_needed,
     key_spans,
     keys_of,
-    no_arrivals,
     pitch_of,
-    publish_keys,
-    publish_rows,
     rows_of,
     shape_for,
     shard_bytes,
-    signal_published,
     span_of,
     tables,
     tile_of,
+)
+from weft.kernels.flash.ring_dkv import HeadQueries, Queries, add_to_dkv
+from weft.kernels.flash.ring_grad_kernel import RingGradConfig, make_delta, sum_dq
+from weft.kernels.flash.ring_keys import (
+    announce,
+    announce_results,
+    await_results,
+    fetch_shard,
+    first_chunk,
+    head_keys,
+    no_arrivals,
+    publish_keys,
+    publish_rows,
+    signal_published,
     wait_for_source,
 )
 

@@ -60,23 +60,25 @@ from weft.kernels.flash.head_units import (
     rows_bytes,
     stagger_of,
 )
-from weft.kernels.flash.ring_kernel import RingConfig, attend
-from weft.kernels.flash.ring_keys import (
+from weft.kernels.flash.ring_call import (
     Ring,
-    announce_results,
-    await_results,
     compute_program,
     count_rows,
     count_tiles,
-    fetch_keys,
     keys_of,
+    shape_for,
+    shard_bytes,
+    tables,
+)
+from weft.kernels.flash.ring_kernel import RingConfig, attend
+from weft.kernels.flash.ring_keys import (
+    announce_results,
+    await_results,
+    fetch_keys,
     no_arrivals,
     publish_keys,
     publish_rows,
-    shape_for,
-    shard_bytes,
     signal_published,
-    tables,
     wait_for_source,
 )
 

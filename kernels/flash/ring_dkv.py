@@ -43,20 +43,17 @@ from weft.kernels.flash.attention_tiles import (
     visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_keys import (
-    announce_results,
-    await_results,
+from weft.kernels.flash.ring_call import (
     compute_program,
     count_tiles,
-    head_keys,
     is_needed,
     key_spans,
     rows_of,
     shard_bytes,
     span_of,
     tile_of,
-    wait_for_source,
 )
+from weft.kernels.flash.ring_keys import announce_results, await_results, head_keys, wait_for_source
 
 _INTERPRETED = signals.Constant(signals.INTERPRETED)
 

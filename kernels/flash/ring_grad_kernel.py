@@ -45,6 +45,20 @@ from weft.kernels.flash.attention_tiles import (
     visible,
 )
 from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.ring_call import (
+    Ring,
+    RingOptions,
+    compute_program,
+    copy_programs,
+    count_tiles,
+    key_spans,
+    keys_of,
+    rows_of,
+    shape_for,
+    span_of,
+    tables,
+    tile_of,
+)
 from weft.kernels.flash.ring_dkv import (
     Queries,
     head_queries,
@@ -55,24 +69,12 @@ from weft.kernels.flash.ring_dkv import (
     slots_of,
 )
 from weft.kernels.flash.ring_keys import (
-    Ring,
-    RingOptions,
     announce,
-    compute_program,
-    copy_programs,
-    count_tiles,
     fetch_keys,
     head_keys,
-    key_spans,
-    keys_of,
     no_arrivals,
     publish_keys,
-    rows_of,
-    shape_for,
     signal_published,
-    span_of,
-    tables,
-    tile_of,
     wait_for_source,
 )
 

@@ -52,23 +52,25 @@ from weft.kernels.flash.attention_tiles import (
     visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_keys import (
+from weft.kernels.flash.ring_call import (
     Ring,
     RingOptions,
     copy_programs,
     count_tiles,
-    fetch_keys,
-    head_keys,
     key_spans,
     keys_of,
-    no_arrivals,
-    publish_keys,
     shape_for,
     shard_bytes,
-    signal_published,
     span_of,
     tables,
     tile_of,
+)
+from weft.kernels.flash.ring_keys import (
+    fetch_keys,
+    head_keys,
+    no_arrivals,
+    publish_keys,
+    signal_published,
     wait_for_source,
 )
 
