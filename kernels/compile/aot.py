@@ -250,16 +250,20 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
 
 
 def _config(launch: Launch) -> dict[str, Any]:
-    """The constants of a launch that JSON can express; the fields of a tiling one by one."""
+    """The constants of a launch that JSON can express; the fields of dataclasses one by one."""
     config: dict[str, Any] = {"programs": launch.grid[0]}
+
+    def tell(name: str, value: Any) -> None:
+        if is_dataclass(value):
+            for field, inner in vars(value).items():
+                tell(field, inner)
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            config[name] = value
+
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
-        if not parameter.is_constexpr:
-            continue
-        if is_dataclass(value):
-            config |= vars(value)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            config[parameter.name] = value
+        if parameter.is_constexpr:
+            tell(parameter.name, value)
     return config | launch.options
 
 

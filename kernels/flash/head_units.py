@@ -141,7 +141,7 @@ def collect_rows(
             at = tl.cast(batch * H + head, tl.int64) * n + row
             tiles.copy_block(
                 out_ptr + at * D, area + at * SHAPE.pitch, length, D, D, SHAPE.pitch, 1,
-                SHAPE.copy_m, SHAPE.block_d,
+                SHAPE.config.copy_m, SHAPE.block_d,
             )  # fmt: skip
             if numbers is not None:
                 rows = tl.arange(0, BLOCK)

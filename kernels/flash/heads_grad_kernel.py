@@ -182,9 +182,9 @@ def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
     publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
     make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
     shown = area_ptr(ring, rank, areas.lse, tl.float32)
-    chunks = tiles.cdiv(n, SHAPE.copy_m)
-    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
-        rows = unit % chunks * SHAPE.copy_m + tl.arange(0, SHAPE.copy_m)
+    chunks = tiles.cdiv(n, SHAPE.config.copy_m)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
+        rows = unit % chunks * SHAPE.config.copy_m + tl.arange(0, SHAPE.config.copy_m)
         at = tl.cast(unit // chunks, tl.int64) * n + rows
         tl.store(shown + at, tl.load(queries.lse + at, mask=rows < n), mask=rows < n)
 
@@ -192,7 +192,7 @@ def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
 @triton.jit
 def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
     """This program's share of what belongs to the rank's heads and the tokens of `source`."""
-    COPY_M: tl.constexpr = SHAPE.copy_m
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
     PITCH: tl.constexpr = SHAPE.pitch
     dtype: tl.constexpr = fetched.rows.dtype.element_ty
     n = count_rows(ring.table, source, SHAPE.spans)
@@ -204,7 +204,9 @@ def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
     delta = area_ptr(ring, source, areas.delta, tl.float32)
     for head in range(B * fetched.count):
         global_head = head // fetched.count * H + fetched.first + head % fetched.count
-        for chunk in range(first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.copy_programs):
+        for chunk in range(
+            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
+        ):
             row = chunk * COPY_M
             rows = tl.minimum(COPY_M, n - row)
             to = tl.cast(head, tl.int64) * n + row
@@ -284,14 +286,14 @@ def _make_dkv(
     ring,
     B,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
     keys, sharing = ring.keys, queries.H // ring.keys.H_KV
     each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
@@ -347,12 +349,11 @@ def _make_dq(
     ring,
     B,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
     rank, H = ring.rank, queries.H
     first, last = own_heads(rank, H, SHAPE)
     n = count_rows(ring.table, owner, SHAPE.spans)
@@ -366,9 +367,7 @@ def _make_dq(
         kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
         batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
         head_q = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
-        arrivals, dq = sum_dq(
-            arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE, BLOCK_M, BLOCK_N
-        )
+        arrivals, dq = sum_dq(arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE)
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
         else:
@@ -387,12 +386,12 @@ def _add_parts(
     B,
     H,
     SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    REDUCE_N: tl.constexpr,
 ):
     """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
+    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
     keys, heads = ring.keys, tiles.cdiv(H, SHAPE.world_size)
     sharing = H // keys.H_KV
@@ -439,7 +438,6 @@ def _head_attention_backward_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    TILES: tl.constexpr,  # RingGradConfig
 ) -> None:
     """dq, dk and dv of the own tokens. Grid: copy programs and at least one more.
 
@@ -450,7 +448,7 @@ def _head_attention_backward_kernel(
     generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
     H = queries.H
-    if tl.program_id(0) < SHAPE.copy_programs:
+    if tl.program_id(0) < SHAPE.config.copy_programs:
         delta = area_ptr(ring, rank, areas.delta, tl.float32)
         shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
         _publish(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
@@ -472,14 +470,12 @@ def _head_attention_backward_kernel(
             owner = (rank + step) % SHAPE.world_size
             arrivals = _make_dkv(
                 arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
-                TILES.dkv_m, TILES.dkv_n,
             )  # fmt: skip
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             arrivals = _make_dq(
                 dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE,
-                TILES.dq_m, TILES.dq_n,
             )  # fmt: skip
             if step < SHAPE.world_size:
                 announce_results(arrivals, ring, owner, SHAPE)
@@ -487,8 +483,10 @@ def _head_attention_backward_kernel(
         tl.debug_barrier()
         if await_results(ring, SHAPE):
             brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
-            collect_rows(dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, TILES.dq_m)
-            _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE, TILES.dkv_n, TILES.reduce_n)
+            collect_rows(
+                dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, SHAPE.config.dq_m
+            )
+            _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * H * queries.n)
@@ -563,8 +561,7 @@ def launch_head_attention_backward(
         B,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        TILES=config,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return dq, dk, dv

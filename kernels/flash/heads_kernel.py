@@ -133,8 +133,6 @@ def _head_attention_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     """out and lse of the own tokens. Grid: copy programs and at least one more.
 
@@ -148,8 +146,9 @@ def _head_attention_kernel(
     PITCH: tl.constexpr = SHAPE.pitch
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if tl.program_id(0) < SHAPE.copy_programs:
+    if tl.program_id(0) < SHAPE.config.copy_programs:
         publish_keys(ring, SHAPE)
         shown = area_ptr(ring, rank, areas.q, dtype)
         publish_rows(shown, q, H, B * H, count_rows(table_ptr, rank, SPANS), SHAPE)
@@ -179,7 +178,6 @@ def _head_attention_kernel(
                     stride = tl.cast(PITCH, tl.int32)
                 arrivals, out, lse = attend(
                     arrivals, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
-                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 if owner == rank:
                     out_rows, numbers = out_ptr + at * D, lse_ptr + at
@@ -250,9 +248,7 @@ def launch_head_attention(
         H,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return out, lse

@@ -25,7 +25,7 @@ from weft.kernels.flash.geometry import Geometry, Span, needed_rows
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for, apart from its tiles.
+    """What a kernel is compiled for.
 
     Attributes:
         world_size: W.
@@ -34,8 +34,7 @@ class Shape:
         pitch, fp32_pitch: elements from one row to the next, of published keys and of fp32 partial
             sums.
         block_d: D rounded up to a power of two, at least 16.
-        copy_programs, copy_m: programs that publish and fetch keys, and rows that they move at a
-            time.
+        config: its tiles, and how it is launched.
     """
 
     world_size: int
@@ -44,8 +43,7 @@ class Shape:
     pitch: int
     fp32_pitch: int
     block_d: int
-    copy_programs: int
-    copy_m: int
+    config: Any  # RingConfig, RingGradConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,8 @@ class RingOptions(LaunchOptions):
     Attributes:
         group_heads: heads whose tiles run together, to share keys in L2.
         programs: grid, copy programs included.
-        copy_programs, copy_m: programs that fetch keys, and rows that they move at a time.
+        copy_programs, copy_m: programs that publish and fetch keys, and rows that they move at a
+            time.
     """
 
     group_heads: int
@@ -200,8 +199,8 @@ def _tables(geometry: Geometry, rank: int, device: torch.device, all_queries: bo
     return persistent(table, device), of_queries, of_keys
 
 
-def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> Shape:
-    """The Shape of keys `k` (B, H_kv, m, D), with `copies` programs that fetch them."""
+def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:
+    """The Shape of keys `k` (B, H_kv, m, D)."""
     D = k.shape[3]
     return Shape(
         world_size=len(geometry.k_sizes),
@@ -210,8 +209,7 @@ def shape_for(k: torch.Tensor, geometry: Geometry, copies: int, copy_m: int) -> 
         pitch=pitch_of(D, k.dtype),
         fp32_pitch=pitch_of(D, torch.float32),
         block_d=max(16, triton.next_power_of_2(D)),
-        copy_programs=copies,
-        copy_m=copy_m,
+        config=config,
     )
 
 
@@ -299,4 +297,6 @@ def base_of(table_ptr, source, QUERIES: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def compute_program(SHAPE: tl.constexpr):
     """This program's number among those that compute, and how many there are."""
-    return tl.program_id(0) - SHAPE.copy_programs, tl.num_programs(0) - SHAPE.copy_programs
+    return tl.program_id(0) - SHAPE.config.copy_programs, tl.num_programs(
+        0
+    ) - SHAPE.config.copy_programs

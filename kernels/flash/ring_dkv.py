@@ -213,14 +213,14 @@ def make_dkv(
     seen_by,  # Sight of the keys
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """The parts that the own queries contribute, sent to all owners. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     PITCH: tl.constexpr = SHAPE.fp32_pitch
+    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     keys, scale = ring.keys, ring.scale
@@ -275,12 +275,12 @@ def reduce_dkv(
     slots,
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    REDUCE_N: tl.constexpr,
 ):
     """dk and dv of the rank's own keys, once the parts of all ranks have arrived."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
+    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     # Other threads stored this rank's own tiles than will read them next.

@@ -163,10 +163,10 @@ def make_delta(
     """A copy program's share of delta."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
-    COPY_M: tl.constexpr = SHAPE.copy_m
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
     H, n, dout = queries.H, queries.n, queries.dout
     chunks = tiles.cdiv(n, COPY_M)
-    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
         head, row = unit // chunks, unit % chunks * COPY_M
         dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
         first = tl.cast(head, tl.int64) * n
@@ -225,13 +225,13 @@ def sum_dq(
     kv_head,
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
+    BLOCK_N: tl.constexpr = SHAPE.config.dq_n
     rows, stop = row + tl.arange(0, BLOCK_M), row + length
     q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
     dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
@@ -262,24 +262,22 @@ def _make_dq(
     ring,
     B,
     SHAPE: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
     program, programs = compute_program(SHAPE)
     table, rank, H = ring.table, ring.rank, queries.H
     tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
     for tile in range(program, tiles_m * B * H, programs):
-        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
         position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
         batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
         arrivals, dq = sum_dq(
             arrivals, head_queries(queries, batch, q_head, 0), position, row, length, batch,
-            kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+            kv_head, ring, SHAPE,
         )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
         tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
@@ -303,7 +301,6 @@ def _ring_attention_backward_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    TILES: tl.constexpr,  # RingGradConfig
 ) -> None:
     """dq, dk and dv of the own shards. Grid: copy programs and at least one more.
 
@@ -312,7 +309,7 @@ def _ring_attention_backward_kernel(
     """
     generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    if tl.program_id(0) < SHAPE.copy_programs:
+    if tl.program_id(0) < SHAPE.config.copy_programs:
         publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
@@ -321,13 +318,9 @@ def _ring_attention_backward_kernel(
     else:
         # Bit 0 stands for delta; the rank's own keys need no wait.
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
-        arrivals = make_dkv(
-            arrivals, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n
-        )
-        _make_dq(
-            dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
-        )
-        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
+        arrivals = make_dkv(arrivals, slots, queries, seen_by, ring, SHAPE)
+        _make_dq(dq_ptr, arrivals, queries, ring, B, SHAPE)
+        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * queries.H * queries.n)
@@ -381,8 +374,7 @@ def launch_ring_attention_backward(
         B,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        TILES=config,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return dq, dk, dv

@@ -181,14 +181,14 @@ def attend(
     kv_head,
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Attention of one tile of queries to all keys that it sees.
 
     Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
     """
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
+    BLOCK_N: tl.constexpr = SHAPE.config.block_n
     q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
     lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
     top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
@@ -223,9 +223,6 @@ def _ring_attention_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     """out and lse of the own queries. Grid: copy programs and at least one more.
 
@@ -236,9 +233,10 @@ def _ring_attention_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    COPIES: tl.constexpr = SHAPE.copy_programs
+    COPIES: tl.constexpr = SHAPE.config.copy_programs
     SPANS: tl.constexpr = SHAPE.spans
     D: tl.constexpr = SHAPE.head_dim
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
     if program < COPIES:
         publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
@@ -247,14 +245,14 @@ def _ring_attention_kernel(
         arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
         tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
         for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
-            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
             # In causal attention the last queries see the most: longest tiles first.
             position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
             batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             arrivals, out, lse = attend(
                 arrivals, head_ptr(q, batch, q_head), q.stride_m, position, row, length, batch,
-                kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+                kv_head, ring, SHAPE,
             )  # fmt: skip
             # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
             # throughout.
@@ -305,10 +303,7 @@ def launch_ring_attention(
         n,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        GROUP_HEADS=config.group_heads,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return out, lse

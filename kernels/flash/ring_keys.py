@@ -82,15 +82,15 @@ def first_chunk(head, chunks, SHAPE: tl.constexpr):
 
     It waits for its namesakes alone, so they must have published all that it fetches.
     """
-    return tiles.first_of(head * chunks, tl.program_id(0), SHAPE.copy_programs)
+    return tiles.first_of(head * chunks, tl.program_id(0), SHAPE.config.copy_programs)
 
 
 @triton.jit
 def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     """Publish `rows` rows of `heads` = B * H heads of x (Heads): the chunks of this program."""
-    COPY_M: tl.constexpr = SHAPE.copy_m
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
     chunks = tiles.cdiv(rows, COPY_M)
-    for unit in range(tl.program_id(0), heads * chunks, SHAPE.copy_programs):
+    for unit in range(tl.program_id(0), heads * chunks, SHAPE.config.copy_programs):
         head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
         batch, head_in_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         tiles.copy_block(
@@ -109,11 +109,13 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
 @triton.jit
 def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
     """Fetch the keys or values of `source` that are needed here: the chunks of this program."""
-    COPY_M: tl.constexpr = SHAPE.copy_m
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
     keys, chunks = ring.keys, tiles.cdiv(rows, COPY_M)
     for head in range(_fetched_heads(keys)):
         global_head = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
-        for chunk in range(first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.copy_programs):
+        for chunk in range(
+            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
+        ):
             first = chunk * COPY_M
             last = tl.minimum(first + COPY_M, rows)
             if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
@@ -237,8 +239,8 @@ def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
         source = (ring.rank + step) % SHAPE.world_size
         arrived = signals.wait_for_own(
             ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
-            SHAPE.copy_programs - 1, ring.generation, ring.link.timeout_ns,
-            triton.next_power_of_2(SHAPE.copy_programs),
+            SHAPE.config.copy_programs - 1, ring.generation, ring.link.timeout_ns,
+            triton.next_power_of_2(SHAPE.config.copy_programs),
         )  # fmt: skip
         BITS: tl.constexpr = arrivals.dtype.primitive_bitwidth
         arrivals |= tl.cast(1, arrivals.dtype) << tl.where(arrived, step, BITS - 1)
