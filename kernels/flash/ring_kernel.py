@@ -44,12 +44,10 @@ from weft.kernels.flash.attention_tiles import (
     empty_softmax,
     head_ptr,
     heads_of,
-    interval,
     load_rows,
     normalized,
     seen_pairs,
     softmax_step,
-    visible,
 )
 from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.ring_call import (
@@ -57,21 +55,18 @@ from weft.kernels.flash.ring_call import (
     RingOptions,
     copy_programs,
     count_tiles,
-    key_spans,
     keys_of,
     shape_for,
     shard_bytes,
-    span_of,
     tables,
     tile_of,
 )
 from weft.kernels.flash.ring_keys import (
     fetch_keys,
-    head_keys,
     no_arrivals,
+    over_keys,
     publish_keys,
     signal_published,
-    wait_for_source,
 )
 
 
@@ -135,33 +130,31 @@ def workspace_for(
 
 @triton.jit
 def _add_keys(
-    top,
-    total,
-    acc,  # (BLOCK_M, block_d) fp32
+    softmax,  # (top, total, acc)
     q,
-    position,  # of row 0 of q
-    keys,  # HeadKeys, row 0 at position 0
+    position,
+    keys,
     begin,
     full,
     full_end,
     end,
-    sees,
-    qk_scale,
+    ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add keys begin .. end - 1 to the softmax; all queries see keys full .. full_end - 1.
+    """Take keys into the softmax: see `over_keys`.
 
     One loop with a branch: three loops, each with its addresses in registers, would spill.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    top, total, acc = softmax
     for start in range(begin, end, BLOCK_N):
         k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * (ring.scale * LOG2_E)
         if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
+            seen = seen_pairs(position, start, end, ring.sees, BLOCK_M, BLOCK_N)
             scores = tl.where(seen, scores, float("-inf"))
         top, total, weights, rescale = softmax_step(top, total, scores)
         v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
@@ -186,25 +179,14 @@ def attend(
 
     Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
     """
-    SPANS: tl.constexpr = SHAPE.spans
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
-    BLOCK_N: tl.constexpr = SHAPE.config.block_n
     q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
-    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
-    top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
-    for step in range(SHAPE.world_size):
-        source = (ring.rank + step) % SHAPE.world_size
-        for span in range(SPANS):
-            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-            if begin < end:
-                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
-                top, total, acc = _add_keys(
-                    top, total, acc, q, position, kv, begin, full, full_end, end, ring.sees,
-                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
-                )  # fmt: skip
-    out, lse = normalized(top, total, acc)
+    softmax = empty_softmax(BLOCK_M, SHAPE.block_d)
+    arrivals, softmax = over_keys(
+        arrivals, softmax, _add_keys, q, position, length, batch, kv_head, ring, SHAPE,
+        SHAPE.config.block_n,
+    )  # fmt: skip
+    out, lse = normalized(softmax[0], softmax[1], softmax[2])
     return arrivals, out, lse
 
 

@@ -33,8 +33,8 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.flash.attention_tiles import Heads, head_ptr
-from weft.kernels.flash.ring_call import base_of, is_needed, rows_of
+from weft.kernels.flash.attention_tiles import Heads, head_ptr, interval, visible
+from weft.kernels.flash.ring_call import base_of, is_needed, key_spans, rows_of, span_of
 
 
 class HeadKeys(NamedTuple):
@@ -245,3 +245,41 @@ def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
         BITS: tl.constexpr = arrivals.dtype.primitive_bitwidth
         arrivals |= tl.cast(1, arrivals.dtype) << tl.where(arrived, step, BITS - 1)
     return arrivals
+
+
+@triton.jit
+def over_keys(
+    arrivals,
+    total,
+    add: tl.constexpr,
+    tile,  # what `add` needs of the queries
+    position,  # of the first of `length` queries
+    length,
+    batch,
+    kv_head,
+    ring,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Go over all keys that a tile of queries sees: own ones first, the others as they arrive.
+
+    For each span with such keys total = add(total, tile, position, keys, begin, full, full_end,
+    end, ring, SHAPE, BLOCK_N), where `keys` is HeadKeys with row 0 at position 0: the queries see
+    nothing but keys begin .. end - 1, and all of them see all of full .. full_end - 1.
+
+    Returns `arrivals` as `wait_for_source` leaves it, and the total.
+    """
+    SPANS: tl.constexpr = SHAPE.spans
+    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
+    for step in range(SHAPE.world_size):
+        source = (ring.rank + step) % SHAPE.world_size
+        for span in range(SPANS):
+            start, row, rows = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
+            begin, full, full_end, end = interval(lowest, highest, start, start + rows, BLOCK_N)
+            if begin < end:
+                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
+                keys = head_keys(ring, source, batch, kv_head, row - start, SHAPE)
+                total = add(
+                    total, tile, position, keys, begin, full, full_end, end, ring, SHAPE, BLOCK_N
+                )
+    return arrivals, total
