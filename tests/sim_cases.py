@@ -21,14 +21,9 @@ from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.decode import Cache, flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.flash import (
-    decode_kernel,
-    heads_grad_kernel,
-    heads_kernel,
-    ring_grad_kernel,
-    ring_kernel,
-)
+from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
+from weft.kernels.heads import heads_grad_kernel, heads_kernel
 from weft.kernels.matmul import (
     all_gather_kernel,
     contract_kernel,

@@ -22,7 +22,8 @@ from sim_faults import (
 from weft.collectives import movement
 from weft.collectives.kernels import kernel_collectives, pull
 from weft.collectives.memory import direct
-from weft.kernels.flash import decode_kernel, heads_grad_kernel, heads_kernel, ring_dkv, ring_keys
+from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
+from weft.kernels.heads import heads_grad_kernel, heads_kernel
 from weft.kernels.matmul import copy_engines
 from weft.kernels.norm import rms_norm_kernel
 

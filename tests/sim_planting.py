@@ -31,13 +31,14 @@ from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.kernels.device import gathers, partial_sums, splits, tiles
 from weft.kernels.flash import (
-    head_units,
+    grad_tiles,
     ring_call,
     ring_dkv,
     ring_grad_kernel,
     ring_kernel,
     ring_keys,
 )
+from weft.kernels.heads import head_units
 from weft.kernels.matmul import one_shot_kernel
 from weft.sim.check.mutants import mutant
 
@@ -54,6 +55,7 @@ PARTS = (
     one_shot_kernel,
     ring_call,
     ring_keys,
+    grad_tiles,
     ring_dkv,
     head_units,
     ring_kernel,

@@ -140,7 +140,7 @@ def ulysses_attention(
 def _head_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.kernels.flash import heads_kernel as kernel
+    from weft.kernels.heads import heads_kernel as kernel
 
     ws = kernel.workspace_for(q, k, call.group, call.geometry)
     with ws.call(OP):
@@ -149,7 +149,7 @@ def _head_forward(
 
 def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     """dq, dk and dv on the triton engine, where `in_one_launch` is true of `call`."""
-    from weft.kernels.flash import heads_grad_kernel as kernel
+    from weft.kernels.heads import heads_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
     with ws.call(f"{OP} backward"):

@@ -26,13 +26,7 @@ from weft.kernels.device.epilogues import Activation
 from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
 from weft.kernels.engine.fp8 import Scaling
-from weft.kernels.flash import (
-    decode_kernel,
-    heads_grad_kernel,
-    heads_kernel,
-    ring_grad_kernel,
-    ring_kernel,
-)
+from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -40,6 +34,7 @@ from weft.kernels.flash.geometry import (
     Visibility,
     zigzag_sizes,
 )
+from weft.kernels.heads import heads_grad_kernel, heads_kernel
 from weft.kernels.matmul import (
     all_gather_kernel,
     contract_kernel,

@@ -44,11 +44,11 @@ from weft.kernels.engine.chips import chip_of
 from weft.kernels.flash.attention_tiles import LN_2, LOG2_E, heads_of, normalized
 from weft.kernels.flash.decode_tiles import (
     Cut,
-    Held,
     attend_part,
+    cut_queries,
     decode_config,
+    held_by,
     merge_slots,
-    tile_of,
 )
 
 if TYPE_CHECKING:
@@ -59,16 +59,14 @@ _MERGED = 4096
 
 
 @triton.jit
-def _send(
-    value, lse, column, place, link, rank, generation, WORLD_SIZE: tl.constexpr, CUT: tl.constexpr
-):
+def _send(value, lse, column, place, link, rank, generation, CUT: tl.constexpr):
     """Store columns of a result, from `column` on, in every rank's slot, the rank's own last.
 
     `place` is where the slot's item begins, in elements from the start of the half.
     """
     offs_r, offs_d = tl.arange(0, CUT.rows), column + tl.arange(0, value.shape[1])
-    for step in range(1, WORLD_SIZE + 1):
-        peer = (rank + step) % WORLD_SIZE
+    for step in range(1, CUT.world_size + 1):
+        peer = (rank + step) % CUT.world_size
         half_bytes = link.half_bytes
         half = signals.half_ptr(link.buffer_ptrs, peer, generation, half_bytes, tl.float32)
         tl.store(half + place + offs_r[:, None] * CUT.block_d + offs_d[None, :], value)
@@ -91,7 +89,6 @@ def _flash_decode_kernel(
     window,  # tokens before its own that a query sees, or None
     rank,
     held_rank,  # among the `world_size` ranks to which blocks of keys are dealt
-    WORLD_SIZE: tl.constexpr,
     CUT: tl.constexpr,
 ) -> None:
     """Grid: the same on all ranks; items * split if split > 1.
@@ -101,6 +98,7 @@ def _flash_decode_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
+    WORLD_SIZE: tl.constexpr = CUT.world_size
     ROWS: tl.constexpr = CUT.rows
     SPLIT: tl.constexpr = CUT.split
     ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
@@ -118,7 +116,7 @@ def _flash_decode_kernel(
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
             value, lse = normalized(top, total, acc)
-            _send(value, lse, 0, place, link, rank, generation, WORLD_SIZE, CUT)
+            _send(value, lse, 0, place, link, rank, generation, CUT)
         else:
             parts = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             tiles.store_block(parts + part * SIZE, acc)
@@ -134,7 +132,7 @@ def _flash_decode_kernel(
                 if complete:
                     for column in range(0, CUT.block_d, CUT.merge_d):
                         value, lse = merge_slots(parts, SIZE, SPLIT, column, CUT, True)
-                        _send(value, lse, column, place, link, rank, generation, WORLD_SIZE, CUT)
+                        _send(value, lse, column, place, link, rank, generation, CUT)
             else:
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),
@@ -220,7 +218,7 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
     block_d = triton.next_power_of_2(D)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     _append_kernel[(B * T,)](
-        _held(cache),
+        held_by(cache),
         heads_of(k),
         heads_of(v),
         lengths.contiguous(),
@@ -233,25 +231,9 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
     )
 
 
-def _held(cache: Cache) -> Held:
-    """A cache as the kernels take it: they need the rows of a page table to be contiguous."""
-    table = cache.table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    stride = 0 if table is None else table.stride(0)
-    return Held(heads_of(cache.k), heads_of(cache.v), table, stride, cache.block, cache.world_size)
-
-
-def _cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
-    """What `tile_of` returns for q (B, H, T, D), and the number of items."""
-    (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
-    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
-    return rows, block_d, row_tiles, B * H_kv * row_tiles
-
-
 def workspace_for(q: torch.Tensor, cache: Cache, group: Group) -> Workspace:
     """The group's workspace with room for every rank's results for q (B, H, T, D)."""
-    rows, block_d, _, items = _cut_queries(q, cache)
+    rows, block_d, _, items = cut_queries(q, cache)
     nbytes = group.world_size * items * rows * (block_d + 1) * 4
     return workspace(group, nbytes, channel="decode kernel", device=q.device)
 
@@ -280,7 +262,7 @@ def launch_flash_decode(
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
     if not q.numel():
         return out, lse
-    rows, block_d, row_tiles, items = _cut_queries(q, cache)
+    rows, block_d, row_tiles, items = cut_queries(q, cache)
     narrow = cache.k.dtype != q.dtype
     config = decode_config(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
     scratch = None
@@ -291,7 +273,7 @@ def launch_flash_decode(
         out,
         lse,
         heads_of(q if q.stride(3) == 1 else q.contiguous()),
-        _held(cache),
+        held_by(cache),
         lengths.contiguous(),
         scratch,
         link_of(ws),
@@ -302,7 +284,6 @@ def launch_flash_decode(
         window,
         ws.rank,
         cache.rank,
-        WORLD_SIZE=ws.world_size,
         CUT=Cut(
             H // H_kv,
             D,
@@ -312,6 +293,7 @@ def launch_flash_decode(
             config.block_n,
             config.split,
             merge_d=min(block_d, max(16, _MERGED // rows)),
+            world_size=ws.world_size,
         ),
         **config.options,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,10 @@ import triton.language as tl
 
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
-from weft.kernels.flash.attention_tiles import empty_softmax, normalized, softmax_step
+from weft.kernels.flash.attention_tiles import empty_softmax, heads_of, normalized, softmax_step
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.decode import Cache
 
 _MOST_PARTS = 16
 # The most elements of a tile of rows, half as many in fp32: with 64 x 256, each lane of four warps
@@ -74,6 +77,7 @@ class Cut:
         row_tiles: tiles of rows that read the same keys.
         block_n, split: as in `DecodeConfig`.
         merge_d: columns that are merged at a time.
+        world_size: W.
     """
 
     group: int
@@ -84,6 +88,7 @@ class Cut:
     block_n: int
     split: int
     merge_d: int
+    world_size: int
 
 
 @lru_cache(maxsize=1024)
@@ -111,6 +116,22 @@ class Held(NamedTuple):
     stride_table: Any
     block: Any
     world_size: Any
+
+
+def held_by(cache: Cache) -> Held:
+    """A cache as the kernels take it: they need the rows of a page table to be contiguous."""
+    table = cache.table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    stride = 0 if table is None else table.stride(0)
+    return Held(heads_of(cache.k), heads_of(cache.v), table, stride, cache.block, cache.world_size)
+
+
+def cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
+    """What `tile_of` returns for q (B, H, T, D), and the number of items."""
+    (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
+    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
+    return rows, block_d, row_tiles, B * H_kv * row_tiles
 
 
 @triton.jit

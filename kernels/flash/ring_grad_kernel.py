@@ -1,9 +1,6 @@
 """ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
 
-Legend as in `ring_keys` and `ring_kernel`. With p = exp(scores - lse), the final probabilities:
-
-    dv = p^T @ dout    ds = p * (dout @ v^T - delta)    dq = scale * ds @ k    dk = scale * ds^T @ q
-    delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
+Legend as in `ring_keys` and `ring_kernel`, formulas as in `grad_tiles`.
 
 Protocol
   1. Copy programs publish keys, make delta and announce it in the rank's own words (1, rank, p),
@@ -34,44 +31,27 @@ from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_kernel
 from weft.kernels.flash.attention_tiles import (
-    LOG2_E,
     contiguous_rows,
-    head_ptr,
     heads_of,
-    interval,
-    load_rows,
-    row_sum,
-    seen_pairs,
-    visible,
 )
 from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.grad_tiles import Queries, head_queries, make_delta, sum_dq
 from weft.kernels.flash.ring_call import (
     Ring,
     RingOptions,
     compute_program,
     copy_programs,
     count_tiles,
-    key_spans,
     keys_of,
     rows_of,
     shape_for,
-    span_of,
     tables,
     tile_of,
 )
-from weft.kernels.flash.ring_dkv import (
-    Queries,
-    head_queries,
-    in_base_2,
-    make_dkv,
-    reduce_dkv,
-    slots_bytes,
-    slots_of,
-)
+from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
 from weft.kernels.flash.ring_keys import (
     announce,
     fetch_keys,
-    head_keys,
     no_arrivals,
     publish_keys,
     signal_published,
@@ -150,108 +130,6 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
 def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
     """The group's workspace with room for a shard of keys and W slots of their gradients."""
     return ring_kernel.workspace_for(k, group, geometry, slots_bytes(k, geometry))
-
-
-@triton.jit
-def make_delta(
-    out_ptr,  # (B, H, n, D)
-    dlse_ptr,  # (B, H, n) or None
-    queries,
-    B,
-    SHAPE: tl.constexpr,
-):
-    """A copy program's share of delta."""
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    COPY_M: tl.constexpr = SHAPE.config.copy_m
-    H, n, dout = queries.H, queries.n, queries.dout
-    chunks = tiles.cdiv(n, COPY_M)
-    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
-        head, row = unit // chunks, unit % chunks * COPY_M
-        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
-        first = tl.cast(head, tl.int64) * n
-        out_rows = load_rows(out_ptr + first * D, row, n, D, COPY_M, D, BLOCK_D)
-        dout_rows = load_rows(dout_head, row, n, dout.stride_m, COPY_M, D, BLOCK_D)
-        delta = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
-        rows = row + tl.arange(0, COPY_M)
-        if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
-        tl.store(queries.delta + first + rows, delta, mask=rows < n)
-
-
-@triton.jit
-def _add_to_dq(
-    dq,  # (BLOCK_M, block_d) fp32
-    q,
-    dout,
-    lse,  # (BLOCK_M,) times log2(e)
-    delta,
-    position,  # of row 0 of q
-    keys,  # HeadKeys, row 0 at position 0
-    begin,
-    full,
-    full_end,
-    end,
-    sees,
-    qk_scale,
-    SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """What keys begin .. end - 1 add, of which all the queries see full .. full_end - 1."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    for start in range(begin, end, BLOCK_N):
-        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
-        p = tl.exp2(scores - lse[:, None])
-        if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
-            p = tl.where(seen, p, 0.0)
-        ds = p * (tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None])
-        dq = tiles.dot(tiles.rounded(ds, k.dtype), k, dq)
-    return dq
-
-
-@triton.jit
-def sum_dq(
-    arrivals,
-    queries,  # HeadQueries
-    position,  # of the tile's first query
-    row,  # where that is, of `length`
-    length,
-    batch,
-    kv_head,
-    ring,
-    SHAPE: tl.constexpr,
-):
-    """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    SPANS: tl.constexpr = SHAPE.spans
-    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    BLOCK_N: tl.constexpr = SHAPE.config.dq_n
-    rows, stop = row + tl.arange(0, BLOCK_M), row + length
-    q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
-    dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
-    delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
-    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
-    dq = tiles.zeros(BLOCK_M, BLOCK_D)
-    for step in range(SHAPE.world_size):
-        source = (ring.rank + step) % SHAPE.world_size
-        for span in range(SPANS):
-            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-            if begin < end:
-                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
-                dq = _add_to_dq(
-                    dq, q, dout, lse, delta, position, kv, begin, full, full_end, end, ring.sees,
-                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
-                )  # fmt: skip
-    return arrivals, dq * ring.scale
 
 
 @triton.jit

@@ -20,9 +20,9 @@ from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.ring import attention_reference
 from weft.kernels.engine.chips import KNOWN, known
 from weft.kernels.flash.attention_tiles import contiguous_rows
-from weft.kernels.flash.heads_grad_kernel import head_grad_config
 from weft.kernels.flash.ring_grad_kernel import ring_grad_config
 from weft.kernels.flash.ring_kernel import ring_config
+from weft.kernels.heads.heads_grad_kernel import head_grad_config
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

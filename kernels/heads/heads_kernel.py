@@ -47,19 +47,6 @@ from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_kernel
 from weft.kernels.flash.attention_tiles import LN_2, contiguous_rows, head_ptr, heads_of
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.head_units import (
-    area_ptr,
-    collect_rows,
-    first_unit,
-    heads_at,
-    kv_range,
-    numbers_bytes,
-    offsets_of,
-    own_heads,
-    query_tile,
-    rows_bytes,
-    stagger_of,
-)
 from weft.kernels.flash.ring_call import (
     Ring,
     compute_program,
@@ -80,6 +67,19 @@ from weft.kernels.flash.ring_keys import (
     publish_rows,
     signal_published,
     wait_for_source,
+)
+from weft.kernels.heads.head_units import (
+    area_ptr,
+    collect_rows,
+    first_unit,
+    heads_at,
+    kv_range,
+    numbers_bytes,
+    offsets_of,
+    own_heads,
+    query_tile,
+    rows_bytes,
+    stagger_of,
 )
 
 

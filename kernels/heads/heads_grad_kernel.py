@@ -1,6 +1,6 @@
 """ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
 
-Legend as in `ring_keys` and `head_units`, formulas as in `ring_grad_kernel`. If there are fewer
+Legend as in `ring_keys` and `head_units`, formulas as in `grad_tiles`. If there are fewer
 key heads than ranks, several ranks use the same one: what each contributes to dk and dv is a part
 with a slot of its own on the owner of the tokens, which adds up the slots in rank order.
 
@@ -49,20 +49,7 @@ from weft.kernels.flash.attention_tiles import (
     visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.head_units import (
-    area_ptr,
-    collect_rows,
-    first_unit,
-    heads_at,
-    kv_range,
-    numbers_bytes,
-    offsets_of,
-    own_heads,
-    query_tile,
-    rows_bytes,
-    stagger_of,
-    unit_of,
-)
+from weft.kernels.flash.grad_tiles import HeadQueries, Queries, add_to_dkv, make_delta, sum_dq
 from weft.kernels.flash.ring_call import (
     Ring,
     base_of,
@@ -80,8 +67,7 @@ from weft.kernels.flash.ring_call import (
     tables,
     tile_of,
 )
-from weft.kernels.flash.ring_dkv import HeadQueries, Queries, add_to_dkv
-from weft.kernels.flash.ring_grad_kernel import RingGradConfig, make_delta, sum_dq
+from weft.kernels.flash.ring_grad_kernel import RingGradConfig
 from weft.kernels.flash.ring_keys import (
     announce,
     announce_results,
@@ -94,6 +80,20 @@ from weft.kernels.flash.ring_keys import (
     publish_rows,
     signal_published,
     wait_for_source,
+)
+from weft.kernels.heads.head_units import (
+    area_ptr,
+    collect_rows,
+    first_unit,
+    heads_at,
+    kv_range,
+    numbers_bytes,
+    offsets_of,
+    own_heads,
+    query_tile,
+    rows_bytes,
+    stagger_of,
+    unit_of,
 )
 
 if TYPE_CHECKING:
