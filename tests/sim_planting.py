@@ -38,7 +38,7 @@ from weft.kernels.flash import (
     ring_kernel,
     ring_keys,
 )
-from weft.kernels.heads import head_units
+from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import one_shot_kernel
 from weft.sim.check.mutants import mutant
 
@@ -58,6 +58,8 @@ PARTS = (
     grad_tiles,
     ring_dkv,
     head_units,
+    head_queries,
+    head_dkv,
     ring_kernel,
     ring_grad_kernel,
 )

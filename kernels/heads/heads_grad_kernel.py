@@ -1,14 +1,10 @@
 """ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
 
-Legend as in `ring_keys` and `head_units`, formulas as in `grad_tiles`. If there are fewer
-key heads than ranks, several ranks use the same one: what each contributes to dk and dv is a part
-with a slot of its own on the owner of the tokens, which adds up the slots in rank order.
+Legend as in `ring_keys` and `head_units`, formulas as in `grad_tiles`.
 
-    half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: published
+    half of s       what `head_queries` publishes
                     [dq] of its tokens, all heads: stored by peers
-                    slots x [dk | dv] x [key heads] x [rows of the largest shard] x fp32: likewise
-    `Fetched` on r  of the tokens of every other rank, the heads of r:
-                    [q | dout] x [heads] x [n_s] x PITCH,  [lse | delta] x [heads] x [n_s] fp32
+                    slots of parts of dk and dv, see `head_dkv`: likewise
 
 Protocol
   1. Copy programs publish keys, queries and dout, make and publish delta, and signal. They fetch
@@ -41,31 +37,22 @@ from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_grad_kernel
 from weft.kernels.flash.attention_tiles import (
-    LOG2_E,
     contiguous_rows,
     heads_of,
-    interval,
-    load_rows,
-    visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import HeadQueries, Queries, add_to_dkv, make_delta, sum_dq
+from weft.kernels.flash.grad_tiles import Queries, sum_dq
 from weft.kernels.flash.ring_call import (
     Ring,
-    base_of,
     compute_program,
     count_rows,
     count_tiles,
-    is_needed,
-    key_spans,
     keys_of,
     pitch_of,
     rows_of,
     shape_for,
     shard_bytes,
-    span_of,
     tables,
-    tile_of,
 )
 from weft.kernels.flash.ring_grad_kernel import RingGradConfig
 from weft.kernels.flash.ring_keys import (
@@ -73,14 +60,12 @@ from weft.kernels.flash.ring_keys import (
     announce_results,
     await_results,
     fetch_shard,
-    first_chunk,
-    head_keys,
     no_arrivals,
-    publish_keys,
-    publish_rows,
     signal_published,
     wait_for_source,
 )
+from weft.kernels.heads.head_dkv import add_parts, make_head_dkv, slots_for
+from weft.kernels.heads.head_queries import Fetched, fetch_queries, held_queries, publish_all
 from weft.kernels.heads.head_units import (
     area_ptr,
     collect_rows,
@@ -93,7 +78,6 @@ from weft.kernels.heads.head_units import (
     query_tile,
     rows_bytes,
     stagger_of,
-    unit_of,
 )
 
 if TYPE_CHECKING:
@@ -137,30 +121,9 @@ class Areas(NamedTuple):
     kv_stagger: Any
 
 
-class Fetched(NamedTuple):
-    """What belongs to the `count` heads of this rank, from `first` on, of all ranks' tokens.
-
-    `rows` are those of q and dout, `numbers` those of lse and delta.
-    """
-
-    rows: Any
-    numbers: Any
-    first: Any
-    count: Any
-
-
-def _slots(H: int, H_kv: int, world_size: int) -> int:
-    """The largest number of ranks that use one key head.
-
-    Example: 4 heads on 2 key heads: 1 on 2 ranks, 2 on 4 ranks.
-    """
-    used = [kv_range(heads_at(rank, H, world_size), H, H_kv) for rank in range(world_size)]
-    return max(sum(head in heads for heads in used) for head in range(H_kv))
-
-
 def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
     kv_heads, m, D = k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3]
-    slots = _slots(q.shape[1], k.shape[1], len(geometry.k_sizes))
+    slots = slots_for(q.shape[1], k.shape[1], len(geometry.k_sizes))
     rows, numbers = rows_bytes(q, geometry), numbers_bytes(q, geometry)
     parts = slots * shard_bytes(kv_heads, m, D, torch.float32)
     return [shard_bytes(kv_heads, m, D, k.dtype), rows, rows, numbers, numbers, rows, parts]
@@ -170,172 +133,6 @@ def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geom
     """The group's workspace with room for the largest shard of all."""
     nbytes = offsets_of(_area_bytes(q, k, geometry))[-1]
     return workspace(group, nbytes, channel="heads", device=q.device)
-
-
-@triton.jit
-def _publish(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
-    """Step 1 of the protocol, up to the signal. `queries.delta` is the rank's own area of delta."""
-    dtype: tl.constexpr = ring.keys.k.dtype.element_ty
-    publish_keys(ring, SHAPE)
-    H, n, rank = queries.H, queries.n, ring.rank
-    publish_rows(area_ptr(ring, rank, areas.q, dtype), queries.q, H, B * H, n, SHAPE)
-    publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
-    make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
-    shown = area_ptr(ring, rank, areas.lse, tl.float32)
-    chunks = tiles.cdiv(n, SHAPE.config.copy_m)
-    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
-        rows = unit % chunks * SHAPE.config.copy_m + tl.arange(0, SHAPE.config.copy_m)
-        at = tl.cast(unit // chunks, tl.int64) * n + rows
-        tl.store(shown + at, tl.load(queries.lse + at, mask=rows < n), mask=rows < n)
-
-
-@triton.jit
-def _fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
-    """This program's share of what belongs to the rank's heads and the tokens of `source`."""
-    COPY_M: tl.constexpr = SHAPE.config.copy_m
-    PITCH: tl.constexpr = SHAPE.pitch
-    dtype: tl.constexpr = fetched.rows.dtype.element_ty
-    n = count_rows(ring.table, source, SHAPE.spans)
-    chunks = tiles.cdiv(n, COPY_M)
-    to_q, to_lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
-    size = tl.cast(B * fetched.count, tl.int64) * n
-    q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
-    lse = area_ptr(ring, source, areas.lse, tl.float32)
-    delta = area_ptr(ring, source, areas.delta, tl.float32)
-    for head in range(B * fetched.count):
-        global_head = head // fetched.count * H + fetched.first + head % fetched.count
-        for chunk in range(
-            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
-        ):
-            row = chunk * COPY_M
-            rows = tl.minimum(COPY_M, n - row)
-            to = tl.cast(head, tl.int64) * n + row
-            at = tl.cast(global_head, tl.int64) * n + row
-            tiles.copy_block(
-                to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
-                SHAPE.block_d,
-            )  # fmt: skip
-            tiles.copy_block(
-                to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH,
-                1, COPY_M, SHAPE.block_d,
-            )  # fmt: skip
-            offs = tl.arange(0, COPY_M)
-            inside = offs < rows
-            tl.store(to_lse + to + offs, tl.load(lse + at + offs, mask=inside), mask=inside)
-            to_delta = to_lse + size + to + offs
-            tl.store(to_delta, tl.load(delta + at + offs, mask=inside), mask=inside)
-
-
-@triton.jit
-def _fetched_ptrs(fetched, ring, source, B, SHAPE: tl.constexpr):
-    """Where the rows and the numbers of `source` begin in `fetched`."""
-    base = base_of(ring.table, source, 1, SHAPE) * 2 * B * fetched.count
-    return fetched.rows + base * SHAPE.pitch, fetched.numbers + base
-
-
-@triton.jit
-def _held_queries(
-    queries, fetched, areas, ring, source, batch, head, B, shift, SHAPE: tl.constexpr
-):
-    """What belongs to one of the rank's heads and the tokens of `source`, from row `shift` on.
-
-    The rank's own tokens are read where it published them: with one layout for all sources, fewer
-    addresses are kept in registers.
-    """
-    dtype: tl.constexpr = fetched.rows.dtype.element_ty
-    if source == ring.rank:
-        at = (batch * queries.H + head) * queries.n + shift
-        q = area_ptr(ring, source, areas.q, dtype) + at * SHAPE.pitch
-        dout = area_ptr(ring, source, areas.dout, dtype) + at * SHAPE.pitch
-        lse, delta = queries.lse + at, area_ptr(ring, source, areas.delta, tl.float32) + at
-    else:
-        n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
-        size = B * fetched.count * n
-        at = (batch * fetched.count + head - fetched.first) * n + shift
-        q, lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
-        q += at * SHAPE.pitch
-        lse += at
-        dout, delta = q + size * SHAPE.pitch, lse + size
-    return HeadQueries(q, SHAPE.pitch, dout, SHAPE.pitch, lse, delta)
-
-
-@triton.jit
-def _part_ptr(areas, ring, owner, user, batch, kv_head, H, SHAPE: tl.constexpr):
-    """Address on `owner` of rank `user`'s dk of a key head, and the offset from dk to dv."""
-    keys, sharing = ring.keys, H // ring.keys.H_KV
-    slot = user - _first_user(kv_head, sharing, H, SHAPE)
-    size = tl.cast(keys.heads, tl.int64) * areas.rows * SHAPE.fp32_pitch
-    at = tl.cast(batch * keys.H_KV + kv_head, tl.int64) * areas.rows * SHAPE.fp32_pitch
-    return area_ptr(ring, owner, areas.parts, tl.float32) + slot * 2 * size + at, size
-
-
-@triton.jit
-def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
-    """The first rank that uses a key head."""
-    return kv_head * sharing // tiles.cdiv(H, SHAPE.world_size)
-
-
-@triton.jit
-def _make_dkv(
-    arrivals,
-    owner,
-    queries,
-    fetched,
-    areas,
-    seen_by,  # Sight of the keys
-    ring,
-    B,
-    SHAPE: tl.constexpr,
-):
-    """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    SPANS: tl.constexpr = SHAPE.spans
-    WORLD_SIZE: tl.constexpr = SHAPE.world_size
-    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
-    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
-    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    keys, sharing = ring.keys, queries.H // ring.keys.H_KV
-    each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
-    begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
-    for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
-        kv_head, batch, tile = unit_of(unit, B, each // B)
-        first = tl.maximum(kv_head * sharing, fetched.first)
-        last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
-        position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
-        stop = row + length
-        if is_needed(table, rank, owner, row, stop, SHAPE):
-            distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
-            arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
-            kv = head_keys(
-                ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
-            )
-            k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-            v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-            lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
-            dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
-            for part in range(WORLD_SIZE * SPANS):
-                step = part // SPANS
-                source = (rank + step) % WORLD_SIZE
-                start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
-                begin, full, full_end, end = interval(
-                    lowest, highest, start, start + q_length, BLOCK_M
-                )
-                if begin < end:
-                    arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                    for head in range(first, last):
-                        head_q = _held_queries(
-                            queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
-                            B, q_row - start, SHAPE,
-                        )  # fmt: skip
-                        dk, dv = add_to_dkv(
-                            dk, dv, k, v, position, head_q, begin, full, full_end, end, ring.sees,
-                            ring.scale * LOG2_E, SHAPE, BLOCK_M,
-                        )  # fmt: skip
-            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
-            tiles.store(part_ptr, dk * ring.scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
-            tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
-    return arrivals
 
 
 @triton.jit
@@ -366,7 +163,7 @@ def _make_dq(
         at = tl.cast(batch * H + head, tl.int64) * n
         kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
         batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        head_q = _held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
+        head_q = held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
         arrivals, dq = sum_dq(arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE)
         if owner == rank:
             to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
@@ -375,48 +172,6 @@ def _make_dq(
             pitch = tl.cast(SHAPE.pitch, tl.int32)
         tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
     return arrivals
-
-
-@triton.jit
-def _add_parts(
-    dk_ptr,  # (B, H_KV, m, D)
-    dv_ptr,
-    areas,
-    ring,
-    B,
-    H,
-    SHAPE: tl.constexpr,
-):
-    """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
-    D: tl.constexpr = SHAPE.head_dim
-    SPANS: tl.constexpr = SHAPE.spans
-    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
-    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
-    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    keys, heads = ring.keys, tiles.cdiv(H, SHAPE.world_size)
-    sharing = H // keys.H_KV
-    m, count = rows_of(table, rank, SHAPE), count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
-    begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
-    for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
-        kv_head, batch, tile = unit_of(unit, B, count)
-        _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
-        # There are no parts of a tile that no query sees.
-        users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
-        users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
-        user = _first_user(kv_head, sharing, H, SHAPE)
-        parts, size = _part_ptr(areas, ring, rank, user, batch, kv_head, H, SHAPE)
-        for part in range(0, length, REDUCE_N):
-            rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
-            inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
-            offs = rows.to(tl.int64)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
-            dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
-            dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
-            for slot in range(users):
-                dk += tl.load(parts + slot * 2 * size + offs, mask=inside, other=0.0)
-                dv += tl.load(parts + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
-            at = (tl.cast(batch * keys.H_KV + kv_head, tl.int64) * m + row) * D
-            tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
-            tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -451,7 +206,7 @@ def _head_attention_backward_kernel(
     if tl.program_id(0) < SHAPE.config.copy_programs:
         delta = area_ptr(ring, rank, areas.delta, tl.float32)
         shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
-        _publish(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
+        publish_all(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
         signal_published(ring, SHAPE)
         announce(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
@@ -461,14 +216,14 @@ def _head_attention_backward_kernel(
                 generation, link.timeout_ns,
             ):  # fmt: skip
                 fetch_shard(ring, source, SHAPE)
-                _fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
+                fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
                 announce(ring, source, SHAPE)
     else:
         # Bit 0 stands for delta.
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = _make_dkv(
+            arrivals = make_head_dkv(
                 arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
             )  # fmt: skip
         # A second loop: what is invariant in a loop stays in registers through all of it.
@@ -486,7 +241,7 @@ def _head_attention_backward_kernel(
             collect_rows(
                 dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, SHAPE.config.dq_m
             )
-            _add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
+            add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * H * queries.n)
