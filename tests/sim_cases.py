@@ -18,7 +18,8 @@ from weft.collectives import movement, resolve, workspace
 from weft.collectives.kernels import kernel_collectives, pull
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
-from weft.kernels.attention.decode import Cache, flash_decode_reference
+from weft.kernels.attention.cache import Cache
+from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel

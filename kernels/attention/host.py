@@ -1,4 +1,4 @@
-"""Attention part by part on a CPU, at the speed of torch's own kernel.
+"""The host engine of `ring_attention`: attention part by part, at the speed of torch's own kernel.
 
 Softmax over keys that arrive in parts: each part gives an output and the log-sum-exp of its
 scores, and two of them merge exactly:
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from weft.kernels.flash.geometry import Rectangle, Visibility
+from weft.collectives import Exchange, exchange
+from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
 if TYPE_CHECKING:
-    from weft.kernels.attention.ring import Saved
+    from weft.kernels.attention.ring import AttentionPlan, Gradients, Saved
 
 
 class Total:
@@ -181,3 +182,84 @@ def _mask(rectangle: Rectangle, sees: Visibility, q: torch.Tensor) -> torch.Tens
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
         hidden, -torch.inf
     )
+
+
+def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
+    if ex.world_size == 1:
+        return
+    shown = ex.local((2, *k.shape), k.dtype)
+    shown[0].copy_(k)
+    shown[1].copy_(v)
+    ex.signal_all()
+
+
+def _peers_keys(
+    ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`peer`'s k and v, in place, once it has published them."""
+    ex.wait(peer)
+    shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
+    return shown[0], shown[1]
+
+
+def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
+    """Shape of k and v of `rank` together, or of their gradients."""
+    return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
+
+
+def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
+    if len(geometry.k_sizes) == 1:
+        return 0
+    return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
+
+
+def host_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse: over the own keys, then over each peer's in place."""
+    geometry, rank = call.geometry, call.group.rank
+    partial = PartialAttention(q, geometry.sees, call.scale)
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+        _publish_keys(ex, k, v)
+        partial.add(k, v, rectangles_between(geometry, rank, rank))
+        for peer in ex.peers():
+            if seen := rectangles_between(geometry, rank, peer):
+                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
+        out, lse = partial.result()
+        return ex.result(out.to(q.dtype)), ex.result(lse)
+
+
+def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
+    """dq, dk and dv: see the backward in `ring`."""
+    group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
+    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
+    grad = AttentionGrad(saved, geometry.sees, call.scale)
+    dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
+        _publish_keys(keys, k, v)
+        grad.add(k, v, rectangles_between(geometry, rank, rank), dk, dv)
+        nbytes = _shown_bytes(k, geometry, wide)
+        for step in range(1, W):
+            if not any(rectangles_between(geometry, r, (r + step) % W) for r in range(W)):
+                continue
+            owner, source = (rank + step) % W, (rank - step) % W
+            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
+                if seen := rectangles_between(geometry, rank, owner):
+                    parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
+                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
+                    for part in parts:
+                        part.result()  # in place, also where there was nothing to add
+                ex.signal_all()
+                if rectangles_between(geometry, source, rank):
+                    ex.wait(source)
+                    dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
+                    for total, part in ((dk, dk_part), (dv, dv_part)):
+                        total.add(slice(None), part)
+                        ex.result(total.result())
+        gradients = grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
+        for gradient in gradients:
+            keys.result(gradient)
+    return gradients

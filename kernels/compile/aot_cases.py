@@ -19,7 +19,8 @@ import triton
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
 from weft.collectives.kernels import kernel_collectives, multimem, pull
-from weft.kernels.attention.decode import WIDEST_BYTES, Cache
+from weft.kernels.attention.cache import Cache
+from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
 from weft.kernels.device import gathers
 from weft.kernels.device.epilogues import Activation

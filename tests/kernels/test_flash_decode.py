@@ -13,7 +13,8 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.kernels.attention import decode
+from weft.kernels.attention import decode_host
+from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.flash import decode_kernel, decode_tiles
 
@@ -208,7 +209,7 @@ def test_what_a_graph_captures_of_the_other_engines(
 ) -> None:
     """It looks at all that there is room for; what lies behind the ends may be anything."""
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(decode, "_FEWEST_KEYS", 1 << 30)  # torch's kernel is for CPUs
+    monkeypatch.setattr(decode_host, "_FEWEST_KEYS", 1 << 30)  # torch's kernel is for CPUs
     lengths = torch.tensor([37, 2, 0, 9], dtype=torch.int32)
     for T, rank in itertools.product((1, 3), (0, 1)):
         q = torch.randn(4, 4, T, 8, generator=generator)
@@ -219,10 +220,10 @@ def test_what_a_graph_captures_of_the_other_engines(
             k, v = (paged(x, 4, table) for x in (k, v))
             for row, length in enumerate(lengths.tolist()):
                 table[row, -(-length // 8) :] = -1
-        cache = decode.Cache(k, v, table, 4, rank, 2)
-        expected = decode._attend(q, cache, lengths, 0.3, window)
+        cache = Cache(k, v, table, 4, rank, 2)
+        expected = decode_host.attend_locally(q, cache, lengths, 0.3, window)
         torch.testing.assert_close(
-            decode._attend_captured(q, cache, lengths, 0.3, window), expected
+            decode_host._attend_captured(q, cache, lengths, 0.3, window), expected
         )
 
 
