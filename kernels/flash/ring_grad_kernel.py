@@ -30,10 +30,7 @@ from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_kernel
-from weft.kernels.flash.attention_tiles import (
-    contiguous_rows,
-    heads_of,
-)
+from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
 from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.grad_tiles import Queries, head_queries, make_delta, sum_dq
 from weft.kernels.flash.ring_call import (

@@ -22,6 +22,24 @@ from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
 from weft.kernels.heads.head_units import area_ptr
 
 
+class Areas(NamedTuple):
+    """Where what is published and what peers store begins in a half, in bytes.
+
+    `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see
+    `head_units`.
+    """
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    parts: Any
+    rows: Any
+    stagger: Any
+    kv_stagger: Any
+
+
 class Fetched(NamedTuple):
     """What belongs to the `count` heads of this rank, from `first` on, of all ranks' tokens.
 

@@ -24,7 +24,7 @@ Why it neither races nor deadlocks: as in `heads_kernel`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -36,10 +36,7 @@ from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_grad_kernel
-from weft.kernels.flash.attention_tiles import (
-    contiguous_rows,
-    heads_of,
-)
+from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
 from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.grad_tiles import Queries, sum_dq
 from weft.kernels.flash.ring_call import (
@@ -65,7 +62,7 @@ from weft.kernels.flash.ring_keys import (
     wait_for_source,
 )
 from weft.kernels.heads.head_dkv import add_parts, make_head_dkv, slots_for
-from weft.kernels.heads.head_queries import Fetched, fetch_queries, held_queries, publish_all
+from weft.kernels.heads.head_queries import Areas, Fetched, fetch_queries, held_queries, publish_all
 from weft.kernels.heads.head_units import (
     area_ptr,
     collect_rows,
@@ -101,24 +98,6 @@ def head_grad_config(
     if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
         config = replace(config, num_warps=8)
     return config
-
-
-class Areas(NamedTuple):
-    """Where what is published and what peers store begins in a half, in bytes.
-
-    `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see
-    `head_units`.
-    """
-
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    dq: Any
-    parts: Any
-    rows: Any
-    stagger: Any
-    kv_stagger: Any
 
 
 def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
@@ -224,14 +203,12 @@ def _head_attention_backward_kernel(
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
             arrivals = make_head_dkv(
-                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE,
-            )  # fmt: skip
+                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE
+            )
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = _make_dq(
-                dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE,
-            )  # fmt: skip
+            arrivals = _make_dq(dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE)
             if step < SHAPE.world_size:
                 announce_results(arrivals, ring, owner, SHAPE)
         # Other threads stored this rank's own parts than will read them next.
