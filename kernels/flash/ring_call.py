@@ -1,9 +1,8 @@
 """One call of attention over sharded sequences, as its kernels know it: launch and geometry.
 
 Forward and backward, by ring and by heads, are launched with `RingOptions`, are compiled for a
-`Shape` and take `Keys`, tables of who holds which tokens, and what sees what (`Sight`). Legend: W
-ranks; rank s holds m_s rows of keys and of values for each of B * H_kv heads, D wide, in one or two
-spans (see `geometry`).
+`Shape` and take `Keys`, tables of who holds which tokens, and what sees what (`Sight`). Legend as
+in `ring_keys`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class RingOptions(LaunchOptions):
     Attributes:
         group_heads: heads whose tiles run together, to share keys in L2.
         programs: grid, copy programs included.
-        copy_programs, copy_m: programs that publish and fetch keys, and rows that they move at a
-            time.
+        copy_programs, copy_m: programs that publish and fetch keys, and rows at a time.
     """
 
     group_heads: int
