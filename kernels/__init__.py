@@ -8,13 +8,13 @@
     reduce_scatter_rms_norm_all_gather
                               norm/rms_norm               rms_norm_kernel
     ring_attention            attention/ring              flash/ring_kernel, ring_grad_kernel
-    ulysses_attention         attention/ulysses           flash/heads_kernel, heads_grad_kernel
+    ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
     append_to_cache           attention/decode            flash/decode_kernel
 
 From the bottom up: `engine` (what all ops share on the host), `device` (what matmul kernels are
-built from), `matmul`, `norm`, `flash`, `attention`, `layers`; `custom_ops` registers the functions
-with torch.library, `compile` has all kernels compiled without a GPU.
+built from), `matmul`, `norm`, `flash`, `heads`, `attention`, `layers`; `custom_ops` registers the
+functions with torch.library, `compile` has all kernels compiled without a GPU.
 """
 
 if not __name__.startswith("weft."):

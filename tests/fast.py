@@ -29,6 +29,7 @@ FAST = {
     ],
     "kernels/norm": ["test_normalized_sum.py::test_the_launch_suits_the_chip"],
     "kernels/flash": ["test_ring_attention.py::test_a_late_rank"],
+    "kernels/heads": ["test_head_exchange.py::test_a_rank_without_heads"],
     "kernels/attention": ["test_flash_decode.py::test_caches_of_fp8"],
     "kernels/layers": ["test_parallel_linear.py::test_training_equals_one_process"],
     "kernels/compile": ["test_aot.py::test_an_unknown_arch_is_refused"],

@@ -18,17 +18,13 @@ from weft.collectives import movement, resolve, workspace
 from weft.collectives.kernels import kernel_collectives, pull
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
-from weft.kernels.attention.decode import Cache, flash_decode_reference
+from weft.kernels.attention.cache import Cache
+from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.flash import (
-    decode_kernel,
-    heads_grad_kernel,
-    heads_kernel,
-    ring_grad_kernel,
-    ring_kernel,
-)
+from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
+from weft.kernels.heads import heads_grad_kernel, heads_kernel
 from weft.kernels.matmul import (
     all_gather_launch,
     contract_kernel,
@@ -346,12 +342,17 @@ def heads_copied_by_several(rank: int) -> None:
     geometry, whole, (q, k, v) = causal(rank, W, W, W)
     sizes = W, W, 17, 4, q.dtype, W, INTERPRETER
     several = {"copy_programs": 2, "programs": 3, "copy_m": 4}
-    for op, run, launch in (
-        (heads_kernel, forward, heads_kernel.launch_head_attention),
-        (heads_grad_kernel, backward, heads_grad_kernel.launch_head_attention_backward),
+    for op, config_of, run, launch in (
+        (heads_kernel, heads_kernel.head_config, forward, heads_kernel.launch_head_attention),
+        (
+            heads_grad_kernel,
+            heads_grad_kernel.head_grad_config,
+            backward,
+            heads_grad_kernel.launch_head_attention_backward,
+        ),
     ):
         ws = op.workspace_for(q, k, resolve(None), geometry)
-        config = replace(op.config_for(*sizes), **several)
+        config = replace(config_of(*sizes), **several)
         run(rank, geometry, whole, (q, k, v), ws, partial(launch, config=config), 1)
 
 

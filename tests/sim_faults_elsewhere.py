@@ -22,7 +22,8 @@ from sim_faults import (
 from weft.collectives import movement
 from weft.collectives.kernels import kernel_collectives, pull
 from weft.collectives.memory import direct
-from weft.kernels.flash import decode_kernel, heads_grad_kernel, heads_kernel, ring_dkv, ring_keys
+from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
+from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
 from weft.kernels.norm import rms_norm_kernel
 
@@ -257,7 +258,7 @@ IN_ATTENTION = [
     ),
     fault(
         "parts of all ranks go to one slot",
-        heads_grad_kernel,
+        head_dkv,
         "slot = user - _first_user(kv_head, sharing, H, SHAPE)",
         "slot = 0 * user",
         HEADS[1:],

@@ -30,7 +30,15 @@ from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.kernels.device import copies, gathered_rows, gathers, outputs, partial_sums, splits, tiles
-from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
+from weft.kernels.flash import (
+    grad_tiles,
+    ring_call,
+    ring_dkv,
+    ring_grad_kernel,
+    ring_kernel,
+    ring_keys,
+)
+from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel
 from weft.sim.check.mutants import mutant
@@ -51,9 +59,13 @@ PARTS = (
     all_gather_kernel,
     rms_norm_kernel,
     one_shot_kernel,
+    ring_call,
     ring_keys,
+    grad_tiles,
     ring_dkv,
     head_units,
+    head_queries,
+    head_dkv,
     ring_kernel,
     ring_grad_kernel,
 )

@@ -30,7 +30,13 @@ from weft.collectives.custom_ops import compose, define, differentiate, gathered
 from weft.collectives.ranks.group import alone
 from weft.kernels.attention import ulysses
 from weft.kernels.attention.decode import append_to_cache, flash_decode
-from weft.kernels.attention.ring import Plan, plan, ring_attention, ring_gradients, saved_with
+from weft.kernels.attention.ring import (
+    AttentionPlan,
+    plan_attention,
+    ring_attention,
+    ring_gradients,
+    saved_with,
+)
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -114,9 +120,9 @@ def _plan(
     cu_seqlens: torch.Tensor | None,
     sizes: list[int] | None,
     key_sizes: list[int] | None,
-) -> Plan:
+) -> AttentionPlan:
     """The plan of the forward."""
-    return plan(
+    return plan_attention(
         q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
         key_sizes, op,
     )  # fmt: skip

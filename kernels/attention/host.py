@@ -1,13 +1,13 @@
-"""Attention piece by piece on a CPU, at the speed of torch's own kernel.
+"""The host engine of `ring_attention`: attention part by part, at the speed of torch's own kernel.
 
-Softmax over keys that arrive in pieces: each piece gives an output and the log-sum-exp of its
+Softmax over keys that arrive in parts: each part gives an output and the log-sum-exp of its
 scores, and two of them merge exactly:
 
     out = out_a * sigmoid(lse_a - lse_b) + out_b * sigmoid(lse_b - lse_a)
     lse = log(exp(lse_a) + exp(lse_b))
 
 In backward, torch's kernel is given the output and log-sum-exp over *all* keys, so that its
-probabilities are the final ones and the gradients of the pieces simply add up. No matrix of scores
+probabilities are the final ones and the gradients of the parts simply add up. No matrix of scores
 is kept.
 """
 
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from weft.kernels.flash.geometry import Piece, Visibility
+from weft.collectives import Exchange, exchange
+from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
 if TYPE_CHECKING:
-    from weft.kernels.attention.ring import Saved
+    from weft.kernels.attention.ring import AttentionPlan, Gradients, Saved
 
 
 class Total:
@@ -58,19 +59,19 @@ class PartialAttention:
         self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         self._begun = False
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `pieces`."""
+    def add(self, k: torch.Tensor, v: torch.Tensor, rectangles: Iterable[Rectangle]) -> None:
+        """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `rectangles`."""
         if not _any_work(self._q, k):
             return
         k, v = contiguous_rows(k), contiguous_rows(v)
-        for piece in pieces:
-            rows, keys = slice(*piece.queries), slice(*piece.keys)
-            mask = _mask(piece, self._sees, self._q)
+        for rectangle in rectangles:
+            rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
+            mask = _mask(rectangle, self._sees, self._q)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 self._q[:, :, rows],
                 k[:, :, keys],
                 v[:, :, keys],
-                is_causal=piece.kind == "causal",
+                is_causal=rectangle.kind == "causal",
                 attn_mask=mask,
                 scale=self._scale,
             )
@@ -100,10 +101,10 @@ class PartialAttention:
 
 
 class AttentionGrad:
-    """Gradients of a finished attention, collected piece by piece.
+    """Gradients of a finished attention, collected part by part.
 
     Attributes:
-        dq: the sum over the pieces so far, in fp32 or wider.
+        dq: the sum over the rectangles so far, in fp32 or wider.
     """
 
     def __init__(self, saved: Saved, sees: Visibility, scale: float) -> None:
@@ -125,16 +126,16 @@ class AttentionGrad:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        pieces: Iterable[Piece],
+        rectangles: Iterable[Rectangle],
         dk: Total,
         dv: Total,
     ) -> None:
-        """Add the gradients of the `pieces` to `dq`, and to dk and dv (B, H_kv, S_k, D)."""
+        """Add the gradients of the `rectangles` to `dq`, and to dk and dv (B, H_kv, S_k, D)."""
         if not _any_work(self._q, k):
             return
         k, v = self._widened(k), self._widened(v)
-        for piece in pieces:
-            rows, keys = slice(*piece.queries), slice(*piece.keys)
+        for rectangle in rectangles:
+            rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 self._grad_out[:, :, rows],
                 self._q[:, :, rows],
@@ -143,8 +144,8 @@ class AttentionGrad:
                 self._out[:, :, rows],
                 self._lse[:, :, rows],
                 0.0,
-                piece.kind == "causal",
-                attn_mask=_mask(piece, self._sees, self._q),
+                rectangle.kind == "causal",
+                attn_mask=_mask(rectangle, self._sees, self._q),
                 scale=self._scale,
             )
             where = ((self.dq, rows), (dk, keys), (dv, keys))
@@ -168,14 +169,97 @@ def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.numel() > 0 and k.numel() > 0
 
 
-def _mask(piece: Piece, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
-    """0 where a query sees a key and -inf where not, (rows, keys) of the piece."""
-    if piece.kind != "band":
+def _mask(rectangle: Rectangle, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
+    """0 where a query sees a key and -inf where not, (rows, keys) of the rectangle."""
+    if rectangle.kind != "band":
         return None
-    rows = torch.arange(*piece.queries, device=q.device) - piece.queries[0] + piece.shift
-    keys = torch.arange(*piece.keys, device=q.device) - piece.keys[0]
+    rows = (
+        torch.arange(*rectangle.queries, device=q.device) - rectangle.queries[0] + rectangle.shift
+    )
+    keys = torch.arange(*rectangle.keys, device=q.device) - rectangle.keys[0]
     distance = keys - rows.unsqueeze(1)
     hidden = (distance < -sees.before) | (distance > sees.after)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
         hidden, -torch.inf
     )
+
+
+def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
+    if ex.world_size == 1:
+        return
+    shown = ex.local((2, *k.shape), k.dtype)
+    shown[0].copy_(k)
+    shown[1].copy_(v)
+    ex.signal_all()
+
+
+def _peers_keys(
+    ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`peer`'s k and v, in place, once it has published them."""
+    ex.wait(peer)
+    shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
+    return shown[0], shown[1]
+
+
+def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
+    """Shape of k and v of `rank` together, or of their gradients."""
+    return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
+
+
+def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
+    if len(geometry.k_sizes) == 1:
+        return 0
+    return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
+
+
+def host_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse: over the own keys, then over each peer's in place."""
+    geometry, rank = call.geometry, call.group.rank
+    partial = PartialAttention(q, geometry.sees, call.scale)
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+        _publish_keys(ex, k, v)
+        partial.add(k, v, rectangles_between(geometry, rank, rank))
+        for peer in ex.peers():
+            if seen := rectangles_between(geometry, rank, peer):
+                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
+        out, lse = partial.result()
+        return ex.result(out.to(q.dtype)), ex.result(lse)
+
+
+def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
+    """dq, dk and dv: see the backward in `ring`."""
+    group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
+    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
+    grad = AttentionGrad(saved, geometry.sees, call.scale)
+    dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
+    nbytes = _shown_bytes(k, geometry, k.dtype)
+    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
+        _publish_keys(keys, k, v)
+        grad.add(k, v, rectangles_between(geometry, rank, rank), dk, dv)
+        nbytes = _shown_bytes(k, geometry, wide)
+        for step in range(1, W):
+            if not any(rectangles_between(geometry, r, (r + step) % W) for r in range(W)):
+                continue
+            owner, source = (rank + step) % W, (rank - step) % W
+            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
+                if seen := rectangles_between(geometry, rank, owner):
+                    parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
+                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
+                    for part in parts:
+                        part.result()  # in place, also where there was nothing to add
+                ex.signal_all()
+                if rectangles_between(geometry, source, rank):
+                    ex.wait(source)
+                    dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
+                    for total, part in ((dk, dk_part), (dv, dv_part)):
+                        total.add(slice(None), part)
+                        ex.result(total.result())
+        gradients = grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
+        for gradient in gradients:
+            keys.result(gradient)
+    return gradients

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.collectives import Exchange, Group, exchange, resolve
+from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
 from weft.collectives.memory.exchange import agree, check_call
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
-from weft.kernels.attention.host import AttentionGrad, PartialAttention, Total
+from weft.kernels.attention.host import host_backward, host_forward
 from weft.kernels.engine.autocast import autocast
 from weft.kernels.engine.engines import (
     Problem,
@@ -49,7 +49,6 @@ from weft.kernels.flash.geometry import (
     Geometry,
     SequenceLayout,
     Visibility,
-    pieces_between,
 )
 
 # The kernels keep a bit for each rank, in an int64.
@@ -120,11 +119,13 @@ def ring_attention(
             sizes, key_sizes,
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    call = plan(q, k, v, group, causal, scale, layout, window, cu_seqlens, sizes, key_sizes)
+    call = plan_attention(
+        q, k, v, group, causal, scale, layout, window, cu_seqlens, sizes, key_sizes
+    )
     if call.engine == "generic":
         out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
     else:
-        run = _host_forward if call.engine == "host" else _triton_forward
+        run = host_forward if call.engine == "host" else _triton_forward
         out, lse = Attention.apply(q, k, v, call, run, ring_gradients)
     return (out, lse) if return_lse else out
 
@@ -140,7 +141,7 @@ def as_op_arguments(
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """What follows from the arguments of a call of `op`, the same on all ranks."""
 
     op: str
@@ -150,7 +151,7 @@ class Plan:
     engine: RunnableEngine
 
 
-def plan(
+def plan_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -163,7 +164,7 @@ def plan(
     sizes: Sequence[int] | None,
     key_sizes: Sequence[int] | None,
     op: str = "ring_attention",
-) -> Plan:
+) -> AttentionPlan:
     """Check the arguments of `ring_attention`, or of `op`, and plan the call.
 
     Raises:
@@ -205,7 +206,7 @@ def plan(
         host_refusal=_host_refusal(q, scale),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
     )
-    return Plan(op, group, geometry, scale, choose(problem, group, q.device))
+    return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device))
 
 
 def _host_refusal(q: torch.Tensor, scale: float) -> str:
@@ -294,9 +295,9 @@ class Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        call: Plan,
+        call: AttentionPlan,
         run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        gradients: Callable[[Plan, Saved], Gradients],
+        gradients: Callable[[AttentionPlan, Saved], Gradients],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = run(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -306,7 +307,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: Plan = ctx.call
+        call: AttentionPlan = ctx.call
         refuse_second_order(call.op)
         rings = call.op == "ring_attention"
         moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
@@ -338,95 +339,16 @@ def saved_with(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | N
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def ring_gradients(call: Plan, saved: Saved) -> Gradients:
+def ring_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     """dq, dk and dv."""
     if call.engine == "generic":
         return gathered_gradients(saved, call.group, call.geometry, call.scale)
-    run = _host_backward if call.engine == "host" else _triton_backward
+    run = host_backward if call.engine == "host" else _triton_backward
     return run(call, saved)
 
 
-def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
-    if ex.world_size == 1:
-        return
-    shown = ex.local((2, *k.shape), k.dtype)
-    shown[0].copy_(k)
-    shown[1].copy_(v)
-    ex.signal_all()
-
-
-def _peers_keys(
-    ex: Exchange, peer: int, k: torch.Tensor, geometry: Geometry
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`peer`'s k and v, in place, once it has published them."""
-    ex.wait(peer)
-    shown = ex.peer(peer, _shape_of(k, peer, geometry), k.dtype)
-    return shown[0], shown[1]
-
-
-def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
-    """Shape of k and v of `rank` together, or of their gradients."""
-    return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
-
-
-def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int:
-    if len(geometry.k_sizes) == 1:
-        return 0
-    return 2 * k.shape[0] * k.shape[1] * k.shape[3] * max(geometry.k_sizes) * dtype.itemsize
-
-
-def _host_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    geometry, rank = call.geometry, call.group.rank
-    partial = PartialAttention(q, geometry.sees, call.scale)
-    nbytes = _shown_bytes(k, geometry, k.dtype)
-    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
-        _publish_keys(ex, k, v)
-        partial.add(k, v, pieces_between(geometry, rank, rank))
-        for peer in ex.peers():
-            if seen := pieces_between(geometry, rank, peer):
-                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
-        out, lse = partial.result()
-        return ex.result(out.to(q.dtype)), ex.result(lse)
-
-
-def _host_backward(call: Plan, saved: Saved) -> Gradients:
-    group, geometry, (q, k, v, *_) = call.group, call.geometry, saved
-    rank, W, op, wide = group.rank, group.world_size, "ring_attention backward", saved.lse.dtype
-    grad = AttentionGrad(saved, geometry.sees, call.scale)
-    dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
-    nbytes = _shown_bytes(k, geometry, k.dtype)
-    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
-        _publish_keys(keys, k, v)
-        grad.add(k, v, pieces_between(geometry, rank, rank), dk, dv)
-        nbytes = _shown_bytes(k, geometry, wide)
-        for step in range(1, W):
-            if not any(pieces_between(geometry, r, (r + step) % W) for r in range(W)):
-                continue
-            owner, source = (rank + step) % W, (rank - step) % W
-            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
-                if seen := pieces_between(geometry, rank, owner):
-                    parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
-                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
-                    for part in parts:
-                        part.result()  # in place, also where there was nothing to add
-                ex.signal_all()
-                if pieces_between(geometry, source, rank):
-                    ex.wait(source)
-                    dk_part, dv_part = ex.peer(source, _shape_of(k, rank, geometry), wide)
-                    for total, part in ((dk, dk_part), (dv, dv_part)):
-                        total.add(slice(None), part)
-                        ex.result(total.result())
-        gradients = grad.dq.result().to(q.dtype), dk.result().to(k.dtype), dv.result().to(k.dtype)
-        for gradient in gradients:
-            keys.result(gradient)
-    return gradients
-
-
 def _triton_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from weft.kernels.flash import ring_kernel as kernel
 
@@ -435,7 +357,7 @@ def _triton_forward(
         return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
 
 
-def _triton_backward(call: Plan, saved: Saved) -> Gradients:
+def _triton_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     from weft.kernels.flash import ring_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.k, call.group, call.geometry)

@@ -34,12 +34,12 @@ from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
 from weft.kernels.attention.ring import (
     Attention,
+    AttentionPlan,
     Gradients,
-    Plan,
     Saved,
     as_op_arguments,
     check_tensors,
-    plan,
+    plan_attention,
     ring_attention,
 )
 from weft.kernels.engine.autocast import autocast
@@ -106,7 +106,7 @@ def ulysses_attention(
                 f'layout must be "contiguous", got {layout!r}; ring_attention takes "zigzag"'
             )
         outer = alone()
-        call = plan(
+        call = plan_attention(
             q, k, v, inner, causal, scale, "contiguous", window, cu_seqlens, sizes, key_sizes, OP
         )
         if in_one_launch(call):
@@ -138,25 +138,25 @@ def ulysses_attention(
 
 
 def _head_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Plan
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.kernels.flash import heads_kernel as kernel
+    from weft.kernels.heads import heads_kernel as kernel
 
     ws = kernel.workspace_for(q, k, call.group, call.geometry)
     with ws.call(OP):
         return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
 
 
-def head_gradients(call: Plan, saved: Saved) -> Gradients:
+def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     """dq, dk and dv on the triton engine, where `in_one_launch` is true of `call`."""
-    from weft.kernels.flash import heads_grad_kernel as kernel
+    from weft.kernels.heads import heads_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
     with ws.call(f"{OP} backward"):
         return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
 
 
-def in_one_launch(call: Plan) -> bool:
+def in_one_launch(call: AttentionPlan) -> bool:
     """Whether `call` runs in one launch, rather than as swaps around local attention."""
     return call.engine == "triton" and call.group.world_size > 1
 

@@ -19,20 +19,15 @@ import triton
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
 from weft.collectives.kernels import kernel_collectives, multimem, pull
-from weft.kernels.attention.decode import WIDEST_BYTES, Cache
+from weft.kernels.attention.cache import Cache
+from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
 from weft.kernels.device import gathers
 from weft.kernels.device.epilogues import Activation
 from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
 from weft.kernels.engine.fp8 import Scaling
-from weft.kernels.flash import (
-    decode_kernel,
-    heads_grad_kernel,
-    heads_kernel,
-    ring_grad_kernel,
-    ring_kernel,
-)
+from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -40,6 +35,7 @@ from weft.kernels.flash.geometry import (
     Visibility,
     zigzag_sizes,
 )
+from weft.kernels.heads import heads_grad_kernel, heads_kernel
 from weft.kernels.matmul import (
     all_gather_launch,
     contract_kernel,

@@ -28,9 +28,7 @@ different numbers of keys: parts are cut from what there is, and an empty part h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -42,224 +40,33 @@ from weft.collectives.device.device_math import mask_if
 from weft.collectives.memory.workspace import link_of
 from weft.collectives.profiled import profiled
 from weft.kernels.device import tiles
-from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
-from weft.kernels.flash.attention_tiles import (
-    LN_2,
-    LOG2_E,
-    empty_softmax,
-    heads_of,
-    normalized,
-    softmax_step,
+from weft.kernels.engine.chips import chip_of
+from weft.kernels.flash.attention_tiles import LN_2, LOG2_E, heads_of, normalized
+from weft.kernels.flash.decode_tiles import (
+    Cut,
+    attend_part,
+    cut_queries,
+    decode_config,
+    held_by,
+    merge_slots,
 )
 
 if TYPE_CHECKING:
     from weft.kernels.attention.decode import Cache
 
-_MOST_PARTS = 16
-# The most elements of a tile of rows, half as many in fp32: with 64 x 256, each lane of four warps
-# would hold 128. And how many are merged at a time: two sums and their addresses must fit in
-# registers.
-_TILE = 8192
+# How many elements are merged at a time: two sums and their addresses must fit in registers.
 _MERGED = 4096
 
 
-@dataclass(frozen=True)
-class Config(LaunchOptions):
-    """How the kernel is launched; the same on all ranks.
-
-    Attributes:
-        programs: grid; items * split if split > 1.
-        split: programs that share an item.
-        block_n: keys a step.
-    """
-
-    programs: int
-    split: int
-    block_n: int
-
-
-@lru_cache(maxsize=1024)
-def config_for(
-    items: int, rows: int, block_d: int, dtype: torch.dtype, chip: Chip, narrow: bool = False
-) -> Config:
-    """The launch for `items` tiles of (rows, block_d).
-
-    `narrow`: the keys are fp8 and converted to dtype, which takes registers for both.
-    """
-    split = max(1, min(_MOST_PARTS, chip.programs // max(items, 1)))
-    programs = max(1, min(chip.programs, items * split))
-    if chip is INTERPRETER:
-        return Config(programs, split, 16)
-    # With twice as many keys, or half as many warps, kernels spill on sm_90. In fp32 there are no
-    # matrix units, so that lanes hold more numbers in registers.
-    size = rows * block_d * (4 if dtype == torch.float32 else 1)
-    block_n = 32 if size <= 32 * 256 and not narrow else 16
-    num_warps = 4 if size <= 32 * 64 else 8
-    if chip.is_amd:
-        # Triton 3.7 cannot compile the pipelined loop for AMD; with 8 warps a lane has half the
-        # registers.
-        return Config(programs, split, block_n, num_warps=4, num_stages=1)
-    return Config(programs, split, block_n, num_warps=num_warps, num_stages=2, all_registers=True)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What the kernel is compiled for.
-
-    Attributes:
-        group: query heads for each key head. D: width of a head.
-        rows, block_d: of a tile of queries; powers of two, 16 at least.
-        row_tiles: tiles of rows that read the same keys.
-        block_n, split: as in `Config`.
-        merge_d: columns that are merged at a time.
-    """
-
-    group: int
-    D: int
-    rows: int
-    block_d: int
-    row_tiles: int
-    block_n: int
-    split: int
-    merge_d: int
-
-
-@lru_cache(maxsize=1024)
-def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
-
-    Example:
-        8 heads of 8 tokens for one key head, D 192, bf16: (32, 256, 2).
-    """
-    block_d = max(16, triton.next_power_of_2(D))
-    largest = _TILE // 2 if dtype == torch.float32 else _TILE
-    tile = max(16, min(64, largest // block_d, triton.next_power_of_2(rows)))
-    return tile, block_d, -(-rows // tile)
-
-
-class Held(NamedTuple):
-    """This rank's part of the cache, as in `cached_attention.Cache`.
-
-    `k` and `v` (Heads) are by sequence or, with a page `table`, by page.
-    """
-
-    k: Any
-    v: Any
-    table: Any
-    stride_table: Any
-    block: Any
-    world_size: Any
-
-
 @triton.jit
-def _seen(limit, held, held_rank):
-    """How many of this rank's keys lie before position `limit`, int32: see `Cache.seen`."""
-    cycle = held.block * held.world_size
-    limit = tl.maximum(limit, 0)
-    rest = limit % cycle - held_rank * held.block
-    count = limit // cycle * held.block + tl.minimum(tl.maximum(rest, 0), held.block)
-    return tl.cast(count, tl.int32)
-
-
-@triton.jit
-def _merge(top, total, acc, other_top, other_total, other_acc):
-    """Merge two partial softmaxes (ROWS,), (ROWS,), (ROWS, BLOCK_D)."""
-    new_top = tl.maximum(top, other_top)
-    # If neither saw anything, -inf - -inf would be NaN.
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    mine, theirs = tl.exp2(top - safe), tl.exp2(other_top - safe)
-    acc = acc * mine[:, None] + other_acc * theirs[:, None]
-    return new_top, total * mine + other_total * theirs, acc
-
-
-@triton.jit
-def _load_keys(held, row, head, tokens, inside, CUT: tl.constexpr):
-    """Keys and values (BLOCK_N, BLOCK_D) of these tokens of one item; 0 where not `inside`."""
-    if held.table is None:
-        batch, at = row, tokens.to(tl.int64)
-    else:
-        page = held.table + row * held.stride_table + tokens // held.block
-        batch = tl.load(page, mask=inside, other=0).to(tl.int64)
-        at = (tokens % held.block).to(tl.int64)
-    k_rows = batch * held.k.stride_b + head * held.k.stride_h + at * held.k.stride_m
-    v_rows = batch * held.v.stride_b + head * held.v.stride_h + at * held.v.stride_m
-    offs_d = tl.arange(0, CUT.block_d)
-    mask = inside[:, None] & (offs_d < CUT.D)[None, :]
-    k = tl.load(held.k.ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    v = tl.load(held.v.ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    return k, v
-
-
-@triton.jit
-def _attend(
-    q, held, held_rank, lengths_ptr, item, H_kv, part, qk_scale, T, window, CUT: tl.constexpr
-):
-    """(top, total, acc) of one part of an item, over the keys of this rank."""
-    row, head = item // CUT.row_tiles // H_kv, item // CUT.row_tiles % H_kv
-    offs_r = item % CUT.row_tiles * CUT.rows + tl.arange(0, CUT.rows)
-    offs_d = tl.arange(0, CUT.block_d)
-    group_head, t = offs_r // T, offs_r % T
-    row, head = tl.cast(row, tl.int64), tl.cast(head, tl.int64)
-    q_rows = row * q.stride_b + (head * CUT.group + group_head) * q.stride_h + t * q.stride_m
-    inside = (offs_r < CUT.group * T)[:, None] & (offs_d < CUT.D)[None, :]
-    rows = tl.load(q.ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0.0)
-    length = tl.cast(tl.load(lengths_ptr + row), tl.int64)
-    seen = _seen(length - T + 1 + t, held, held_rank)
-    count, oldest = _seen(length, held, held_rank), 0
-    if window is not None:
-        oldest = _seen(length - T - window, held, held_rank)
-        before = _seen(length - T + t - window, held, held_rank)
-    share = tiles.cdiv(count - oldest, CUT.split * CUT.block_n) * CUT.block_n
-    first = oldest + part * share
-    last = tl.minimum(first + share, count)
-    top, total, acc = empty_softmax(CUT.rows, CUT.block_d)
-    for start in range(first, last, CUT.block_n):
-        tokens = start + tl.arange(0, CUT.block_n)
-        k, v = _load_keys(held, row, head, tokens, tokens < last, CUT)
-        k, v = k.to(rows.dtype), v.to(rows.dtype)  # of fp8
-        scores = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n)) * qk_scale
-        limits = tl.minimum(seen, last)
-        scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
-        if window is not None:
-            scores = tl.where(tokens[None, :] >= before[:, None], scores, float("-inf"))
-        top, total, weights, rescale = softmax_step(top, total, scores)
-        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
-    return top, total, acc
-
-
-@triton.jit
-def _merge_slots(slots_ptr, stride, COUNT, column, CUT: tl.constexpr, TOTALS: tl.constexpr):
-    """Columns column .. column + merge_d - 1 of the average over COUNT partial softmaxes.
-
-    These are `stride` elements apart and merged in order. Returns (rows, merge_d) and the
-    log-sum-exp in base 2 (rows,).
-
-    Args:
-        TOTALS: whether they are (acc, top, total) or, as `_send` stores them, (average, lse).
-    """
-    ROWS: tl.constexpr = CUT.rows
-    ACC: tl.constexpr = ROWS * CUT.block_d
-    offs_r, offs_d = tl.arange(0, ROWS), column + tl.arange(0, CUT.merge_d)
-    top, total, acc = empty_softmax(ROWS, CUT.merge_d)
-    for i in range(COUNT):
-        slot = slots_ptr + i * stride
-        other = tl.load(slot + offs_r[:, None] * CUT.block_d + offs_d[None, :])
-        other_total = tl.load(slot + ACC + ROWS + offs_r) if TOTALS else 1.0
-        top, total, acc = _merge(top, total, acc, tl.load(slot + ACC + offs_r), other_total, other)
-    return normalized(top, total, acc)
-
-
-@triton.jit
-def _send(
-    value, lse, column, place, link, rank, generation, WORLD_SIZE: tl.constexpr, CUT: tl.constexpr
-):
+def _send(value, lse, column, place, link, rank, generation, CUT: tl.constexpr):
     """Store columns of a result, from `column` on, in every rank's slot, the rank's own last.
 
     `place` is where the slot's item begins, in elements from the start of the half.
     """
     offs_r, offs_d = tl.arange(0, CUT.rows), column + tl.arange(0, value.shape[1])
-    for step in range(1, WORLD_SIZE + 1):
-        peer = (rank + step) % WORLD_SIZE
+    for step in range(1, CUT.world_size + 1):
+        peer = (rank + step) % CUT.world_size
         half_bytes = link.half_bytes
         half = signals.half_ptr(link.buffer_ptrs, peer, generation, half_bytes, tl.float32)
         tl.store(half + place + offs_r[:, None] * CUT.block_d + offs_d[None, :], value)
@@ -282,7 +89,6 @@ def _flash_decode_kernel(
     window,  # tokens before its own that a query sees, or None
     rank,
     held_rank,  # among the `world_size` ranks to which blocks of keys are dealt
-    WORLD_SIZE: tl.constexpr,
     CUT: tl.constexpr,
 ) -> None:
     """Grid: the same on all ranks; items * split if split > 1.
@@ -292,6 +98,7 @@ def _flash_decode_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
+    WORLD_SIZE: tl.constexpr = CUT.world_size
     ROWS: tl.constexpr = CUT.rows
     SPLIT: tl.constexpr = CUT.split
     ACC: tl.constexpr = ROWS * CUT.block_d  # elements of an acc; tops, then totals follow it
@@ -303,13 +110,13 @@ def _flash_decode_kernel(
     whole = program % SPLIT == SPLIT - 1
     for work in range(program, items * SPLIT, programs):
         item, part = work // SPLIT, work % SPLIT
-        top, total, acc = _attend(
+        top, total, acc = attend_part(
             q, held, held_rank, lengths_ptr, item, H_kv, part, scale * LOG2_E, T, window, CUT
         )
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
             value, lse = normalized(top, total, acc)
-            _send(value, lse, 0, place, link, rank, generation, WORLD_SIZE, CUT)
+            _send(value, lse, 0, place, link, rank, generation, CUT)
         else:
             parts = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             tiles.store_block(parts + part * SIZE, acc)
@@ -324,8 +131,8 @@ def _flash_decode_kernel(
                 tl.debug_barrier()
                 if complete:
                     for column in range(0, CUT.block_d, CUT.merge_d):
-                        value, lse = _merge_slots(parts, SIZE, SPLIT, column, CUT, True)
-                        _send(value, lse, column, place, link, rank, generation, WORLD_SIZE, CUT)
+                        value, lse = merge_slots(parts, SIZE, SPLIT, column, CUT, True)
+                        _send(value, lse, column, place, link, rank, generation, CUT)
             else:
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),
@@ -346,7 +153,7 @@ def _flash_decode_kernel(
             inside, start = CUT.group * T, (item % CUT.row_tiles).to(tl.int32) * ROWS
             first = item // CUT.row_tiles * inside
             for column in range(0, CUT.block_d, CUT.merge_d):
-                value, lse = _merge_slots(
+                value, lse = merge_slots(
                     slots + item * SHOWN, slot_stride, WORLD_SIZE, column, CUT, False
                 )
                 out_rows = out_ptr + first * CUT.D
@@ -411,7 +218,7 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
     block_d = triton.next_power_of_2(D)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     _append_kernel[(B * T,)](
-        _held(cache),
+        held_by(cache),
         heads_of(k),
         heads_of(v),
         lengths.contiguous(),
@@ -424,25 +231,9 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
     )
 
 
-def _held(cache: Cache) -> Held:
-    """A cache as the kernels take it: they need the rows of a page table to be contiguous."""
-    table = cache.table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    stride = 0 if table is None else table.stride(0)
-    return Held(heads_of(cache.k), heads_of(cache.v), table, stride, cache.block, cache.world_size)
-
-
-def _cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
-    """What `tile_of` returns for q (B, H, T, D), and the number of items."""
-    (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
-    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
-    return rows, block_d, row_tiles, B * H_kv * row_tiles
-
-
 def workspace_for(q: torch.Tensor, cache: Cache, group: Group) -> Workspace:
     """The group's workspace with room for every rank's results for q (B, H, T, D)."""
-    rows, block_d, _, items = _cut_queries(q, cache)
+    rows, block_d, _, items = cut_queries(q, cache)
     nbytes = group.world_size * items * rows * (block_d + 1) * 4
     return workspace(group, nbytes, channel="decode kernel", device=q.device)
 
@@ -471,9 +262,9 @@ def launch_flash_decode(
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
     if not q.numel():
         return out, lse
-    rows, block_d, row_tiles, items = _cut_queries(q, cache)
+    rows, block_d, row_tiles, items = cut_queries(q, cache)
     narrow = cache.k.dtype != q.dtype
-    config = config_for(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
+    config = decode_config(items, rows, block_d, q.dtype, chip_of(q.device), narrow)
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)
@@ -482,7 +273,7 @@ def launch_flash_decode(
         out,
         lse,
         heads_of(q if q.stride(3) == 1 else q.contiguous()),
-        _held(cache),
+        held_by(cache),
         lengths.contiguous(),
         scratch,
         link_of(ws),
@@ -493,7 +284,6 @@ def launch_flash_decode(
         window,
         ws.rank,
         cache.rank,
-        WORLD_SIZE=ws.world_size,
         CUT=Cut(
             H // H_kv,
             D,
@@ -503,6 +293,7 @@ def launch_flash_decode(
             config.block_n,
             config.split,
             merge_d=min(block_d, max(16, _MERGED // rows)),
+            world_size=ws.world_size,
         ),
         **config.options,
     )

@@ -1,6 +1,6 @@
 """Where the tokens of a sharded sequence lie, and which keys each query sees.
 
-W ranks; rank r holds n_r tokens of a sequence of S = sum of n_r. Its *spans* are the pieces of the
+W ranks; rank r holds n_r tokens of a sequence of S = sum of n_r. Its *spans* are the runs of the
 sequence that it holds, in the order of its rows:
 
     "contiguous"   one span, after those of the lower ranks, of any length
@@ -134,12 +134,12 @@ class Visibility:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Rectangle:
     """Rows of queries and rows of keys for one call of a local attention.
 
     Attributes:
         queries, keys: first row, and the one after the last.
-        kind: "full": every query sees every key. "causal": query i of the piece sees its keys
+        kind: "full": every query sees every key. "causal": query i of the rectangle sees its keys
             0 .. i. "band": query a sees key b where before >= a + shift - b >= -after.
         shift: position of the first query minus that of the first key.
     """
@@ -150,19 +150,23 @@ class Piece:
     shift: int = 0
 
 
-def pieces(queries: Span, keys: Span, sees: Visibility, mask_rows: int = _MASK_ROWS) -> list[Piece]:
-    """What `queries` see of `keys`, each pair in exactly one piece: few pieces, few unseen pairs.
+def rectangles(
+    queries: Span, keys: Span, sees: Visibility, mask_rows: int = _MASK_ROWS
+) -> list[Rectangle]:
+    """What `queries` see of `keys`, each pair in exactly one rectangle.
+
+    There are few of them, with few unseen pairs.
 
     Example: 4 causal queries from position 2 on and keys from 0 on: queries 0..4 see keys 0..2
     fully and keys 2..6 causally.
     """
-    found: list[Piece] = []
+    found: list[Rectangle] = []
 
     def add(p0: int, p1: int, k0: int, k1: int, kind: Literal["full", "causal", "band"]) -> None:
         if p0 < p1 and k0 < k1:
             q_row, k_row = queries.row - queries.start, keys.row - keys.start
             shift = p0 - k0 if kind == "band" else 0
-            found.append(Piece((p0 + q_row, p1 + q_row), (k0 + k_row, k1 + k_row), kind, shift))
+            found.append(Rectangle((p0 + q_row, p1 + q_row), (k0 + k_row, k1 + k_row), kind, shift))
 
     def right_edge(p0: int, p1: int, k0: int, k1: int) -> None:
         """Queries that all see k0: the keys that all see, then the triangle."""
@@ -220,37 +224,37 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def pieces_between(geometry: Geometry, rank: int, source: int) -> tuple[Piece, ...]:
-    """What the queries of `rank` see of the keys of `source`; adjacent pieces are joined."""
+def rectangles_between(geometry: Geometry, rank: int, source: int) -> tuple[Rectangle, ...]:
+    """What the queries of `rank` see of the keys of `source`; adjacent rectangles are joined."""
     found = [
-        piece
+        rectangle
         for queries in geometry.q_spans[rank]
         for keys in geometry.k_spans[source]
-        for piece in pieces(queries, keys, geometry.sees)
+        for rectangle in rectangles(queries, keys, geometry.sees)
     ]
-    joined: list[Piece] = []
-    for piece in found:
-        while joined and (larger := _join(joined[-1], piece)):
+    joined: list[Rectangle] = []
+    for rectangle in found:
+        while joined and (larger := _join(joined[-1], rectangle)):
             joined.pop()
-            piece = larger
-        joined.append(piece)
+            rectangle = larger
+        joined.append(rectangle)
         if len(joined) > 2 and (triangle := _triangle(*joined[-3:])):
             joined[-3:] = [triangle]
     return tuple(joined)
 
 
-def _join(a: Piece, b: Piece) -> Piece | None:
-    """One full piece in place of two with adjacent rows."""
+def _join(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    """One full rectangle in place of two with adjacent rows."""
     if a.kind == b.kind == "full":
         if a.queries == b.queries and a.keys[1] == b.keys[0]:
-            return Piece(a.queries, (a.keys[0], b.keys[1]), "full")
+            return Rectangle(a.queries, (a.keys[0], b.keys[1]), "full")
         if a.keys == b.keys and a.queries[1] == b.queries[0]:
-            return Piece((a.queries[0], b.queries[1]), a.keys, "full")
+            return Rectangle((a.queries[0], b.queries[1]), a.keys, "full")
     return None
 
 
-def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
-    """One causal piece in place of two, and of the square between them.
+def _triangle(a: Rectangle, b: Rectangle, c: Rectangle) -> Rectangle | None:
+    """One causal rectangle in place of two, and of the square between them.
 
     A rank's two chunks in the zigzag layout give these.
     """
@@ -261,7 +265,7 @@ def _triangle(a: Piece, b: Piece, c: Piece) -> Piece | None:
         return None
     if (a.queries[1], a.keys[1]) != (c.queries[0], c.keys[0]):
         return None
-    return Piece((a.queries[0], c.queries[1]), (a.keys[0], c.keys[1]), "causal")
+    return Rectangle((a.queries[0], c.queries[1]), (a.keys[0], c.keys[1]), "causal")
 
 
 def needed_rows(geometry: Geometry, ranks: Sequence[int], source: int) -> list[tuple[int, int]]:

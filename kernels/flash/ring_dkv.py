@@ -35,52 +35,23 @@ from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.attention_tiles import (
     LOG2_E,
-    head_ptr,
     interval,
     load_rows,
-    seen_pairs,
-    seen_pairs_transposed,
     visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_keys import (
-    announce_results,
-    await_results,
+from weft.kernels.flash.grad_tiles import add_to_dkv, head_queries
+from weft.kernels.flash.ring_call import (
     compute_program,
     count_tiles,
-    head_keys,
     is_needed,
     key_spans,
     rows_of,
     shard_bytes,
     span_of,
     tile_of,
-    wait_for_source,
 )
-
-_INTERPRETED = signals.Constant(signals.INTERPRETED)
-
-
-class Queries(NamedTuple):
-    """For B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta` (B, H, n) fp32."""
-
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    H: Any
-    n: Any
-
-
-class HeadQueries(NamedTuple):
-    """Pointers to one head of each of `Queries`, and the strides of the rows of q and dout."""
-
-    q: Any
-    stride_q: Any
-    dout: Any
-    stride_dout: Any
-    lse: Any
-    delta: Any
+from weft.kernels.flash.ring_keys import announce_results, await_results, head_keys, wait_for_source
 
 
 class Slots(NamedTuple):
@@ -109,28 +80,6 @@ def slots_bytes(k: torch.Tensor, geometry: Geometry) -> int:
 
 
 @triton.jit
-def in_base_2(lse):
-    """log-sum-exps times log2(e), or 0 for queries that see nothing, whose scores are masked."""
-    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
-
-
-@triton.jit
-def head_queries(queries, batch, head, shift):
-    """What belongs to one head, from row `shift` on, counted as in `ring_keys.head_keys`."""
-    shift = tl.cast(shift, tl.int64)
-    q, dout = queries.q, queries.dout
-    at = (batch * queries.H + head) * queries.n + shift
-    return HeadQueries(
-        head_ptr(q, batch, head) + shift * q.stride_m,
-        q.stride_m,
-        head_ptr(dout, batch, head) + shift * dout.stride_m,
-        dout.stride_m,
-        queries.lse + at,
-        queries.delta + at,
-    )
-
-
-@triton.jit
 def _slot_ptr(slots, ring, owner, source, SHAPE: tl.constexpr):
     """Where slot `source` of `owner` begins."""
     link = ring.link
@@ -145,70 +94,6 @@ def _slot_size(slots, ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def add_to_dkv(
-    dk,  # (BLOCK_N, block_d) fp32
-    dv,
-    k,  # (BLOCK_N, block_d)
-    v,
-    position,  # of row 0 of k
-    queries,  # HeadQueries, row 0 at position 0
-    begin,
-    full,
-    full_end,
-    end,
-    sees,
-    qk_scale,
-    SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Add what queries begin .. end - 1 contribute; queries full .. full_end - 1 see all keys.
-
-    One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
-    tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
-    the way dk and dv use them; elsewhere that spills.
-    """
-    BLOCK_N: tl.constexpr = k.shape[0]
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    KEYS_FIRST: tl.constexpr = k.dtype != tl.float32 and (BLOCK_N >= 64 or _INTERPRETED)
-    for start in range(begin, end, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
-        lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
-        if KEYS_FIRST:
-            scores = tiles.dot(k, q.T, tiles.zeros(BLOCK_N, BLOCK_M)) * qk_scale
-            p = tl.exp2(scores - lse[None, :])
-        else:
-            scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
-            p = tl.exp2(scores - lse[:, None])
-        dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
-        if KEYS_FIRST:
-            ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
-        else:
-            ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
-        if (start < full) | (start >= full_end):
-            if KEYS_FIRST:
-                seen = seen_pairs_transposed(
-                    start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N
-                )
-                seen &= (rows < end)[None, :]
-            else:
-                seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
-                seen &= (rows < end)[:, None]
-            # Keys of the tile that nobody here sees were not fetched: they may be anything, even
-            # NaN, and must not be used.
-            p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
-        if KEYS_FIRST:
-            dv = tiles.dot(tiles.rounded(p, dout.dtype), dout, dv)
-            dk = tiles.dot(tiles.rounded(p * ds, q.dtype), q, dk)
-        else:
-            dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
-            dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
-    return dk, dv
-
-
-@triton.jit
 def make_dkv(
     arrivals,
     slots,
@@ -216,14 +101,14 @@ def make_dkv(
     seen_by,  # Sight of the keys
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """The parts that the own queries contribute, sent to all owners. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     PITCH: tl.constexpr = SHAPE.fp32_pitch
+    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     keys, scale = ring.keys, ring.scale
@@ -278,12 +163,12 @@ def reduce_dkv(
     slots,
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    REDUCE_N: tl.constexpr,
 ):
     """dk and dv of the rank's own keys, once the parts of all ranks have arrived."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
+    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
     # Other threads stored this rank's own tiles than will read them next.

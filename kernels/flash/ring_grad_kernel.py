@@ -1,9 +1,6 @@
 """ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
 
-Legend as in `ring_keys` and `ring_kernel`. With p = exp(scores - lse), the final probabilities:
-
-    dv = p^T @ dout    ds = p * (dout @ v^T - delta)    dq = scale * ds @ k    dk = scale * ds^T @ q
-    delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
+Legend as in `ring_keys` and `ring_kernel`, formulas as in `grad_tiles`.
 
 Protocol
   1. Copy programs publish keys, make delta and announce it in the rank's own words (1, rank, p),
@@ -33,46 +30,28 @@ from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_kernel
-from weft.kernels.flash.attention_tiles import (
-    LOG2_E,
-    contiguous_rows,
-    head_ptr,
-    heads_of,
-    interval,
-    load_rows,
-    row_sum,
-    seen_pairs,
-    visible,
-)
+from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_dkv import (
-    Queries,
-    head_queries,
-    in_base_2,
-    make_dkv,
-    reduce_dkv,
-    slots_bytes,
-    slots_of,
-)
-from weft.kernels.flash.ring_keys import (
+from weft.kernels.flash.grad_tiles import Queries, head_queries, make_delta, sum_dq
+from weft.kernels.flash.ring_call import (
     Ring,
     RingOptions,
-    announce,
     compute_program,
     copy_programs,
     count_tiles,
-    fetch_keys,
-    head_keys,
-    key_spans,
     keys_of,
-    no_arrivals,
-    publish_keys,
     rows_of,
     shape_for,
-    signal_published,
-    span_of,
     tables,
     tile_of,
+)
+from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
+from weft.kernels.flash.ring_keys import (
+    announce,
+    fetch_keys,
+    no_arrivals,
+    publish_keys,
+    signal_published,
     wait_for_source,
 )
 
@@ -81,7 +60,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Config(RingOptions):
+class RingGradConfig(RingOptions):
     """How the kernel is launched.
 
     Attributes:
@@ -97,19 +76,19 @@ class Config(RingOptions):
     reduce_n: int
 
 
-def config_for(
+def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(
+        return RingGradConfig(
             block, block, block, block, 16,
             group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
         )  # fmt: skip
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    return Config(
+    return RingGradConfig(
         dkv_m,
         dkv_n,
         dq_m,
@@ -151,108 +130,6 @@ def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspac
 
 
 @triton.jit
-def make_delta(
-    out_ptr,  # (B, H, n, D)
-    dlse_ptr,  # (B, H, n) or None
-    queries,
-    B,
-    SHAPE: tl.constexpr,
-):
-    """A copy program's share of delta."""
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    COPY_M: tl.constexpr = SHAPE.copy_m
-    H, n, dout = queries.H, queries.n, queries.dout
-    chunks = tiles.cdiv(n, COPY_M)
-    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.copy_programs):
-        head, row = unit // chunks, unit % chunks * COPY_M
-        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
-        first = tl.cast(head, tl.int64) * n
-        out_rows = load_rows(out_ptr + first * D, row, n, D, COPY_M, D, BLOCK_D)
-        dout_rows = load_rows(dout_head, row, n, dout.stride_m, COPY_M, D, BLOCK_D)
-        delta = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
-        rows = row + tl.arange(0, COPY_M)
-        if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
-        tl.store(queries.delta + first + rows, delta, mask=rows < n)
-
-
-@triton.jit
-def _add_to_dq(
-    dq,  # (BLOCK_M, block_d) fp32
-    q,
-    dout,
-    lse,  # (BLOCK_M,) times log2(e)
-    delta,
-    position,  # of row 0 of q
-    keys,  # HeadKeys, row 0 at position 0
-    begin,
-    full,
-    full_end,
-    end,
-    sees,
-    qk_scale,
-    SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """What keys begin .. end - 1 add, of which all the queries see full .. full_end - 1."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    for start in range(begin, end, BLOCK_N):
-        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
-        p = tl.exp2(scores - lse[:, None])
-        if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
-            p = tl.where(seen, p, 0.0)
-        ds = p * (tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None])
-        dq = tiles.dot(tiles.rounded(ds, k.dtype), k, dq)
-    return dq
-
-
-@triton.jit
-def sum_dq(
-    arrivals,
-    queries,  # HeadQueries
-    position,  # of the tile's first query
-    row,  # where that is, of `length`
-    length,
-    batch,
-    kv_head,
-    ring,
-    SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
-    D: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    SPANS: tl.constexpr = SHAPE.spans
-    rows, stop = row + tl.arange(0, BLOCK_M), row + length
-    q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
-    dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
-    delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
-    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
-    dq = tiles.zeros(BLOCK_M, BLOCK_D)
-    for step in range(SHAPE.world_size):
-        source = (ring.rank + step) % SHAPE.world_size
-        for span in range(SPANS):
-            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-            if begin < end:
-                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
-                dq = _add_to_dq(
-                    dq, q, dout, lse, delta, position, kv, begin, full, full_end, end, ring.sees,
-                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
-                )  # fmt: skip
-    return arrivals, dq * ring.scale
-
-
-@triton.jit
 def _make_dq(
     dq_ptr,
     arrivals,
@@ -260,24 +137,22 @@ def _make_dq(
     ring,
     B,
     SHAPE: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
     program, programs = compute_program(SHAPE)
     table, rank, H = ring.table, ring.rank, queries.H
     tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
     for tile in range(program, tiles_m * B * H, programs):
-        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
         position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
         batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
         arrivals, dq = sum_dq(
             arrivals, head_queries(queries, batch, q_head, 0), position, row, length, batch,
-            kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+            kv_head, ring, SHAPE,
         )  # fmt: skip
         dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
         tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
@@ -301,7 +176,6 @@ def _ring_attention_backward_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    TILES: tl.constexpr,  # Config
 ) -> None:
     """dq, dk and dv of the own shards. Grid: copy programs and at least one more.
 
@@ -310,7 +184,7 @@ def _ring_attention_backward_kernel(
     """
     generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    if tl.program_id(0) < SHAPE.copy_programs:
+    if tl.program_id(0) < SHAPE.config.copy_programs:
         publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
@@ -319,13 +193,9 @@ def _ring_attention_backward_kernel(
     else:
         # Bit 0 stands for delta; the rank's own keys need no wait.
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
-        arrivals = make_dkv(
-            arrivals, slots, queries, seen_by, ring, SHAPE, TILES.dkv_m, TILES.dkv_n
-        )
-        _make_dq(
-            dq_ptr, arrivals, queries, ring, B, SHAPE, TILES.group_heads, TILES.dq_m, TILES.dq_n
-        )
-        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE, TILES.dkv_n, TILES.reduce_n)
+        arrivals = make_dkv(arrivals, slots, queries, seen_by, ring, SHAPE)
+        _make_dq(dq_ptr, arrivals, queries, ring, B, SHAPE)
+        reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, generation):
         size = tl.cast(B, tl.int64) * SHAPE.head_dim
         signals.spoil(dq_ptr, size * queries.H * queries.n)
@@ -349,7 +219,7 @@ def launch_ring_attention_backward(
     """
     q, k, v, out, lse, grad_out, grad_lse = saved
     B, H, n, D = q.shape
-    config = config_for(
+    config = ring_grad_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)
@@ -379,8 +249,7 @@ def launch_ring_attention_backward(
         B,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        TILES=config,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return dq, dk, dv

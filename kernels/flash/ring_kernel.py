@@ -44,51 +44,48 @@ from weft.kernels.flash.attention_tiles import (
     empty_softmax,
     head_ptr,
     heads_of,
-    interval,
     load_rows,
     normalized,
     seen_pairs,
     softmax_step,
-    visible,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_keys import (
+from weft.kernels.flash.ring_call import (
     Ring,
     RingOptions,
     copy_programs,
     count_tiles,
-    fetch_keys,
-    head_keys,
-    key_spans,
     keys_of,
-    no_arrivals,
-    publish_keys,
     shape_for,
     shard_bytes,
-    signal_published,
-    span_of,
     tables,
     tile_of,
-    wait_for_source,
+)
+from weft.kernels.flash.ring_keys import (
+    fetch_keys,
+    no_arrivals,
+    over_keys,
+    publish_keys,
+    signal_published,
 )
 
 
 @dataclass(frozen=True)
-class Config(RingOptions):
+class RingConfig(RingOptions):
     """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
 
     block_m: int
     block_n: int
 
 
-def config_for(
+def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return Config(
+        return RingConfig(
             block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
         )
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
@@ -97,7 +94,7 @@ def config_for(
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
-    return Config(
+    return RingConfig(
         block_m,
         block_n,
         group_heads=max(1, heads // max(kv_heads, 1)),
@@ -133,33 +130,31 @@ def workspace_for(
 
 @triton.jit
 def _add_keys(
-    top,
-    total,
-    acc,  # (BLOCK_M, block_d) fp32
+    softmax,  # (top, total, acc)
     q,
-    position,  # of row 0 of q
-    keys,  # HeadKeys, row 0 at position 0
+    position,
+    keys,
     begin,
     full,
     full_end,
     end,
-    sees,
-    qk_scale,
+    ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add keys begin .. end - 1 to the softmax; all queries see keys full .. full_end - 1.
+    """Take keys into the softmax: see `over_keys`.
 
     One loop with a branch: three loops, each with its addresses in registers, would spill.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    top, total, acc = softmax
     for start in range(begin, end, BLOCK_N):
         k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+        scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * (ring.scale * LOG2_E)
         if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, sees, BLOCK_M, BLOCK_N)
+            seen = seen_pairs(position, start, end, ring.sees, BLOCK_M, BLOCK_N)
             scores = tl.where(seen, scores, float("-inf"))
         top, total, weights, rescale = softmax_step(top, total, scores)
         v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
@@ -179,30 +174,19 @@ def attend(
     kv_head,
     ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Attention of one tile of queries to all keys that it sees.
 
     Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
     """
-    SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
     q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
-    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
-    top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
-    for step in range(SHAPE.world_size):
-        source = (ring.rank + step) % SHAPE.world_size
-        for span in range(SPANS):
-            start, k_row, k_length = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, full, full_end, end = interval(lowest, highest, start, start + k_length, BLOCK_N)
-            if begin < end:
-                arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                kv = head_keys(ring, source, batch, kv_head, k_row - start, SHAPE)
-                top, total, acc = _add_keys(
-                    top, total, acc, q, position, kv, begin, full, full_end, end, ring.sees,
-                    ring.scale * LOG2_E, SHAPE, BLOCK_N,
-                )  # fmt: skip
-    out, lse = normalized(top, total, acc)
+    softmax = empty_softmax(BLOCK_M, SHAPE.block_d)
+    arrivals, softmax = over_keys(
+        arrivals, softmax, _add_keys, q, position, length, batch, kv_head, ring, SHAPE,
+        SHAPE.config.block_n,
+    )  # fmt: skip
+    out, lse = normalized(softmax[0], softmax[1], softmax[2])
     return arrivals, out, lse
 
 
@@ -221,9 +205,6 @@ def _ring_attention_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     """out and lse of the own queries. Grid: copy programs and at least one more.
 
@@ -234,9 +215,10 @@ def _ring_attention_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
     ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    COPIES: tl.constexpr = SHAPE.copy_programs
+    COPIES: tl.constexpr = SHAPE.config.copy_programs
     SPANS: tl.constexpr = SHAPE.spans
     D: tl.constexpr = SHAPE.head_dim
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
     if program < COPIES:
         publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
@@ -245,14 +227,14 @@ def _ring_attention_kernel(
         arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
         tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
         for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
-            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, GROUP_HEADS)
+            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
             # In causal attention the last queries see the most: longest tiles first.
             position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
             batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             arrivals, out, lse = attend(
                 arrivals, head_ptr(q, batch, q_head), q.stride_m, position, row, length, batch,
-                kv_head, ring, SHAPE, BLOCK_M, BLOCK_N,
+                kv_head, ring, SHAPE,
             )  # fmt: skip
             # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
             # throughout.
@@ -283,7 +265,7 @@ def launch_ring_attention(
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
-    config = config_for(
+    config = ring_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)
@@ -303,10 +285,7 @@ def launch_ring_attention(
         n,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        GROUP_HEADS=config.group_heads,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return out, lse

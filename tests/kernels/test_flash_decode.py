@@ -13,9 +13,10 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.kernels.attention import decode
+from weft.kernels.attention import decode_host
+from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import flash_decode_reference
-from weft.kernels.flash import decode_kernel
+from weft.kernels.flash import decode_kernel, decode_tiles
 
 ENGINES = ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -208,7 +209,7 @@ def test_what_a_graph_captures_of_the_other_engines(
 ) -> None:
     """It looks at all that there is room for; what lies behind the ends may be anything."""
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(decode, "_FEWEST_KEYS", 1 << 30)  # torch's kernel is for CPUs
+    monkeypatch.setattr(decode_host, "_FEWEST_KEYS", 1 << 30)  # torch's kernel is for CPUs
     lengths = torch.tensor([37, 2, 0, 9], dtype=torch.int32)
     for T, rank in itertools.product((1, 3), (0, 1)):
         q = torch.randn(4, 4, T, 8, generator=generator)
@@ -219,10 +220,10 @@ def test_what_a_graph_captures_of_the_other_engines(
             k, v = (paged(x, 4, table) for x in (k, v))
             for row, length in enumerate(lengths.tolist()):
                 table[row, -(-length // 8) :] = -1
-        cache = decode.Cache(k, v, table, 4, rank, 2)
-        expected = decode._attend(q, cache, lengths, 0.3, window)
+        cache = Cache(k, v, table, 4, rank, 2)
+        expected = decode_host.attend_locally(q, cache, lengths, 0.3, window)
         torch.testing.assert_close(
-            decode._attend_captured(q, cache, lengths, 0.3, window), expected
+            decode_host._attend_captured(q, cache, lengths, 0.3, window), expected
         )
 
 
@@ -256,9 +257,9 @@ def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.Monkey
 
 @needs_interpreter
 def test_many_rows_on_a_key_head_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode_kernel.tile_of(64, 192, torch.bfloat16) == (32, 256, 2)
-    monkeypatch.setattr(decode_kernel, "_TILE", 2 * 16 * 16)
-    assert decode_kernel.tile_of(39, 12, torch.float32) == (16, 16, 3)  # the last one of 7 rows
+    assert decode_tiles.tile_of(64, 192, torch.bfloat16) == (32, 256, 2)
+    monkeypatch.setattr(decode_tiles, "_TILE", 2 * 16 * 16)
+    assert decode_tiles.tile_of(39, 12, torch.float32) == (16, 16, 3)  # the last one of 7 rows
     sim.run(3, lambda rank: decode_twice(rank, 12, H=13, T=3))
 
 
@@ -311,7 +312,7 @@ def test_more_keys_than_the_kernel_counts_are_refused_by_all_ranks() -> None:
 def test_as_many_queries_as_there_are() -> None:
     """Tiles bound the width of a head alone: 16 heads of 8 tokens, 256 wide, on one key head."""
     sim.run(3, lambda rank: decode_twice(rank, 256, H=16, T=8))
-    assert decode_kernel.tile_of(256, 1024, torch.bfloat16) == (16, 1024, 16)
+    assert decode_tiles.tile_of(256, 1024, torch.bfloat16) == (16, 1024, 16)
 
 
 @pytest.mark.ranks(2)

@@ -19,8 +19,10 @@ from weft.collectives.ranks.chunks import chunk_sizes
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.ring import attention_reference
 from weft.kernels.engine.chips import KNOWN, known
-from weft.kernels.flash import heads_grad_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.attention_tiles import contiguous_rows
+from weft.kernels.flash.ring_grad_kernel import ring_grad_config
+from weft.kernels.flash.ring_kernel import ring_config
+from weft.kernels.heads.heads_grad_kernel import head_grad_config
 
 ENGINES = ("host", "generic", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -304,22 +306,22 @@ def test_keys_that_no_query_sees_are_not_fetched() -> None:
     assert fetched(cu_seqlens=[0, 64, 128]) == 0
 
 
-@pytest.mark.parametrize("kernel", [ring_kernel, ring_grad_kernel, heads_grad_kernel])
-def test_launches_of_an_empty_batch(kernel: Any) -> None:
+@pytest.mark.parametrize("config", [ring_config, ring_grad_config, head_grad_config])
+def test_launches_of_an_empty_batch(config: Any) -> None:
     for chip in KNOWN:
-        assert kernel.config_for(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads == 1
+        assert config(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads == 1
 
 
-@pytest.mark.parametrize("kernel", [ring_kernel, ring_grad_kernel])
+@pytest.mark.parametrize("config", [ring_config, ring_grad_config])
 @pytest.mark.parametrize(
     ("name", "like"),
     [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("gfx950", "gfx942")],
 )
-def test_chips_of_a_family_have_the_same_tiles(kernel: Any, name: str, like: str) -> None:
+def test_chips_of_a_family_have_the_same_tiles(config: Any, name: str, like: str) -> None:
     chip = known(like)
     for D in (64, 128, 256):
-        config_for = partial(kernel.config_for, 64, 8, 1024, D, torch.bfloat16, 8)
-        assert config_for(replace(chip, name=name)) == config_for(chip)
+        config_on = partial(config, 64, 8, 1024, D, torch.bfloat16, 8)
+        assert config_on(replace(chip, name=name)) == config_on(chip)
 
 
 MISUSE = {

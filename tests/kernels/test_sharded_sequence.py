@@ -1,4 +1,4 @@
-"""Where tokens lie and who sees whom: the pieces of a call against a plain mask."""
+"""Where tokens lie and who sees whom: the rectangles of a call against a plain mask."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.kernels import from_zigzag, to_zigzag, zigzag_sizes
-from weft.kernels.flash import ring_keys
+from weft.kernels.flash import ring_call
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
-    Piece,
+    Rectangle,
     Span,
     Visibility,
     needed_rows,
-    pieces,
-    pieces_between,
+    rectangles,
+    rectangles_between,
     spans_of,
 )
 
@@ -38,18 +38,18 @@ def mask_of(queries: Span, keys: Span, sees: Visibility) -> torch.Tensor:
     return mask
 
 
-def covered(found: Iterable[Piece], rows: int, columns: int, sees: Visibility) -> torch.Tensor:
-    """How often the pieces cover each pair of a query's row and a key's."""
+def covered(found: Iterable[Rectangle], rows: int, columns: int, sees: Visibility) -> torch.Tensor:
+    """How often the rectangles cover each pair of a query's row and a key's."""
     count = torch.zeros(rows, columns, dtype=torch.int)
-    for piece in found:
-        (q0, q1), (k0, k1) = piece.queries, piece.keys
+    for rectangle in found:
+        (q0, q1), (k0, k1) = rectangle.queries, rectangle.keys
         assert 0 <= q0 < q1 <= rows
         assert 0 <= k0 < k1 <= columns
         ones = torch.ones(q1 - q0, k1 - k0, dtype=torch.int)
-        if piece.kind == "causal":
+        if rectangle.kind == "causal":
             ones = ones.tril()
-        elif piece.kind == "band":
-            distance = torch.arange(k1 - k0) - torch.arange(q1 - q0).unsqueeze(1) - piece.shift
+        elif rectangle.kind == "band":
+            distance = torch.arange(k1 - k0) - torch.arange(q1 - q0).unsqueeze(1) - rectangle.shift
             ones = ((distance >= -sees.before) & (distance <= sees.after)).int()
         count[q0:q1, k0:k1] += ones
     return count
@@ -65,7 +65,7 @@ def random_visibility(rng: random.Random, length: int) -> Visibility:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_cover_each_visible_pair_once(seed: int) -> None:
+def test_rectangles_cover_each_visible_pair_once(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         length = rng.randint(1, 40)
@@ -77,7 +77,7 @@ def test_pieces_cover_each_visible_pair_once(seed: int) -> None:
         queries, keys = spans
         if sees.documents is None and rng.random() < 0.3:  # more queries than keys
             queries = Span(queries.start, queries.row, queries.length + 7)
-        found = pieces(queries, keys, sees, rng.randint(1, 9))
+        found = rectangles(queries, keys, sees, rng.randint(1, 9))
         rows, columns = (span.row + span.length for span in (queries, keys))
         count = covered(found, rows, columns, sees)
         assert torch.equal(count[queries.row :, keys.row :], mask_of(queries, keys, sees)), (
@@ -86,11 +86,11 @@ def test_pieces_cover_each_visible_pair_once(seed: int) -> None:
         assert count.sum() == count[queries.row :, keys.row :].sum()
 
 
-def test_unmasked_and_causal_calls_are_few_pieces() -> None:
+def test_unmasked_and_causal_calls_are_few_rectangles() -> None:
     sees = Visibility(4096, after=0)
     geometry = Geometry((2048, 2048), (2048, 2048), "zigzag", sees)
     kinds = [
-        [(p.kind, p.queries, p.keys) for p in pieces_between(geometry, *pair)]
+        [(p.kind, p.queries, p.keys) for p in rectangles_between(geometry, *pair)]
         for pair in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     own = [("causal", (0, 2048), (0, 2048))]
@@ -101,11 +101,11 @@ def test_unmasked_and_causal_calls_are_few_pieces() -> None:
         own,
     ]
     full = Geometry((2048, 2048), (2048, 2048), "zigzag", Visibility(4096))
-    assert [p.kind for p in pieces_between(full, 0, 1)] == ["full"]
+    assert [p.kind for p in rectangles_between(full, 0, 1)] == ["full"]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_joined_pieces_cover_each_visible_pair_once(layout: str) -> None:
+def test_joined_rectangles_cover_each_visible_pair_once(layout: str) -> None:
     rng = random.Random(layout)
     for _ in range(100):
         W, length = rng.randint(1, 4), rng.randint(1, 40)
@@ -118,7 +118,7 @@ def test_joined_pieces_cover_each_visible_pair_once(layout: str) -> None:
                     torch.cat([mask_of(q, k, sees) for k in geometry.k_spans[source]], 1)
                     for q in geometry.q_spans[rank]
                 ])  # fmt: skip
-                found = pieces_between(geometry, rank, source)
+                found = rectangles_between(geometry, rank, source)
                 assert torch.equal(covered(found, *mask.shape, sees), mask), (geometry, rank)
 
 
@@ -132,8 +132,8 @@ def test_needed_rows_hold_all_that_is_seen(layout: str) -> None:
         for rank in range(W):
             for source in range(W):
                 needed = needed_rows(geometry, (rank,), source)
-                for piece in pieces_between(geometry, rank, source):
-                    first, last = piece.keys
+                for rectangle in rectangles_between(geometry, rank, source):
+                    first, last = rectangle.keys
                     held = sum(max(0, min(b, last) - max(a, first)) for a, b in needed)
                     assert held == last - first
 
@@ -158,18 +158,18 @@ def test_sizes_that_are_not_the_layouts() -> None:
 
 def test_tables_of_documents_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cpu = 1 << 19, torch.device("cpu")
-    monkeypatch.setattr(ring_keys, "_kept", {})
-    monkeypatch.setattr(ring_keys, "_MOST_BYTES", 20 << 20)  # twice 8 MiB, and what lies beside
+    monkeypatch.setattr(ring_call, "_kept", {})
+    monkeypatch.setattr(ring_call, "_MOST_BYTES", 20 << 20)  # twice 8 MiB, and what lies beside
 
     def tables(boundary: int) -> torch.Tensor | None:
         sees = Visibility(2 * rows, documents=(0, boundary, 2 * rows))
         geometry = Geometry((rows, rows), (rows, rows), "contiguous", sees)
-        return ring_keys.tables(geometry, 0, cpu)[1].documents
+        return ring_call.tables(geometry, 0, cpu)[1].documents
 
     first = [tables(boundary) for boundary in (1, 2, 3)]
     assert first[1] is tables(2) and first[2] is tables(3)
-    assert len(ring_keys._kept) == 2
+    assert len(ring_call._kept) == 2
     again = tables(1)
     assert again is not first[0] and again is tables(1)
     assert torch.equal(again, first[0])  # type: ignore[arg-type]
-    assert len(ring_keys._kept) == 2
+    assert len(ring_call._kept) == 2

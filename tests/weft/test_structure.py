@@ -42,6 +42,7 @@ LEVELS = {
         engine
         device norm
         flash matmul
+        heads
         attention custom_ops layers
         compile
         .

@@ -47,7 +47,28 @@ from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_kernel
 from weft.kernels.flash.attention_tiles import LN_2, contiguous_rows, head_ptr, heads_of
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.head_units import (
+from weft.kernels.flash.ring_call import (
+    Ring,
+    compute_program,
+    count_rows,
+    count_tiles,
+    keys_of,
+    shape_for,
+    shard_bytes,
+    tables,
+)
+from weft.kernels.flash.ring_kernel import RingConfig, attend
+from weft.kernels.flash.ring_keys import (
+    announce_results,
+    await_results,
+    fetch_keys,
+    no_arrivals,
+    publish_keys,
+    publish_rows,
+    signal_published,
+    wait_for_source,
+)
+from weft.kernels.heads.head_units import (
     area_ptr,
     collect_rows,
     first_unit,
@@ -60,32 +81,13 @@ from weft.kernels.flash.head_units import (
     rows_bytes,
     stagger_of,
 )
-from weft.kernels.flash.ring_kernel import Config, attend
-from weft.kernels.flash.ring_keys import (
-    Ring,
-    announce_results,
-    await_results,
-    compute_program,
-    count_rows,
-    count_tiles,
-    fetch_keys,
-    keys_of,
-    no_arrivals,
-    publish_keys,
-    publish_rows,
-    shape_for,
-    shard_bytes,
-    signal_published,
-    tables,
-    wait_for_source,
-)
 
 
-def config_for(
+def head_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config:
+) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    config = ring_kernel.config_for(heads, kv_heads, rows, D, dtype, world_size, chip)
+    config = ring_kernel.ring_config(heads, kv_heads, rows, D, dtype, world_size, chip)
     if chip is INTERPRETER:
         return config
     if 64 < D <= 128 and chip.family == "sm_80":
@@ -131,8 +133,6 @@ def _head_attention_kernel(
     scale,
     rank,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     """out and lse of the own tokens. Grid: copy programs and at least one more.
 
@@ -146,8 +146,9 @@ def _head_attention_kernel(
     PITCH: tl.constexpr = SHAPE.pitch
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
+    BLOCK_M: tl.constexpr = SHAPE.config.block_m
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if tl.program_id(0) < SHAPE.copy_programs:
+    if tl.program_id(0) < SHAPE.config.copy_programs:
         publish_keys(ring, SHAPE)
         shown = area_ptr(ring, rank, areas.q, dtype)
         publish_rows(shown, q, H, B * H, count_rows(table_ptr, rank, SPANS), SHAPE)
@@ -177,7 +178,6 @@ def _head_attention_kernel(
                     stride = tl.cast(PITCH, tl.int32)
                 arrivals, out, lse = attend(
                     arrivals, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
-                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 if owner == rank:
                     out_rows, numbers = out_ptr + at * D, lse_ptr + at
@@ -211,21 +211,21 @@ def launch_head_attention(
     geometry: Geometry,
     scale: float,
     *,
-    config: Config | None = None,
+    config: RingConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Enqueue this rank's part of the attention.
 
     Args:
         q: (B, H, n, D), any strides; k, v: (B, H_kv, m, D): shards along dim 2.
         ws: `workspace_for` them.
-        config: the same on all ranks; default `config_for`.
+        config: the same on all ranks; default `head_config`.
 
     Returns:
         out (B, H, n, D), contiguous, dtype of q, and lse (B, H, n), fp32.
     """
     B, H, n, D = q.shape
     W = ws.world_size
-    config = config or config_for(
+    config = config or head_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)
@@ -248,9 +248,7 @@ def launch_head_attention(
         H,
         scale,
         ws.rank,
-        SHAPE=shape_for(k, geometry, config.copy_programs, config.copy_m),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        SHAPE=shape_for(k, geometry, config),
         **config.options,
     )
     return out, lse

@@ -31,13 +31,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.geometry import Geometry, Span
-from weft.kernels.flash.ring_keys import (
-    compute_program,
-    count_rows,
-    count_tiles,
-    pitch_of,
-    tile_of,
-)
+from weft.kernels.flash.ring_call import compute_program, count_rows, count_tiles, pitch_of, tile_of
 
 _LINE_BYTES = 128
 
@@ -147,7 +141,7 @@ def collect_rows(
             at = tl.cast(batch * H + head, tl.int64) * n + row
             tiles.copy_block(
                 out_ptr + at * D, area + at * SHAPE.pitch, length, D, D, SHAPE.pitch, 1,
-                SHAPE.copy_m, SHAPE.block_d,
+                SHAPE.config.copy_m, SHAPE.block_d,
             )  # fmt: skip
             if numbers is not None:
                 rows = tl.arange(0, BLOCK)

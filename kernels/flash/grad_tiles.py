@@ -1,0 +1,232 @@
+"""Gradients of attention, tile by tile: what the backward by ring and that by heads share.
+
+With p = exp(scores - lse), the final probabilities:
+
+    dv = p^T @ dout    ds = p * (dout @ v^T - delta)    dq = scale * ds @ k    dk = scale * ds^T @ q
+    delta (B, H, n) = sum over D of dout * out, - dlse where lse was used
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from weft.collectives.device import signals
+from weft.kernels.device import tiles
+from weft.kernels.flash.attention_tiles import (
+    LOG2_E,
+    head_ptr,
+    load_rows,
+    row_sum,
+    seen_pairs,
+    seen_pairs_transposed,
+)
+from weft.kernels.flash.ring_keys import over_keys
+
+_INTERPRETED = signals.Constant(signals.INTERPRETED)
+
+
+class Queries(NamedTuple):
+    """For B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta` (B, H, n) fp32."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    H: Any
+    n: Any
+
+
+class HeadQueries(NamedTuple):
+    """Pointers to one head of each of `Queries`, and the strides of the rows of q and dout."""
+
+    q: Any
+    stride_q: Any
+    dout: Any
+    stride_dout: Any
+    lse: Any
+    delta: Any
+
+
+class QueryTile(NamedTuple):
+    """Rows of one head: `q` and `dout` (BLOCK_M, block_d), `lse` times log2(e) and `delta`."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+@triton.jit
+def in_base_2(lse):
+    """log-sum-exps times log2(e), or 0 for queries that see nothing, whose scores are masked."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+
+
+@triton.jit
+def head_queries(queries, batch, head, shift):
+    """What belongs to one head, from row `shift` on, counted as in `ring_keys.head_keys`."""
+    shift = tl.cast(shift, tl.int64)
+    q, dout = queries.q, queries.dout
+    at = (batch * queries.H + head) * queries.n + shift
+    return HeadQueries(
+        head_ptr(q, batch, head) + shift * q.stride_m,
+        q.stride_m,
+        head_ptr(dout, batch, head) + shift * dout.stride_m,
+        dout.stride_m,
+        queries.lse + at,
+        queries.delta + at,
+    )
+
+
+@triton.jit
+def add_to_dkv(
+    dk,  # (BLOCK_N, block_d) fp32
+    dv,
+    k,  # (BLOCK_N, block_d)
+    v,
+    position,  # of row 0 of k
+    queries,  # HeadQueries, row 0 at position 0
+    begin,
+    full,
+    full_end,
+    end,
+    sees,
+    qk_scale,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add what queries begin .. end - 1 contribute; queries full .. full_end - 1 see all keys.
+
+    One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
+    tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
+    the way dk and dv use them; elsewhere that spills.
+    """
+    BLOCK_N: tl.constexpr = k.shape[0]
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    KEYS_FIRST: tl.constexpr = k.dtype != tl.float32 and (BLOCK_N >= 64 or _INTERPRETED)
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
+        lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
+        if KEYS_FIRST:
+            scores = tiles.dot(k, q.T, tiles.zeros(BLOCK_N, BLOCK_M)) * qk_scale
+            p = tl.exp2(scores - lse[None, :])
+        else:
+            scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
+            p = tl.exp2(scores - lse[:, None])
+        dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
+        if KEYS_FIRST:
+            ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
+        else:
+            ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
+        if (start < full) | (start >= full_end):
+            if KEYS_FIRST:
+                seen = seen_pairs_transposed(
+                    start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N
+                )
+                seen &= (rows < end)[None, :]
+            else:
+                seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+                seen &= (rows < end)[:, None]
+            # Keys of the tile that nobody here sees were not fetched: they may be anything, even
+            # NaN, and must not be used.
+            p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
+        if KEYS_FIRST:
+            dv = tiles.dot(tiles.rounded(p, dout.dtype), dout, dv)
+            dk = tiles.dot(tiles.rounded(p * ds, q.dtype), q, dk)
+        else:
+            dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
+            dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
+    return dk, dv
+
+
+@triton.jit
+def make_delta(
+    out_ptr,  # (B, H, n, D)
+    dlse_ptr,  # (B, H, n) or None
+    queries,
+    B,
+    SHAPE: tl.constexpr,
+):
+    """A copy program's share of delta."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
+    H, n, dout = queries.H, queries.n, queries.dout
+    chunks = tiles.cdiv(n, COPY_M)
+    for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
+        head, row = unit // chunks, unit % chunks * COPY_M
+        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
+        first = tl.cast(head, tl.int64) * n
+        out_rows = load_rows(out_ptr + first * D, row, n, D, COPY_M, D, BLOCK_D)
+        dout_rows = load_rows(dout_head, row, n, dout.stride_m, COPY_M, D, BLOCK_D)
+        delta = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
+        rows = row + tl.arange(0, COPY_M)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
+        tl.store(queries.delta + first + rows, delta, mask=rows < n)
+
+
+@triton.jit
+def _add_to_dq(
+    dq,  # (BLOCK_M, block_d) fp32
+    tile,  # QueryTile
+    position,
+    keys,
+    begin,
+    full,
+    full_end,
+    end,
+    ring,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add what keys contribute to dq: see `over_keys`."""
+    BLOCK_M: tl.constexpr = tile.q.shape[0]
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    for start in range(begin, end, BLOCK_N):
+        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        scores = tiles.dot(tile.q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * (ring.scale * LOG2_E)
+        p = tl.exp2(scores - tile.lse[:, None])
+        if (start < full) | (start >= full_end):
+            seen = seen_pairs(position, start, end, ring.sees, BLOCK_M, BLOCK_N)
+            p = tl.where(seen, p, 0.0)
+        ds = p * (tiles.dot(tile.dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - tile.delta[:, None])
+        dq = tiles.dot(tiles.rounded(ds, k.dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def sum_dq(
+    arrivals,
+    queries,  # HeadQueries
+    position,  # of the tile's first query
+    row,  # where that is, of `length`
+    length,
+    batch,
+    kv_head,
+    ring,
+    SHAPE: tl.constexpr,
+):
+    """A tile of dq, over all keys that its queries see, after the new `arrivals`."""
+    D: tl.constexpr = SHAPE.head_dim
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    BLOCK_M: tl.constexpr = SHAPE.config.dq_m
+    rows, stop = row + tl.arange(0, BLOCK_M), row + length
+    q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
+    dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
+    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
+    delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
+    tile = QueryTile(q, dout, lse, delta)
+    arrivals, dq = over_keys(
+        arrivals, tiles.zeros(BLOCK_M, BLOCK_D), _add_to_dq, tile, position, length, batch, kv_head,
+        ring, SHAPE, SHAPE.config.dq_n,
+    )  # fmt: skip
+    return arrivals, dq * ring.scale
