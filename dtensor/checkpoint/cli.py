@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch.distributed.tensor import Replicate, Shard
 
-from weft.dtensor.checkpoint.files import CheckpointError, Entry, Stored, merge, reshard
+from weft.dtensor.checkpoint.files import Entry, Stored, merge, reshard
+from weft.dtensor.checkpoint.metadata import CheckpointError, printable
 from weft.dtensor.layout.boxes import Placements
 from weft.dtensor.notation import parse_colossalai, parse_torch
 
@@ -64,7 +65,11 @@ def _size(nbytes: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft checkpoint` and return the exit status: 1 if the checkpoint is damaged."""
+    """Run `weft checkpoint`.
+
+    Returns:
+        The exit status: 1 if `info` has found damage, 2 if a command could not do its work.
+    """
     parser = argparse.ArgumentParser(
         prog="weft checkpoint",
         description=_DESCRIPTION,
@@ -102,12 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             left_out = merge(stored, args.out, _Bar("merge", stored.nbytes))
             print(f"{args.out}: {len(stored.tensors)} tensors, {_size(stored.nbytes)}")
             if left_out:
-                print(f"left out, no tensors: {', '.join(sorted(left_out))} (a .pt file has them)")
+                names = printable(", ".join(sorted(left_out)))
+                print(f"left out, no tensors: {names} (a .pt file has them)")
         else:
             _reshard(stored, args)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
-        print(f"weft checkpoint: {error}", file=sys.stderr)
-        return 1
+        for line in f"weft checkpoint: {error}".split("\n"):
+            print(printable(line), file=sys.stderr)
+        return 2
     return 0
 
 
@@ -115,7 +122,7 @@ def _info(path: Path, check: bool) -> int:
     stored = Stored(path)
     rows = [
         (
-            entry.name,
+            printable(entry.name),
             "x".join(map(str, entry.shape)) or "scalar",
             str(entry.dtype).removeprefix("torch."),
             _size(entry.nbytes),
@@ -130,12 +137,17 @@ def _info(path: Path, check: bool) -> int:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     print(f"{len(stored.tensors)} tensors, {_size(stored.nbytes)}")
     if stored.values:
-        print(f"and no tensors: {', '.join(sorted(stored.values))}")
+        print(printable(f"and no tensors: {', '.join(sorted(stored.values))}"))
     problems = list(stored.problems(read=check, progress=_Bar("check", stored.nbytes)))
     for problem in problems:
-        print(f"DAMAGED {problem}")
+        print(printable(f"DAMAGED {problem}"))
     if not problems:
         print("every piece is sound" if check else "every piece is there (--check reads them)")
+    if check and stored.unsummed:
+        print(
+            f"{stored.unsummed} items have no check sum, as torch.distributed.checkpoint.save has "
+            f"written them: only what their archives tell was compared"
+        )
     return 1 if problems else 0
 
 
