@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -178,7 +180,10 @@ def _digest(*conditions: object) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where measurements are looked for and kept, first choice first."""
+    """Where measurements are looked for and kept, first choice first.
+
+    Not where others could put them; a folder that the user has named is the user's to trust.
+    """
     folders = []
     with suppress(RuntimeError):  # a user without a home, as in containers
         folders.append(settings.cache_dir())
@@ -186,7 +191,17 @@ def _folders() -> list[Path]:
         return folders
     with suppress(FileNotFoundError):
         folders.append(Path(tempfile.gettempdir()) / f"weft-{os.getuid()}")
-    return folders
+    return [folder for folder in folders if _is_ours(folder)]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else may have put there what is in a folder, or would come to be in it."""
+    try:
+        found = folder.lstat()  # a link, which anybody can make in /tmp, is no folder
+    except OSError:
+        return True  # there is none, or none to be read
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
@@ -199,10 +214,15 @@ def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
 
 
 def _are_rates(kept: dict[str, Any]) -> bool:
-    return all(
-        _are_rates(value) if isinstance(value, dict) else isinstance(value, (int, float))
-        for value in kept.values()
-    )
+    """Whether values are what measuring could give: NaN, say, would choose any engine."""
+
+    def is_rate(name: str, value: object) -> bool:
+        if name == "flops":
+            known = isinstance(value, dict) and str(torch.float32) in value
+            return known and all(is_rate("", each) and each > 0 for each in value.values())
+        return type(value) in (int, float) and 0 <= value < math.inf
+
+    return all(is_rate(name, value) for name, value in kept.items())
 
 
 def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
@@ -211,7 +231,9 @@ def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
         # Several groups may write at once; a reader sees one whole file or the other.
         part = folder / f"{name}.{os.getpid()}"
         with suppress(OSError):  # a read-only home, or a full one
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (settings.cache_dir_is_set() or _is_ours(folder)):
+                continue  # somebody has been quicker
             part.write_text(json.dumps(rates, indent=1))
             try:
                 if first:
