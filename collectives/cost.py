@@ -32,7 +32,13 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives.memory.exchange import exchange
 from weft.collectives.memory.workspace import give_back
-from weft.collectives.ranks.group import Group, kept_by_group, unwatched
+from weft.collectives.ranks.group import (
+    Group,
+    backends_of,
+    kept_by_group,
+    new_group,
+    unwatched,
+)
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -216,10 +222,11 @@ def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
 def _are_rates(kept: dict[str, Any]) -> bool:
     """Whether values are what measuring could give: NaN, say, would choose any engine."""
 
-    def is_rate(name: str, value: object) -> bool:
+    def is_rate(name: str, value: Any) -> bool:
         if name == "flops":
-            known = isinstance(value, dict) and str(torch.float32) in value
-            return known and all(is_rate("", each) and each > 0 for each in value.values())
+            if not isinstance(value, dict) or str(torch.float32) not in value:
+                return False
+            return all(is_rate("", each) and each > 0 for each in value.values())
         return type(value) in (int, float) and 0 <= value < math.inf
 
     return all(is_rate(name, value) for name, value in kept.items())
@@ -387,11 +394,18 @@ def _measure(group: Group, device: torch.device) -> Machine:
         copy = nbytes / max(copy_us - sync_us, copy_us / 2)
         give_back(group, "measure", device)
 
+    # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
+    on_gloo = device.type == "cpu" and bool(backends_of(group.pg) & {"gloo", "undefined"})
+    own = new_group(group.ranks, "gloo") if on_gloo else None
+    pg = own or group.pg
+
     def gather(part: torch.Tensor) -> None:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
-        dist.all_gather(parts, part, group=group.pg)
+        dist.all_gather(parts, part, group=pg)
 
     wire_us = timed(lambda: gather(source[:64]), 5, 8)
     whole_us = timed(lambda: gather(source), 3, 2)
+    if own is not None:
+        dist.destroy_process_group(own)
     wire = nbytes * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     return Machine(flops, copy, sync_us, wire, wire_us)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import re
 import sys
 import time
@@ -36,6 +37,10 @@ examples:
       --layout '*.w2.weight=[R, S(1)]' --layout '*norm*=[R, R]' --layout '*=[R, S(0)]'
                                                      first match counts; [S0, R] is read as well
 """
+
+
+_MOST_FILES = 1 << 16
+_MOST_DIGITS = 5  # of a size of the mesh
 
 
 class _Bar:
@@ -154,7 +159,12 @@ def _info(path: Path, check: bool) -> int:
 def _reshard(stored: Stored, args: argparse.Namespace) -> None:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", args.mesh):
         raise ValueError(f"--mesh must be sizes like 8 or 2x4, got {args.mesh!r}")
-    sizes = tuple(int(size) for size in args.mesh.split("x"))
+    sizes = tuple(int(size) for size in args.mesh.split("x") if len(size) <= _MOST_DIGITS)
+    if len(sizes) <= args.mesh.count("x") or math.prod(sizes) > _MOST_FILES:
+        raise ValueError(
+            f"--mesh {args.mesh[:40]}: one file for each rank, {_MOST_FILES} at most; name a smaller "
+            f"mesh, dim by dim"
+        )
     layouts: list[tuple[str, str]] = []
     for given in args.layout:
         pattern, equals, layout = given.partition("=")
