@@ -297,7 +297,7 @@ class Result:
             raise TypeError("no environment, or no command")
         for case in self.cases:
             texts = (case.suite, case.name, case.main, case.peer, case.failure, *case.notes)
-            if not all(isinstance(text, str) for text in texts) or not isinstance(case.params, dict):
+            if not (isinstance(case.params, dict) and all(isinstance(each, str) for each in texts)):
                 raise TypeError("a case without a name or parameters")
             rounds = set()
             for timing in (*case.variants.values(), *case.bounds.values()):

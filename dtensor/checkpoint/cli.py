@@ -162,8 +162,8 @@ def _reshard(stored: Stored, args: argparse.Namespace) -> None:
     sizes = tuple(int(size) for size in args.mesh.split("x") if len(size) <= _MOST_DIGITS)
     if len(sizes) <= args.mesh.count("x") or math.prod(sizes) > _MOST_FILES:
         raise ValueError(
-            f"--mesh {args.mesh[:40]}: one file for each rank, {_MOST_FILES} at most; name a smaller "
-            f"mesh, dim by dim"
+            f"--mesh {args.mesh[:40]}: one file for each rank, {_MOST_FILES} at most; name a "
+            f"smaller mesh, dim by dim"
         )
     layouts: list[tuple[str, str]] = []
     for given in args.layout:
@@ -178,7 +178,15 @@ def _reshard(stored: Stored, args: argparse.Namespace) -> None:
                 # One entry a tensor dim, with mesh dims by number, has no brackets inside.
                 if "(" not in layout and "S" in layout:
                     return parse_colossalai(layout, sizes)
-                return parse_torch(layout)
+                found = parse_torch(layout)
+                most = max(entry.shape, default=1)
+                for placement in found:
+                    if (pieces := getattr(placement, "split_factor", 1)) > most:
+                        raise ValueError(
+                            f"--layout {layout!r}: {entry.name} has shape {entry.shape} and is "
+                            f"not to be cut into {pieces} pieces; name as many as a dim has rows"
+                        )
+                return found
         last = Shard(0) if entry.shape else Replicate()
         return (*(Replicate() for _ in sizes[1:]), last)
 

@@ -32,7 +32,7 @@ from weft.dtensor.checkpoint.files import CheckpointError, Stored
 STRIDED: Any = _StridedShard(0, split_factor=2)
 PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), STRIDED]
 WHOLE = torch.arange(7 * 5.0).view(7, 5)
-FLIPS = 60
+FLIPS, FUZZED = 60, 300
 
 
 def mesh_of(*sizes: int) -> Any:
@@ -263,6 +263,9 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
         ("y", ["2,2"], "--mesh must be sizes like 8 or 2x4, got '2,2'"),
         ("y", ["2", "--layout", "*.w=[_S(0, 0)]"], "split_factor must be at least 1"),
         ("file/y", ["2"], "Not a directory"),
+        ("y", ["99999999"], "--mesh 99999999: one file for each rank, 65536 at most"),
+        ("y", ["9" * 5000], "65536 at most"),
+        ("y", ["2", "--layout", f"*.w=[_S(0, {10**11})]"], "not to be cut into 100000000000 piec"),
     ):
         assert main([*command[:3], str(tmp_path / place), "--mesh", *given]) == 2
         assert text in capsys.readouterr().err
@@ -427,6 +430,28 @@ def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: Any) -> None:
     said = "".join(capsys.readouterr())
     assert r"\x1b[2Jw" in said and r"\u202estep\n" in said
     assert "\x1b" not in said and "\u202e" not in said
+
+
+def test_garbage_for_metadata_is_one_line_and_a_way_out(tmp_path: Path, capsys: Any) -> None:
+    """Bytes cut, replaced and doubled, the check sum taken away: never a traceback."""
+    save({"w": WHOLE, "step": 3}, tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()[:-12]
+    for seed in range(FUZZED):
+        chance, data = random.Random(seed), bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data))
+            how = chance.randrange(3)
+            if how == 0:
+                data[at] = chance.randrange(256)
+            elif how == 1:
+                del data[at : at + chance.randint(1, 20)]
+            else:
+                data[at:at] = data[at : at + 9]
+        (tmp_path / ".metadata").write_bytes(data)
+        status = main(["checkpoint", "info", str(tmp_path)])
+        said = capsys.readouterr()
+        assert status in (0, 1, 2) and "Traceback" not in said.err, f"{seed=}"
+        assert status != 2 or (said.err.count("\n") == 1 and str(tmp_path) in said.err), f"{seed=}"
 
 
 _FULL_DISK = """
