@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -266,19 +267,50 @@ class Result:
         """
         try:
             content = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a result of weft bench: {error}") from None
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise ValueError(
                 f"{path} is not a result of this weft bench (schema {SCHEMA}): run the suite again"
             )
-        return cls(
-            content["suite"],
-            content["environment"],
-            [Case.from_dict(case) for case in content["cases"]],
-            content["command"],
-            content["interrupted"],
-        )
+        try:
+            result = cls(
+                content["suite"],
+                content["environment"],
+                [Case.from_dict(case) for case in content["cases"]],
+                content["command"],
+                content["interrupted"],
+            )
+            result._check()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is damaged, or was not written by weft bench ({type(error).__name__}: "
+                f"{error}): run the suite again"
+            ) from error
+        return result
+
+    def _check(self) -> None:
+        """Raise for what no run writes: the file may be anybody's."""
+        if not (isinstance(self.suite, str) and re.fullmatch(r"[\w.-]+", self.suite)):
+            raise ValueError(f"a suite named {self.suite!r}")
+        if not (isinstance(self.environment, dict) and isinstance(self.command, str)):
+            raise TypeError("no environment, or no command")
+        for case in self.cases:
+            texts = (case.suite, case.name, case.main, case.peer, case.failure, *case.notes)
+            if not (isinstance(case.params, dict) and all(isinstance(each, str) for each in texts)):
+                raise TypeError("a case without a name or parameters")
+            rounds = set()
+            for timing in (*case.variants.values(), *case.bounds.values()):
+                if not isinstance(timing.failure, str):
+                    raise TypeError("a failure that is no text")
+                times = (*timing.rounds_us, *timing.ranks_us)
+                if not all(type(us) in (int, float) and 0 < us < math.inf for us in times):
+                    raise ValueError(f"a time of {case.name} that is no number above 0")
+                if timing.ok:
+                    rounds.add(len(timing.rounds_us))
+                    timing.us  # noqa: B018 - ValueError without ranks
+            if len(rounds) > 1:
+                raise ValueError(f"{case.name} has variants of {sorted(rounds)} rounds")
 
 
 def _rounded(value: Any) -> Any:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -30,7 +32,13 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives.memory.exchange import exchange
 from weft.collectives.memory.workspace import give_back
-from weft.collectives.ranks.group import Group, kept_by_group, unwatched
+from weft.collectives.ranks.group import (
+    Group,
+    backends_of,
+    kept_by_group,
+    new_group,
+    unwatched,
+)
 
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -178,7 +186,10 @@ def _digest(*conditions: object) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where measurements are looked for and kept, first choice first."""
+    """Where measurements are looked for and kept, first choice first.
+
+    Not where others could put them; a folder that the user has named is the user's to trust.
+    """
     folders = []
     with suppress(RuntimeError):  # a user without a home, as in containers
         folders.append(settings.cache_dir())
@@ -186,7 +197,17 @@ def _folders() -> list[Path]:
         return folders
     with suppress(FileNotFoundError):
         folders.append(Path(tempfile.gettempdir()) / f"weft-{os.getuid()}")
-    return folders
+    return [folder for folder in folders if _is_ours(folder)]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else may have put there what is in a folder, or would come to be in it."""
+    try:
+        found = folder.lstat()  # a link, which anybody can make in /tmp, is no folder
+    except OSError:
+        return True  # there is none, or none to be read
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
@@ -199,10 +220,16 @@ def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
 
 
 def _are_rates(kept: dict[str, Any]) -> bool:
-    return all(
-        _are_rates(value) if isinstance(value, dict) else isinstance(value, (int, float))
-        for value in kept.values()
-    )
+    """Whether values are what measuring could give: NaN, say, would choose any engine."""
+
+    def is_rate(name: str, value: Any) -> bool:
+        if name == "flops":
+            if not isinstance(value, dict) or str(torch.float32) not in value:
+                return False
+            return all(is_rate("", each) and each > 0 for each in value.values())
+        return type(value) in (int, float) and 0 <= value < math.inf
+
+    return all(is_rate(name, value) for name, value in kept.items())
 
 
 def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
@@ -211,7 +238,9 @@ def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
         # Several groups may write at once; a reader sees one whole file or the other.
         part = folder / f"{name}.{os.getpid()}"
         with suppress(OSError):  # a read-only home, or a full one
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (settings.cache_dir_is_set() or _is_ours(folder)):
+                continue  # somebody has been quicker
             part.write_text(json.dumps(rates, indent=1))
             try:
                 if first:
@@ -365,11 +394,18 @@ def _measure(group: Group, device: torch.device) -> Machine:
         copy = nbytes / max(copy_us - sync_us, copy_us / 2)
         give_back(group, "measure", device)
 
+    # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
+    on_gloo = device.type == "cpu" and bool(backends_of(group.pg) & {"gloo", "undefined"})
+    own = new_group(group.ranks, "gloo") if on_gloo else None
+    pg = own or group.pg
+
     def gather(part: torch.Tensor) -> None:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
-        dist.all_gather(parts, part, group=group.pg)
+        dist.all_gather(parts, part, group=pg)
 
     wire_us = timed(lambda: gather(source[:64]), 5, 8)
     whole_us = timed(lambda: gather(source), 3, 2)
+    if own is not None:
+        dist.destroy_process_group(own)
     wire = nbytes * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     return Machine(flops, copy, sync_us, wire, wire_us)

@@ -40,8 +40,8 @@ def main() -> None:
     x = torch.randn(TOKENS, FEATURES)
     expected = model(x).chunk(world_size)[rank]
 
-    model.up = weft.ColumnParallelLinear.from_linear(model.up)
-    model.down = weft.RowParallelLinear.from_linear(model.down)
+    model.up = weft.ColumnParallelLinear.from_linear(model.up, sequence_dim=0)
+    model.down = weft.RowParallelLinear.from_linear(model.down, sequence_dim=0)
     out = model(x.chunk(world_size)[rank])  # (TOKENS / W, FEATURES) in, and out
     out.square().mean().backward()
 

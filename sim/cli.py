@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
     schedules = _checked(parser, args)
-    function = _function(args.script, given[end + 1 :])
+    try:
+        function = _function(args.script, given[end + 1 :])
+    except (SyntaxError, ValueError) as error:
+        parser.error(f"{args.script}: not read, as Python finds in it: {error}")
     start = time.perf_counter()
     if args.gpu:
         if not torch.cuda.is_available():
@@ -230,7 +233,10 @@ def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
     Console().print(timeline.table())
     for path, save in ((trace, timeline.save_trace), (plot, timeline.save_plot)):
         if path is not None:
-            save(path)
+            try:
+                save(path)
+            except OSError as error:
+                raise SystemExit(f"weft sim: {path} is not written: {error.strerror}") from error
             print(f"wrote {path}")
 
 

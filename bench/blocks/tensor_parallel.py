@@ -177,8 +177,8 @@ def prepare(block: Block, options: Options) -> Prepared:
     whole = _Module(up, down, block.middle)
     models = {
         MAIN: _Module(
-            ColumnParallelLinear.from_linear(up),
-            RowParallelLinear.from_linear(down),
+            ColumnParallelLinear.from_linear(up, sequence_dim=0),
+            RowParallelLinear.from_linear(down, sequence_dim=0),
             block.middle,
         ),
         "weft DTensor": _parallelized(

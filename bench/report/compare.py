@@ -8,6 +8,7 @@ reaches, both measured in the same rounds.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="also what did not change")
     args = parser.parse_args(argv)
+    if not 0 <= args.max_regression < math.inf:
+        parser.error(f"--max-regression is a percentage from 0 on, got {args.max_regression:g}")
     try:
         before, after = (_read(path) for path in (args.before, args.after))
     except (OSError, ValueError) as error:

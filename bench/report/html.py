@@ -109,10 +109,10 @@ def _engine_grids(cases: Sequence[Case]) -> list[str]:
             rows = []
             for m in sorted({m for m, _ in cells}):
                 row = "".join(_cell(cells.get((m, n))) for n in columns)
-                rows.append(f"<tr><td>M = {m}</td>{row}</tr>")
-            head = "".join(f"<th>N = {n}</th>" for n in columns)
+                rows.append(f"<tr><td>M = {_e(m)}</td>{row}</tr>")
+            head = "".join(f"<th>N = {_e(n)}</th>" for n in columns)
             grids.append(
-                f"<p><b>{_e(op)}</b>, K = {K}</p><table><tr><th></th>{head}</tr>"
+                f"<p><b>{_e(op)}</b>, K = {_e(K)}</p><table><tr><th></th>{head}</tr>"
                 f"{''.join(rows)}</table>"
             )
     return grids

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import zlib
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from types import FrameType
@@ -411,3 +412,30 @@ def _caller() -> str:
     ):  # fmt: skip
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "in backward"
+
+
+def check_shards(group: Group, op: str, x: torch.Tensor) -> None:
+    """With WEFT_CHECK=1, check that no two ranks pass the same tokens (*, features) as shards.
+
+    Shards whose tokens are all alike, as padding is, and those of one token, tell nothing.
+
+    Raises:
+        MismatchError: on every rank, naming the ranks whose shards are bitwise the same.
+    """
+    if not settings.check_calls() or group.world_size == 1 or group.why:
+        return
+    tokens = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    raw = tokens.view(torch.uint8).cpu()
+    told = bool((raw != raw[:1]).any())  # the hash, or one of no other rank's
+    mine = zlib.crc32(raw.numpy().data) if told else -1 - group.rank
+    ranks: dict[int, list[int]] = {}
+    for rank, value in enumerate(agree(group, f"{op}, check of shards", mine)):
+        ranks.setdefault(value, []).append(rank)
+    if same := [alike for alike in ranks.values() if len(alike) > 1]:
+        raise MismatchError(
+            f"{op} takes this rank's shard of the tokens, and ranks "
+            + "; ranks ".join(", ".join(map(str, alike)) for alike in same)
+            + " pass bitwise the same: gradients would count these tokens once for each of them. "
+            "If x is the same whole activation on every rank, make the layers with "
+            "sequence_dim=None; if not, pass each rank its own part, x.chunk(world_size, dim)[rank]"
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -154,19 +155,24 @@ class Group:
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only: it is slow.
 
+        It goes through the group's store: other threads, such as those of asynchronous saves, may
+        call collectives of the process group meanwhile, in another order on each rank.
+
         Raises:
-            PeerTimeout: a rank did not come.
+            PeerTimeout: a rank did not come, or has died.
             MismatchError: on every rank, if one gathers something other than `what`.
         """
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
         _refuse_inherited(self.pg)
-        noted = self.calls.begin(flight.call_of("set-up", (what,), ""))
-        if not self.why:
-            _arrive(self)
+        noted = self.calls.begin(flight.call_of("set-up", (what,)))
         told: list[Any] = [None] * self.world_size
-        with unwatched(self):  # set-up does not count as communication of the program
-            dist.all_gather_object(told, (what, value), group=self.pg)
+        _, store = dist.distributed_c10d._world.pg_map.get(self.pg, (None, None))
+        if store is None or self.why:  # the latter: ranks on several hosts do so in each call
+            with unwatched(self):  # set-up does not count as communication of the program
+                dist.all_gather_object(told, (what, value), group=self.pg)
+        else:
+            told = [pickle.loads(each) for each in _gather(self, store, (what, value))]
         self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
@@ -202,40 +208,62 @@ _arrivals: Counter[str] = Counter()
 _described: Counter[str] = Counter()
 
 
-def _arrive(group: Group) -> None:
-    """Wait until every rank is here.
+_GAVE_UP = b"weft gave up on "  # no pickle begins so
+
+
+def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
+    """What every rank has put into the store of a group, pickled.
 
     A process group would wait for its own time-out, half an hour, and then name nobody. Keys are
-    numbered, as a store outlives the groups made with it; a rank that gives up removes its key.
+    numbered, as a store outlives the groups made with it; a rank that gives up says so under its
+    own, until it comes again. All ranks have read the keys before the last.
     """
-    _, store = dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))
-    if store is None:
-        return
-    name, timeout_s = group.pg.group_name, settings.timeout_s()
+    name, timeout_s, W = group.pg.group_name, settings.timeout_s(), group.world_size
     number = _arrivals[name] + 1
-    keys = [f"weft {number} {rank}" for rank in range(group.world_size)]
-    store.set(keys[group.rank], "")
-    deadline, pause_s = time.monotonic() + timeout_s, 1e-4
-    next_look = time.monotonic() + flight.LOOK_S
-    while not store.check(keys):
+    keys = [f"weft {number} {rank}" for rank in range(W)]
+    store.set(keys[group.rank], pickle.dumps(value))
+    start = time.monotonic()
+    pause_s, looked = 1e-4, start
+    while True:
+        if store.check(keys):
+            found: list[bytes] = store.multi_get(keys)
+            if not any(each.startswith(_GAVE_UP) for each in found):
+                break
         now = time.monotonic()
-        if now > next_look:
-            next_look = now + flight.LOOK_S
+        gone = None
+        if now - start > timeout_s:
+            gone = _absent(group, store, keys)
+        elif now - looked > flight.LOOK_S:
+            looked = now
             if parted := group.calls.parted():
                 store.delete_key(keys[group.rank])
                 raise MismatchError(f"the ranks make different calls: {parted}")
-        if now > deadline:
-            store.delete_key(keys[group.rank])
-            peer = next((peer for peer in group.peers() if not store.check([keys[peer]])), None)
-            if peer is not None:
-                raise PeerTimeout(
-                    group.rank, peer, "set-up of the group", number, timeout_s,
-                    group.calls.history(),
-                )  # fmt: skip
-            store.set(keys[group.rank], "")
+            if group.processes:
+                alive = (each.alive() for each in group.processes)
+                gone = next((peer for peer, lives in enumerate(alive) if not lives), None)
+        if gone is not None:
+            store.set(keys[group.rank], _GAVE_UP + str(gone).encode())
+            history = group.calls.history()
+            waited_s = now - start
+            raise PeerTimeout(group.rank, gone, "set-up of the group", number, waited_s, history)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
+    if number > 1:
+        store.delete_key(f"weft {number - 1} {group.rank}")
     _arrivals[name] = number
+    return found
+
+
+def _absent(group: Group, store: Any, keys: Sequence[str]) -> int | None:
+    """A rank that has not come: one that nobody has seen, before one that has given that up."""
+    gave_up = None
+    for peer in group.peers():
+        if not store.check([keys[peer]]):
+            return peer
+        if (said := store.get(keys[peer])).startswith(_GAVE_UP):
+            blamed = int(said.removeprefix(_GAVE_UP))
+            gave_up = peer if blamed == group.rank else blamed
+    return gave_up
 
 
 _groups: dict[str, Group] = {}
@@ -529,11 +557,11 @@ def ranks_group(ranks: tuple[int, ...]) -> Group:
     key = here.world, ranks
     pg = _spanning.get(key)
     if pg is None or _is_destroyed(pg):
-        pg = _spanning[key] = _new_group(ranks)
+        pg = _spanning[key] = new_group(ranks)
     return resolve(pg)
 
 
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def new_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """A process group that only its members make.
 
     torch would name it by the number of groups that a process knows, and members that know
@@ -544,7 +572,9 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if here.world is not None:  # virtual ranks share a process; they compare what precedes the @
         name += f"@{id(here.world)}"
     with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
-        pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        pg: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True
+        )
     return pg
 
 

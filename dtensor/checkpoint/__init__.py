@@ -6,40 +6,69 @@ DTensors, by PyTorch's and by plain tensors, and `weft checkpoint --help` works 
 `torch.distributed.checkpoint.save` works on our state dicts as well, but writes over the files of
 an older checkpoint in the same folder. Here a save
 
-    1. writes its data to files whose names no checkpoint has yet,
-    2. writes the metadata, which name these files, aside,
-    3. renames them to .metadata, which replaces the old checkpoint by the new one;
-    4. deletes the files that it does not name.
+    1. deletes what a killed save has left, so that retries do not fill the disk,
+    2. writes its data to files whose names no checkpoint has yet,
+    3. writes the metadata, which name these files, aside,
+    4. renames them to .metadata, which replaces the old checkpoint by the new one;
+    5. deletes the files that it does not name.
 
-Whichever rank is killed at whatever moment, the folder holds one complete checkpoint. The next save
-removes what an unfinished one left behind.
+Whichever rank is killed at whatever moment, the folder holds one complete checkpoint. A save that
+fails, for lack of room on the disk say, deletes what it has written.
+
+Each item has a check sum, which `load` compares before it reads. No file is trusted: loading runs
+no code of a checkpoint's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import os
-import pickle
+import re
+import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from weft.collectives.ranks.reports import check_all
-from weft.dtensor.checkpoint.files import METADATA, SUFFIX, Stored
+from weft.dtensor.checkpoint.files import Stored, plain_value
+from weft.dtensor.checkpoint.metadata import (
+    METADATA,
+    SUFFIX,
+    CheckpointError,
+    add_crc,
+    pickled,
+    read_metadata,
+    verify,
+)
 
-__all__ = ["AtomicWriter", "load", "save"]
+__all__ = ["AtomicWriter", "CheckpointError", "load", "save"]
+
+# Files of data that an `AtomicWriter` has named; torch's are __0_0.distcp, without a token.
+_OURS = re.compile(r"__[0-9a-f]{12}_\d+_\d+" + re.escape(SUFFIX))
 
 
 def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
@@ -52,26 +81,81 @@ def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -
 
     Raises:
         CheckpointException: torch's, no `Exception`: a DTensor is Partial, or cannot be written.
+            For lack of room it tells how many bytes are wanted and free. What was written is
+            deleted, and the checkpoint that was in the folder is as it was.
     """
-    state_dict_saver.save(dict(state_dict), storage_writer=AtomicWriter(checkpoint_id))
+    writer = AtomicWriter(checkpoint_id)
+    try:
+        state_dict_saver.save(dict(state_dict), storage_writer=writer)
+    except CheckpointException:  # on all ranks, and none writes any more
+        writer.discard()
+        raise
 
 
-def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
+def load(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    weights_only: bool = True,
+) -> None:
     """Read a checkpoint into the tensors of `state_dict`, in place. Collective.
 
     Args:
         state_dict: the entries to read, each DTensor in any layout. Values that are not tensors are
             replaced. Entries that only the checkpoint has are not read.
         checkpoint_id: the folder.
+        weights_only: as torch.load's: values that are not tensors must be plain data, or of classes
+            that torch.serialization.add_safe_globals allows. False: they may be of any class, and
+            run what code they like: for checkpoints whose writer is trusted.
 
     Raises:
-        CheckpointError: a file is missing or too short; it names the file and the tensors.
+        CheckpointError: a file is missing, too short or not what was written, or names classes that
+            could run code; on every rank, naming the file and the tensors.
         CheckpointException: torch's, no `Exception`: the checkpoint lacks an entry, or has a tensor
             of another shape; it names it for each rank.
     """
-    stored = Stored(checkpoint_id)
-    stored.check(read=False)
-    state_dict_loader.load(state_dict, storage_reader=FileSystemReader(checkpoint_id))
+    Stored(checkpoint_id).check(read=False)
+    planner = _PlainPlanner() if weights_only else DefaultLoadPlanner()
+    try:
+        state_dict_loader.load(
+            state_dict, storage_reader=_CheckedReader(checkpoint_id), planner=planner
+        )
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, CheckpointError):
+                raise cause from error
+        raise
+
+
+class _CheckedReader(FileSystemReader):
+    """Reads metadata without trust, and items only if they are what was written."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(os.fspath(self.path)))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted = {item.storage_index: None for item in plan.items}
+        for index in sorted(wanted, key=lambda index: self._at(index)):
+            verify(Path(os.fspath(self.path)), self.storage_data[index], index.fqn)
+        return super().read_data(plan, planner)
+
+    def _at(self, index: Any) -> tuple[str, int]:
+        place = self.storage_data[index]
+        return place.relative_path, place.offset
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """Takes values that are not tensors as plain data, where torch's unpickles anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Give torch's, which unpickles it, what we have read and written."""
+        safe = io.BytesIO()
+        torch.save(plain_value(read_item.storage_index.fqn, value), safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
 
 
 class AtomicWriter(FileSystemWriter):
@@ -80,8 +164,14 @@ class AtomicWriter(FileSystemWriter):
     Takes the arguments of `FileSystemWriter`.
     """
 
+    _prefix = ""  # of this rank's files in this save
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of this save; runs on the coordinating rank."""
+        """Delete what killed saves have left, and name the files; on the coordinating rank."""
+        folder = Path(os.fspath(self.path))
+        for name in _unnamed(folder):
+            if _OURS.fullmatch(name):
+                (folder / name).unlink(missing_ok=True)
         token = uuid.uuid4().hex[:12]
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{token}_{rank}_"))
@@ -89,9 +179,22 @@ class AtomicWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, and look once more whether what is in them has been computed."""
-        written = super().write_data(plan, planner)
-        check_all()
+        """Write this rank's files and sum them, and look once more whether what is in them has been
+        computed.
+        """
+        folder = Path(os.fspath(self.path))
+        self._prefix = plan.storage_data.prefix
+        try:
+            written = super().write_data(plan, planner)
+            for result in written.wait():
+                add_crc(folder, result.storage_data)
+            check_all()
+        except BaseException as error:
+            told = self._lack_of_room(plan, error)
+            self.discard()  # no rank makes this save the valid one
+            if told is None:
+                raise
+            raise told from error
         return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -101,16 +204,60 @@ class AtomicWriter(FileSystemWriter):
         metadata.storage_data = stored
         metadata.storage_meta = self.storage_meta()
         aside = folder / f"{METADATA}.tmp"
-        with open(aside, "wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, folder / METADATA)
+        try:
+            with open(aside, "wb") as file:
+                file.write(pickled(metadata))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, folder / METADATA)
+        finally:
+            aside.unlink(missing_ok=True)
         _sync_folder(folder)
-        named = {info.relative_path for info in stored.values()}
-        for file_name in os.listdir(folder):
-            if file_name.endswith(SUFFIX) and file_name not in named:
-                os.unlink(folder / file_name)
+        for name in _unnamed(folder):
+            os.unlink(folder / name)
+
+    def discard(self) -> None:
+        """Delete what this rank has written in a save that has failed, as all ranks know."""
+        if self._prefix:
+            folder = Path(os.fspath(self.path))
+            for name in _unnamed(folder):
+                if name.startswith(self._prefix):
+                    (folder / name).unlink(missing_ok=True)
+
+    def _lack_of_room(self, plan: SavePlan, error: BaseException) -> OSError | None:
+        """The error that tells what is wanted and free, if a write has failed for lack of room."""
+        folder = Path(os.fspath(self.path))
+        wanted = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in plan.items
+            if item.tensor_data is not None
+        )
+        written = [path.stat().st_blocks * 512 for path in folder.glob(f"{self._prefix}*")]
+        free = shutil.disk_usage(folder).free + sum(written)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and (free >= wanted or not isinstance(error, OSError | RuntimeError)):
+            return None
+        return OSError(
+            errno.ENOSPC,
+            f"no room for the checkpoint: this rank's part takes {wanted} bytes and more, and "
+            f"{free} are free on the disk of {folder}, for all ranks that save there. What was "
+            f"written is deleted, and an older checkpoint is as it was. Make room, or save to "
+            f"another disk",
+        )
+
+
+def _unnamed(folder: Path) -> list[str]:
+    """Files of data that the checkpoint in `folder` does not name; none if it cannot be read."""
+    try:
+        places = read_metadata(folder).storage_data.values()
+    except CheckpointError:
+        if (folder / METADATA).exists():
+            return []
+        places = ()
+    named = {place.relative_path for place in places}
+    with suppress(FileNotFoundError):
+        return [name for name in os.listdir(folder) if name.endswith(SUFFIX) and name not in named]
+    return []
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import re
 import sys
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from torch.distributed.tensor import Replicate, Shard
 
-from weft.dtensor.checkpoint.files import CheckpointError, Entry, Stored, merge, reshard
+from weft.dtensor.checkpoint.files import Entry, Stored, merge, reshard
+from weft.dtensor.checkpoint.metadata import CheckpointError, printable
 from weft.dtensor.layout.boxes import Placements
 from weft.dtensor.notation import parse_colossalai, parse_torch
 
@@ -35,6 +37,10 @@ examples:
       --layout '*.w2.weight=[R, S(1)]' --layout '*norm*=[R, R]' --layout '*=[R, S(0)]'
                                                      first match counts; [S0, R] is read as well
 """
+
+
+_MOST_FILES = 1 << 16
+_MOST_DIGITS = 5  # of a size of the mesh
 
 
 class _Bar:
@@ -64,7 +70,11 @@ def _size(nbytes: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft checkpoint` and return the exit status: 1 if the checkpoint is damaged."""
+    """Run `weft checkpoint`.
+
+    Returns:
+        The exit status: 1 if `info` has found damage, 2 if a command could not do its work.
+    """
     parser = argparse.ArgumentParser(
         prog="weft checkpoint",
         description=_DESCRIPTION,
@@ -102,12 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             left_out = merge(stored, args.out, _Bar("merge", stored.nbytes))
             print(f"{args.out}: {len(stored.tensors)} tensors, {_size(stored.nbytes)}")
             if left_out:
-                print(f"left out, no tensors: {', '.join(sorted(left_out))} (a .pt file has them)")
+                names = printable(", ".join(sorted(left_out)))
+                print(f"left out, no tensors: {names} (a .pt file has them)")
         else:
             _reshard(stored, args)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
-        print(f"weft checkpoint: {error}", file=sys.stderr)
-        return 1
+        for line in f"weft checkpoint: {error}".split("\n"):
+            print(printable(line), file=sys.stderr)
+        return 2
     return 0
 
 
@@ -115,7 +127,7 @@ def _info(path: Path, check: bool) -> int:
     stored = Stored(path)
     rows = [
         (
-            entry.name,
+            printable(entry.name),
             "x".join(map(str, entry.shape)) or "scalar",
             str(entry.dtype).removeprefix("torch."),
             _size(entry.nbytes),
@@ -130,19 +142,29 @@ def _info(path: Path, check: bool) -> int:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     print(f"{len(stored.tensors)} tensors, {_size(stored.nbytes)}")
     if stored.values:
-        print(f"and no tensors: {', '.join(sorted(stored.values))}")
+        print(printable(f"and no tensors: {', '.join(sorted(stored.values))}"))
     problems = list(stored.problems(read=check, progress=_Bar("check", stored.nbytes)))
     for problem in problems:
-        print(f"DAMAGED {problem}")
+        print(printable(f"DAMAGED {problem}"))
     if not problems:
         print("every piece is sound" if check else "every piece is there (--check reads them)")
+    if check and stored.unsummed:
+        print(
+            f"{stored.unsummed} items have no check sum, as torch.distributed.checkpoint.save has "
+            f"written them: only what their archives tell was compared"
+        )
     return 1 if problems else 0
 
 
 def _reshard(stored: Stored, args: argparse.Namespace) -> None:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", args.mesh):
         raise ValueError(f"--mesh must be sizes like 8 or 2x4, got {args.mesh!r}")
-    sizes = tuple(int(size) for size in args.mesh.split("x"))
+    sizes = tuple(int(size) for size in args.mesh.split("x") if len(size) <= _MOST_DIGITS)
+    if len(sizes) <= args.mesh.count("x") or math.prod(sizes) > _MOST_FILES:
+        raise ValueError(
+            f"--mesh {args.mesh[:40]}: one file for each rank, {_MOST_FILES} at most; name a "
+            f"smaller mesh, dim by dim"
+        )
     layouts: list[tuple[str, str]] = []
     for given in args.layout:
         pattern, equals, layout = given.partition("=")
@@ -156,7 +178,15 @@ def _reshard(stored: Stored, args: argparse.Namespace) -> None:
                 # One entry a tensor dim, with mesh dims by number, has no brackets inside.
                 if "(" not in layout and "S" in layout:
                     return parse_colossalai(layout, sizes)
-                return parse_torch(layout)
+                found = parse_torch(layout)
+                most = max(entry.shape, default=1)
+                for placement in found:
+                    if (pieces := getattr(placement, "split_factor", 1)) > most:
+                        raise ValueError(
+                            f"--layout {layout!r}: {entry.name} has shape {entry.shape} and is "
+                            f"not to be cut into {pieces} pieces; name as many as a dim has rows"
+                        )
+                return found
         last = Shard(0) if entry.shape else Replicate()
         return (*(Replicate() for _ in sizes[1:]), last)
 

@@ -11,25 +11,30 @@ import itertools
 import json
 import math
 import os
-import pickle
 import shutil
 import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from weft.dtensor.checkpoint.items import Block, blocks
+from weft.dtensor.checkpoint.metadata import (
+    CheckpointError,
+    differs,
+    printable,
+    read_metadata,
+    stored_crc,
+)
 from weft.dtensor.layout.boxes import Layout, Placements, Ranks, contiguous_stride, normalize
 
-METADATA = ".metadata"
-SUFFIX = ".distcp"
 Progress = Callable[[int], object]
 
 _SAFETENSORS = {
@@ -52,17 +57,6 @@ _SAFETENSORS = {
 }
 
 
-# What pickle raises for bytes that are damaged, or were never written by it.
-_UNPICKLING = (
-    pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, TypeError,
-    ValueError,
-)  # fmt: skip
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint does not match its metadata: a piece is missing or damaged."""
-
-
 @dataclass(frozen=True)
 class Piece:
     """One stored block of a tensor: `sizes` at `offsets`.
@@ -81,7 +75,7 @@ class Piece:
         return str(self.place.relative_path)
 
     def __str__(self) -> str:
-        return f"{self.name}{list(self.sizes)} at {list(self.offsets)}"
+        return f"{printable(self.name)}{list(self.sizes)} at {list(self.offsets)}"
 
 
 @dataclass(frozen=True)
@@ -107,23 +101,13 @@ class Stored:
         values: names of the stored values that are not tensors.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its metadata cannot be read.
+        CheckpointError: there is no checkpoint, or its metadata cannot be read, or would run code.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        file = self.path / METADATA
-        if not file.exists():
-            raise CheckpointError(
-                f"{self.path} is not a checkpoint: it has no {METADATA}. A killed save leaves none "
-                f"if it was the first in this folder"
-            )
-        try:
-            with open(file, "rb") as stream:
-                metadata = pickle.load(stream)
-            self._places = metadata.storage_data
-        except _UNPICKLING as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from error
+        metadata: Any = read_metadata(self.path)
+        self._places = metadata.storage_data
         self._nesting = metadata.planner_data or {}
         self.tensors: dict[str, Entry] = {}
         self.values: list[str] = []
@@ -160,6 +144,11 @@ class Stored:
         """Size of all tensors."""
         return sum(entry.nbytes for entry in self.tensors.values())
 
+    @property
+    def unsummed(self) -> int:
+        """How many items have no check sum, as torch.distributed.checkpoint has written them."""
+        return sum(stored_crc(place) is None for place in self._places.values())
+
     def problems(self, *, read: bool, progress: Progress = lambda _: None) -> Iterator[str]:
         """What is missing or damaged, in words. `read`: read every piece, rather than its size."""
         for lost in self._lost:
@@ -170,7 +159,7 @@ class Stored:
                 yield f"{name}: the metadata name no file"
             elif fault := self._fault(places[0][1], sizes):
                 yield f"{name}: {fault}"
-            elif read:  # its check sum: unpickling is for who trusts it
+            elif read:  # its check sum only: a value of any class may be sound
                 yield from _failure(self._bytes, name, places[0][1])
         for entry in self.tensors.values():
             covered = sum(math.prod(piece.sizes) for piece in entry.pieces)
@@ -212,21 +201,20 @@ class Stored:
         data = self._bytes(piece, piece.place)
         try:
             tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except Exception as error:  # as above
             raise CheckpointError(f"{piece}: damaged in {piece.file} ({error})") from error
-        if tuple(tensor.shape) != piece.sizes:
-            raise CheckpointError(
-                f"{piece}: {piece.file} has shape {list(tensor.shape)} at {piece.place.offset}"
-            )
-        return cast(torch.Tensor, tensor)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
+            found = list(getattr(tensor, "shape", [])) or type(tensor).__name__
+            raise CheckpointError(f"{piece}: {piece.file} has {found} at {piece.place.offset}")
+        return tensor
 
     def value(self, name: str) -> Any:
-        """A stored value that is not a tensor. It is unpickled: the checkpoint must be trusted.
+        """A stored value that is not a tensor.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: it is missing, damaged, or of a class that is no plain data.
         """
-        return torch.load(self._bytes(name, self._by_name[name][0][1]), weights_only=False)
+        return plain_value(name, self._bytes(name, self._by_name[name][0][1]))
 
     def _bytes(self, what: object, place: Any) -> io.BytesIO:
         """What is stored at a place, an archive of torch.save, its check sums compared."""
@@ -235,11 +223,17 @@ class Stored:
             with open(self.path / file, "rb") as stream:
                 stream.seek(place.offset)
                 data = io.BytesIO(stream.read(place.length))
+            if (crc := stored_crc(place)) is not None:
+                if zlib.crc32(data.getbuffer()) != crc:
+                    raise differs(what, place)
+                return data
             with zipfile.ZipFile(data) as archive:
                 bad = archive.testzip()  # which torch.load does not do
         except FileNotFoundError as error:
             raise CheckpointError(f"{what}: {file} is missing") from error
-        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # bytes that torch has not written may raise any
             raise CheckpointError(f"{what}: damaged in {file} ({error})") from error
         if bad is not None:
             raise CheckpointError(f"{what}: damaged in {file} (check sum of {bad})")
@@ -263,6 +257,28 @@ class Stored:
                 source = self.read(piece)
                 for of_piece, of_out in cuts:
                     out[of_out].copy_(source[of_piece])
+
+
+def plain_value(name: str, data: io.BytesIO) -> Any:
+    """A value that torch.save has written, if it is plain data, which cannot run code.
+
+    Raises:
+        CheckpointError: it is of other classes, or damaged.
+    """
+    try:
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:
+        data.seek(0)
+        try:
+            classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data))
+        except Exception:
+            raise CheckpointError(f"{printable(name)}: damaged ({error})") from error
+        raise CheckpointError(
+            f"{printable(name)}: not loaded, as it is no plain data and could run code "
+            f"({printable(classes)}). Where the checkpoint is trusted, "
+            f"torch.serialization.add_safe_globals allows a class, and "
+            f"weft.dtensor.checkpoint.load(.., weights_only=False) all"
+        ) from error
 
 
 def _failure(read: Callable[..., object], *args: Any) -> Iterator[str]:

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from weft.collectives import Group, all_reduce, resolve
+from weft.collectives.memory.exchange import check_shards
 from weft.collectives.ranks.group import GroupLike, check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
-from weft.kernels.layers.module import ParallelModule, Split
+from weft.kernels.layers.module import REQUIRED, ParallelModule, Split, chosen
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
@@ -51,7 +52,7 @@ class _ParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
         *,
         group: GroupLike = None,
-        sequence_dim: int | None = 0,
+        sequence_dim: int | None = REQUIRED,
         merged_sizes: Sequence[int] | None = None,
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
@@ -64,8 +65,9 @@ class _ParallelLinear(ParallelModule):
             in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
                 seed on every rank, the weights are those that it would have drawn.
             group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-            sequence_dim: dim along which the activations outside the pair are sharded; None: they
-                are whole on every rank.
+            sequence_dim: to be chosen. An int: the activations outside the pair are cut over the
+                ranks along this dim (sequence parallelism). None: they are whole, and the same, on
+                every rank. One in place of the other gives the right output and wrong gradients.
             merged_sizes: for a layer that merges several (Q, K and V; gate and up), how many of the
                 features that are cut belong to each, so that every rank gets its part of each, side
                 by side; None: a single layer.
@@ -77,6 +79,7 @@ class _ParallelLinear(ParallelModule):
             keep_gathered: see ColumnParallelLinear.
 
         Raises:
+            TypeError: no sequence_dim.
             ValueError: merged_sizes that do not add up to the features, copies that do not divide
                 the ranks, copies, gather_output or keep_gathered=False for a RowParallelLinear, or
                 input_is_parallel=False for a ColumnParallelLinear.
@@ -94,7 +97,7 @@ class _ParallelLinear(ParallelModule):
         linear: nn.Linear,
         group: GroupLike = None,
         *,
-        sequence_dim: int | None = 0,
+        sequence_dim: int | None = REQUIRED,
         merged_sizes: Sequence[int] | None = None,
         copies: Sequence[int] | None = None,
         gather_output: bool = False,
@@ -104,6 +107,7 @@ class _ParallelLinear(ParallelModule):
         """This rank's part of `linear`, which must hold the same values on every rank.
 
         Raises:
+            TypeError: no sequence_dim.
             ValueError: not an nn.Linear, or one whose weight is quantized or a DTensor; otherwise
                 as the constructor.
 
@@ -132,7 +136,7 @@ class _ParallelLinear(ParallelModule):
         keep_gathered: bool,
     ) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.group, self.sequence_dim = resolve(group), sequence_dim
+        self.group, self.sequence_dim = resolve(group), chosen(self, sequence_dim)
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
         self.keep_gathered = keep_gathered
         W = self.group.world_size
@@ -281,8 +285,8 @@ class ColumnParallelLinear(_ParallelLinear):
     rather than 2. With `sequence_dim=None`, or a frozen weight, nothing is gathered for it.
 
     Example:
-        >>> up = weft.ColumnParallelLinear.from_linear(mlp.up)
-        >>> down = weft.RowParallelLinear.from_linear(mlp.down)
+        >>> up = weft.ColumnParallelLinear.from_linear(mlp.up, sequence_dim=0)
+        >>> down = weft.RowParallelLinear.from_linear(mlp.down, sequence_dim=0)
         >>> y_shard = down(F.gelu(up(x_shard)))
     """
 
@@ -310,6 +314,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.weight_scale is not None:
             x, scales = _quantized_input(x, self.weight_scale)
         if dim is not None:
+            if not is_traced(x):
+                check_shards(group, f"{type(self).__name__} with sequence_dim={dim}", x)
             y = all_gather_matmul(
                 x, weight.t(), group, bias=bias, gather_dim=dim, keep_gathered=self.keep_gathered,
                 **scales,

@@ -21,6 +21,34 @@ from weft.collectives import Group, all_gather, all_reduce
 from weft.collectives.ranks.chunks import chunk_sizes
 
 
+class _Required:
+    """In place of a default, where each choice that is not meant computes something plausible."""
+
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED: Any = _Required()
+
+
+def chosen(module: nn.Module, sequence_dim: int | None) -> int | None:
+    """`sequence_dim`, which has no default.
+
+    Raises:
+        TypeError: it is not given, or no dim.
+    """
+    if sequence_dim is None or type(sequence_dim) is int:
+        return sequence_dim
+    given = "it is not given" if sequence_dim is REQUIRED else f"got {sequence_dim!r}"
+    raise TypeError(
+        f"{type(module).__name__} needs sequence_dim, as either choice computes something whatever "
+        f"x is, with wrong gradients if it is not so ({given}). sequence_dim=None: x is the same "
+        f"whole activation on every rank. An int: the tokens of x are cut over the ranks along "
+        f"this dim (sequence parallelism: 0 for (tokens, features), 1 for (batch, tokens, "
+        f"features)). Without sequence parallelism choose None; the layers of a pair choose alike"
+    )
+
+
 @dataclass(frozen=True)
 class Split:
     """How the features of merged layers are spread over the ranks.

@@ -24,7 +24,7 @@ from weft.collectives.collective_ops import known_sizes
 from weft.collectives.ranks.group import GroupLike, is_call_traced, process_group
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.replicated import Spread, Summed
-from weft.kernels.layers.module import ParallelModule, Split
+from weft.kernels.layers.module import REQUIRED, ParallelModule, Split, chosen
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
         *,
         group: GroupLike = None,
-        sequence_dim: int | None = 0,
+        sequence_dim: int | None = REQUIRED,
     ) -> None:
         """Draw the weights of an nn.Embedding and keep this rank's part.
 
@@ -59,7 +59,11 @@ class VocabParallelEmbedding(ParallelModule):
             num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole nn.Embedding.
                 With the same seed on every rank, the weights are those that it would have drawn.
             group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-            sequence_dim: dim of the result that is sharded over the ranks; None: it is whole.
+            sequence_dim: to be chosen. An int: the result is cut over the ranks along this dim.
+                None: it is whole on every rank.
+
+        Raises:
+            TypeError: no sequence_dim.
         """
         super().__init__()
         like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -72,11 +76,12 @@ class VocabParallelEmbedding(ParallelModule):
         embedding: nn.Embedding,
         group: GroupLike = None,
         *,
-        sequence_dim: int | None = 0,
+        sequence_dim: int | None = REQUIRED,
     ) -> VocabParallelEmbedding:
         """This rank's part of `embedding`, which must hold the same values on every rank.
 
         Raises:
+            TypeError: no sequence_dim.
             ValueError: it is not an nn.Embedding, or has max_norm, scale_grad_by_freq or sparse.
         """
         plain = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
@@ -93,7 +98,7 @@ class VocabParallelEmbedding(ParallelModule):
     def _cut_out(self, whole: nn.Embedding, group: GroupLike, sequence_dim: int | None) -> None:
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
-        self.group, self.sequence_dim = resolve(group), sequence_dim
+        self.group, self.sequence_dim = resolve(group), chosen(self, sequence_dim)
         self.split = Split((self.num_embeddings,), (1,), self.group.world_size)
         self.take(whole, ("weight",))
 

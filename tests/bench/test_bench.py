@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from tools import readme
 from weft.bench import bounds, measure, rows, runner, shapes
 from weft.bench.problem import Options
 from weft.bench.registry import SUITES, suite
-from weft.bench.report import advice, plots, tables
+from weft.bench.report import advice, compare, plots, tables
 from weft.bench.suites import ops
 from weft.collectives import resolve
 
@@ -263,6 +264,42 @@ def test_statistics_are_of_the_slowest_rank() -> None:
     assert case.fraction("a") == 0.5 and case.exposed_us("a") == 1.5
     case.bound_rule = "sum"
     assert case.bound_us == 1.5 and case.fraction("a") == 0.75
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [1], {}, [{"suite": "ops"}],
+        *(
+            [{"suite": "ops", "name": "a", "main": "m", "variants": {"m": timing}}]
+            for timing in (
+                {"rounds_us": ["x"], "ranks_us": [1]}, {"rounds_us": [1], "ranks_us": [math.nan]},
+                {"rounds_us": [0], "ranks_us": [0]}, {"rounds_us": [1]}, {"failure": 3}, 3,
+            )
+        ),
+        [{"suite": "ops", "name": ["a"], "main": "m", "variants": {}}],
+    ],
+)  # fmt: skip
+def test_garbage_for_a_result_is_refused_by_its_name(tmp_path: Path, cases: Any) -> None:
+    path = tmp_path / "ops.json"
+    for name, environment in (("ops", {}), (3, {}), ("../x", {}), ("ops", [])):
+        content = {"schema": rows.SCHEMA, "suite": name, "environment": environment, "cases": cases}
+        path.write_text(json.dumps({**content, "command": "", "interrupted": False}))
+        if (name, environment, cases) != ("ops", {}, {}):  # no cases at all
+            with pytest.raises(ValueError, match=r"ops\.json is damaged"):
+                rows.Result.read(path)
+    for text in (b"[" * 100000, bytes(range(256)), b""):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=r"ops\.json is not a result"):
+            rows.Result.read(path)
+
+
+def test_a_regression_is_measured_by_a_number(tmp_path: Path, capsys: Any) -> None:
+    for value in ("nan", "inf", "-1"):
+        with pytest.raises(SystemExit) as left:
+            compare.main([str(tmp_path), str(tmp_path), f"--max-regression={value}"])
+        assert left.value.code == 2
+        assert "--max-regression is a percentage from 0" in capsys.readouterr().err
 
 
 def test_old_files_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,10 +17,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from needs import needs_interpreter
+from torch.distributed.checkpoint import FileSystemWriter
 
 import weft
 from weft import collectives
+from weft.collectives import cost
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import shards
 
@@ -148,6 +152,47 @@ def test_a_rank_that_misses_the_first_call_of_a_group(own_ranks: Any) -> None:
     """The set-up of a group is bounded as all waits are, and can be had again."""
     for rank, (seconds, peer) in enumerate(own_ranks(2).run(set_up_body, 1.0, timeout_s=60)):
         assert 0.5 < seconds < SOON_S and peer == 1 - rank
+
+
+def blame_body(timeout_s: float) -> Any:
+    """Rank 1 stays away; rank 0 gives up first, and rank 2 asks later, once rank 0 has given up."""
+    os.environ["WEFT_TIMEOUT_S"] = str(timeout_s * (1 + dist.get_rank()))
+    if dist.get_rank() == 1:
+        time.sleep(4 * timeout_s)
+        return 1
+    with pytest.raises(weft.PeerTimeout, match="set-up of the group") as caught:
+        collectives.all_reduce(torch.ones(4))
+    return caught.value.peer
+
+
+def test_the_set_up_blames_who_is_away_and_not_who_gave_up(own_ranks: Any) -> None:
+    assert own_ranks(3).run(blame_body, 1.0, timeout_s=60) == [1, 1, 1]
+
+
+def saving_body(folder: str) -> str:
+    """The save's thread gathers in the process group while the main thread sets weft up in it."""
+    saving, go = {"w": torch.ones(4)}, threading.Event()
+
+    class Held(FileSystemWriter):
+        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+            assert go.wait(30)  # in the thread, before its collectives
+            super().set_up_storage_writer(*args, **kwargs)
+
+    if dist.get_rank() == 1:  # here the save's collectives come first, there weft's
+        go.set()
+    done = dcp.async_save(saving, storage_writer=Held(folder), process_group=dist.group.WORLD)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    weft.collectives.all_reduce(torch.ones(4))
+    cost.calibrate(weft.collectives.resolve(), torch.device("cpu"))
+    go.set()
+    done.result(timeout=30)
+    weft.close()
+    return "held"
+
+
+def test_set_up_amid_an_asynchronous_save(own_ranks: Any, tmp_path: Path) -> None:
+    assert own_ranks(2).run(saving_body, str(tmp_path), timeout_s=90) == ["held"] * 2
 
 
 def forking_body() -> str:

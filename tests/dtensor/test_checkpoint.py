@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import weft.dtensor.checkpoint
 from weft.cli import main
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.checkpoint import AtomicWriter, load, save
@@ -28,6 +32,7 @@ from weft.dtensor.checkpoint.files import CheckpointError, Stored
 STRIDED: Any = _StridedShard(0, split_factor=2)
 PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), STRIDED]
 WHOLE = torch.arange(7 * 5.0).view(7, 5)
+FLIPS, FUZZED = 60, 300
 
 
 def mesh_of(*sizes: int) -> Any:
@@ -156,7 +161,7 @@ def test_info(folder: Path, capsys: Any) -> None:
     assert "every piece is there" in out
     assert main(["checkpoint", "info", str(folder), "--check"]) == 0
     assert "every piece is sound" in capsys.readouterr().out
-    assert main(["checkpoint", "info", str(folder.parent)]) == 1
+    assert main(["checkpoint", "info", str(folder.parent)]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
 
 
@@ -178,7 +183,7 @@ def test_damage_is_named(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert f"DAMAGED {piece}: damaged in {piece.file}" in out
     with pytest.raises(CheckpointError, match="damaged in"):
         Stored(folder).read(piece)
-    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 1
+    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 2
     assert not (tmp_path / "x.pt").exists()
     file.write_bytes(data[: len(data) // 2])
     assert main(["checkpoint", "info", str(folder)]) == 1
@@ -204,7 +209,7 @@ def test_damaged_values_are_named(tmp_path: Path, capsys: Any) -> None:
     assert main(["checkpoint", "info", str(folder)]) == 0
     assert main(["checkpoint", "info", str(folder), "--check"]) == 1
     assert f"DAMAGED step: damaged in {file.name} (check sum of" in capsys.readouterr().out
-    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 1
+    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 2
     file.unlink()
     assert main(["checkpoint", "info", str(folder)]) == 1
     assert f"DAMAGED step: {file.name} is missing" in capsys.readouterr().out
@@ -226,7 +231,7 @@ def test_merge(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert torch.equal(tensors["model.w"], WHOLE)
     assert torch.equal(tensors["model.half"], WHOLE.bfloat16())
     assert tensors["model.plain"].tolist() == [0, 1, 2] and tensors["model.empty"].shape == (0, 4)
-    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.bin")]) == 1
+    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.bin")]) == 2
     assert "the suffix tells the format" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "checkpoint", "model.pt", "model.safetensors",
@@ -245,12 +250,12 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
         assert torch.equal(parts[rank]["model.w"], WHOLE[rows, columns])
         assert torch.equal(parts[rank]["model.half"], WHOLE.bfloat16()[:, columns])
     assert parts[3]["model.plain"].tolist() == [2] and parts[2]["model.plain"].tolist() == [0, 1]
-    assert main(command) == 1
+    assert main(command) == 2
     assert "exists: name a new folder" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "pt"), "--mesh", "2", "--format", "pt"]) == 0
     second = torch.load(tmp_path / "pt" / "rank-00001-of-00002.pt", weights_only=True)
     assert torch.equal(second["model.w"], WHOLE[4:])
-    assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2", "--layout", "*=[Q]"]) == 1
+    assert main([*command[:3], str(tmp_path / "y"), "--mesh", "2", "--layout", "*=[Q]"]) == 2
     assert not (tmp_path / "y").exists()
     capsys.readouterr()
     (tmp_path / "file").touch()
@@ -258,8 +263,11 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
         ("y", ["2,2"], "--mesh must be sizes like 8 or 2x4, got '2,2'"),
         ("y", ["2", "--layout", "*.w=[_S(0, 0)]"], "split_factor must be at least 1"),
         ("file/y", ["2"], "Not a directory"),
+        ("y", ["99999999"], "--mesh 99999999: one file for each rank, 65536 at most"),
+        ("y", ["9" * 5000], "65536 at most"),
+        ("y", ["2", "--layout", f"*.w=[_S(0, {10**11})]"], "not to be cut into 100000000000 piec"),
     ):
-        assert main([*command[:3], str(tmp_path / place), "--mesh", *given]) == 1
+        assert main([*command[:3], str(tmp_path / place), "--mesh", *given]) == 2
         assert text in capsys.readouterr().err
 
 
@@ -305,3 +313,222 @@ def test_help_teaches(capsys: Any) -> None:
         main(["checkpoint", "--help"])
     out = capsys.readouterr().out
     assert "examples:" in out and "reshard" in out and "[S0, R] is read as well" in out
+
+
+def flipped(path: Path, chance: random.Random) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    at = chance.randrange(8 * len(data))
+    data[at // 8] ^= 1 << at % 8
+    path.write_bytes(data)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
+    """Wherever it is, the load is an error, or right."""
+    whole: dict[str, Any] = {
+        "w": torch.randn(60, 7),
+        "half": torch.randn(100).bfloat16(),
+        "step": [3, {"a": "b"}],
+    }
+    save(whole, tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    told = 0
+    for seed in range(FLIPS):
+        chance = random.Random(seed)
+        for path, data in kept.items():
+            path.write_bytes(data)
+        flipped(chance.choice(sorted(kept)), chance)
+        state: dict[str, Any] = {name: torch.zeros_like(whole[name]) for name in ("w", "half")}
+        state["step"] = [0, {"a": 0}]
+        try:
+            load(state, tmp_path)
+        except CheckpointError:
+            told += 1
+        else:
+            assert all(torch.equal(state[n], whole[n]) for n in ("w", "half")), f"{seed=}"
+            assert state["step"] == whole["step"], f"{seed=}"
+    assert told >= 0.9 * FLIPS  # bits of the mark behind the metadata may be none of the rest
+
+
+@pytest.mark.ranks(2)
+def test_damage_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    save({"w": distribute_tensor(WHOLE, mesh, [Shard(0)])}, tmp_path)
+    if dist.get_rank() == 0:  # the piece of rank 1, which it alone reads
+        (file,) = tmp_path.glob("*_1_0.distcp")
+        flipped(file, random.Random(0))
+    dist.barrier()
+    state = {"w": distribute_tensor(torch.zeros_like(WHOLE), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointError, match=r"w: damaged in __.*_1_0.distcp \(check sum of"):
+        load(state, tmp_path)
+
+
+def test_torchs_own_are_told_to_have_no_check_sums(tmp_path: Path, capsys: Any) -> None:
+    dcp.save({"w": WHOLE, "step": 3}, checkpoint_id=tmp_path)
+    state = {"w": torch.zeros_like(WHOLE), "step": 0}
+    load(state, tmp_path)
+    assert torch.equal(state["w"], WHOLE) and state["step"] == 3
+    assert main(["checkpoint", "info", str(tmp_path), "--check"]) == 0
+    assert "2 items have no check sum, as torch.distr" in capsys.readouterr().out
+
+
+class Runs:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+def test_no_file_runs_code(tmp_path: Path, capsys: Any) -> None:
+    folder, made = tmp_path / "checkpoint", tmp_path / "made"
+    save({"w": WHOLE, "evil": Runs(made), "step": 3}, folder)
+    with pytest.raises(CheckpointError, match=r"evil: not loaded.*posix\.mkdir.*add_safe_globals"):
+        load({"evil": 0}, folder)
+    assert main(["checkpoint", "merge", str(folder), str(tmp_path / "x.pt")]) == 2
+    assert "evil: not loaded, as it is no plain data" in capsys.readouterr().err
+    assert main(["checkpoint", "info", "--check", str(folder)]) == 0
+    state = {"w": torch.zeros_like(WHOLE), "step": 0}
+    load(state, folder)
+    assert state["step"] == 3 and not made.exists()
+    load({"evil": 0}, folder, weights_only=False)
+    assert made.exists()
+    made.rmdir()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # torch's reader ignores the sum
+    metadata.planner_data = Runs(made)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which is not of torch"):
+        load({"w": torch.zeros_like(WHOLE)}, folder)
+    assert main(["checkpoint", "info", str(folder)]) == 2
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("way", ["../outside", "/etc/passwd", "link", "", "sub/../../outside"])
+def test_files_outside_of_the_folder_are_refused(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "checkpoint"
+    save({"w": WHOLE}, folder)
+    (file,) = folder.glob("*.distcp")
+    (tmp_path / "outside").write_bytes(file.read_bytes())
+    (folder / "link").symlink_to(tmp_path / "outside")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = way
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="is outside of the checkpoint's folder"):
+        load({"w": torch.zeros_like(WHOLE)}, folder)
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    save({"\x1b[2Jw": WHOLE, "\u202estep\n": 3}, tmp_path / "checkpoint")
+    assert main(["checkpoint", "info", str(tmp_path / "checkpoint")]) == 0
+    (file,) = (tmp_path / "checkpoint").glob("*.distcp")
+    file.write_bytes(b"")
+    assert main(["checkpoint", "info", str(tmp_path / "checkpoint")]) == 1
+    assert main(["checkpoint", "merge", str(tmp_path / "checkpoint"), "x.pt"]) == 2
+    said = "".join(capsys.readouterr())
+    assert r"\x1b[2Jw" in said and r"\u202estep\n" in said
+    assert "\x1b" not in said and "\u202e" not in said
+
+
+def test_garbage_for_metadata_is_one_line_and_a_way_out(tmp_path: Path, capsys: Any) -> None:
+    """Bytes cut, replaced and doubled, the check sum taken away: never a traceback."""
+    save({"w": WHOLE, "step": 3}, tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()[:-12]
+    for seed in range(FUZZED):
+        chance, data = random.Random(seed), bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data))
+            how = chance.randrange(3)
+            if how == 0:
+                data[at] = chance.randrange(256)
+            elif how == 1:
+                del data[at : at + chance.randint(1, 20)]
+            else:
+                data[at:at] = data[at : at + 9]
+        (tmp_path / ".metadata").write_bytes(data)
+        status = main(["checkpoint", "info", str(tmp_path)])
+        said = capsys.readouterr()
+        assert status in (0, 1, 2) and "Traceback" not in said.err, f"{seed=}"
+        assert status != 2 or (said.err.count("\n") == 1 and str(tmp_path) in said.err), f"{seed=}"
+
+
+_FULL_DISK = """
+import sys, torch
+from pathlib import Path
+from torch.distributed.checkpoint.api import CheckpointException
+from weft.dtensor.checkpoint import load, save
+
+folder = Path(sys.argv[1])
+save({"w": torch.ones(1 << 18)}, folder)
+kept = sorted(folder.iterdir())
+for _ in range(3):
+    try:
+        save({"w": torch.zeros(3 << 20)}, folder)
+    except CheckpointException as error:
+        assert "part takes 12582912 bytes" in str(error), error
+        free = int(str(error).split("bytes and more, and ")[1].split()[0])
+        assert 6 << 20 < free < 8 << 20, free
+    else:
+        raise AssertionError("12 MiB on a disk of 8")
+    assert sorted(folder.iterdir()) == kept
+state = {"w": torch.zeros(1 << 18)}
+load(state, folder)
+assert state["w"].all()
+save({"w": torch.zeros(1 << 20)}, folder)  # 4 MiB beside 1
+print("held")
+"""
+_MOUNTED = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
+
+
+def test_a_full_disk_is_given_back(tmp_path: Path) -> None:
+    """On a disk of 8 MiB, made in a namespace."""
+    mounted = ["unshare", "-Urm", "sh", "-c", _MOUNTED, str(tmp_path)]
+    try:
+        subprocess.run([*mounted, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system may be mounted here")
+    path = f"{Path(__file__).resolve().parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    run = subprocess.run(
+        [*mounted, sys.executable, "-W", "ignore", "-c", _FULL_DISK, str(tmp_path / "checkpoint")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == "held\n", run.stderr
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_delete_what_a_failed_save_has_written(tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    save(a_state(mesh, [Shard(0)]), tmp_path)
+    dist.barrier()
+    kept = sorted(tmp_path.iterdir())
+    dist.barrier()
+    full = OSError(errno.ENOSPC, "No space left on device") if dist.get_rank() else None
+    with (
+        patch.object(weft.dtensor.checkpoint, "check_all", side_effect=full),
+        pytest.raises(dcp.api.CheckpointException, match=r"takes \d+ bytes and more, and \d+ are"),
+    ):
+        save(a_state(mesh, [Shard(1)], 2.0), tmp_path)
+    dist.barrier()
+    assert sorted(tmp_path.iterdir()) == kept
+    state = a_state(mesh, [STRIDED], 0.0)
+    load(state, tmp_path)
+    check_state(state)
+
+
+def test_what_a_killed_save_has_left_is_deleted_before_the_next_writes(tmp_path: Path) -> None:
+    save({"w": WHOLE}, tmp_path)
+    ours, theirs = tmp_path / f"__{'0' * 12}_0_0.distcp", tmp_path / "__0_0.distcp"
+    ours.touch()
+    theirs.touch()
+
+    class Looking(AtomicWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            assert not ours.exists() and theirs.exists()
+            return super().write_data(plan, planner)
+
+    dcp.save({"w": WHOLE * 2}, storage_writer=Looking(tmp_path))
+    assert not theirs.exists()  # once there is a new checkpoint

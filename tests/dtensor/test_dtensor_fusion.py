@@ -493,7 +493,7 @@ def test_keep_gathered(engine: Any) -> None:
                 twice, own(of_plain, Shard(dim), rank, W), rtol=1e-9, atol=1e-9
             )
     with pytest.raises(ValueError, match="for a ColumnParallelLinear"):
-        weft.RowParallelLinear(6, 4, keep_gathered=False)
+        weft.RowParallelLinear(6, 4, keep_gathered=False, sequence_dim=0)
 
 
 def _unpack(t: Tensor) -> Tensor:

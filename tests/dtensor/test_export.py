@@ -29,7 +29,9 @@ from weft.dtensor import (
 def _layers() -> nn.Module:
     torch.manual_seed(dist.get_rank())
     return nn.Sequential(
-        weft.ColumnParallelLinear(6, 8), nn.GELU(), weft.RowParallelLinear(8, 6, bias=False)
+        weft.ColumnParallelLinear(6, 8, sequence_dim=0),
+        nn.GELU(),
+        weft.RowParallelLinear(8, 6, bias=False, sequence_dim=0),
     )
 
 

@@ -93,7 +93,7 @@ def test_attention() -> None:
 @pytest.mark.ranks(2)
 def test_compiled() -> None:
     """Autocast is traced into one graph."""
-    up = weft.ColumnParallelLinear.from_linear(nn.Linear(24, 16))
+    up = weft.ColumnParallelLinear.from_linear(nn.Linear(24, 16), sequence_dim=0)
     x = torch.randn(8, 24)
 
     def call(x: torch.Tensor) -> torch.Tensor:

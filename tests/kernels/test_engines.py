@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import math
 import os
 import tempfile
 import threading
@@ -118,12 +119,42 @@ def test_a_cache_that_is_named_is_the_only_one(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
     for folder in cost._folders():
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=0o700, parents=True)
         (folder / "machine.json").write_text(json.dumps(asdict(H100.rates())))
     fields = asdict(H100.rates())
     assert len(cost._folders()) == 2 and cost._load("machine.json", fields)
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "fresh"))
     assert cost._folders() == [tmp_path / "fresh"] and cost._load("machine.json", fields) is None
+
+
+def test_only_what_is_ours_and_possible_is_taken_from_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
+    rates = asdict(H100.rates())
+    cost._save("machine.json", rates)
+    home, temporary = cost._folders()
+    assert cost._load("machine.json", rates) == rates and home.stat().st_mode & 0o777 == 0o700
+    for name, value in (
+        ("copy", math.nan), ("wire", math.inf), ("sync_us", -1.0), ("load", "0"), ("tries", True),
+        ("flops", {}), ("flops", 1.0), ("flops", {"torch.float32": 0}),
+    ):  # fmt: skip
+        (home / "machine.json").write_text(json.dumps({**rates, name: value}))
+        assert cost._load("machine.json", rates) is None, (name, value)
+    home.chmod(0o770)
+    assert cost._folders() == [temporary]
+    cost._save("machine.json", rates)
+    assert cost._load("machine.json", rates) == rates
+    temporary.rename(tmp_path / "elsewhere")
+    temporary.symlink_to(tmp_path / "elsewhere")
+    assert cost._folders() == [] and cost._load("machine.json", rates) is None
+    temporary.unlink()
+    temporary.mkdir(mode=0o700)
+    assert cost._folders() == [temporary]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cost._folders() == []
 
 
 def test_what_is_told_of_prices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,8 @@ def test_layers_compile() -> None:
     torch.manual_seed(0)
     F, gelu = 4 * W, torch.nn.GELU
     model = torch.nn.Sequential(
-        weft.ColumnParallelLinear(8, F), gelu(), weft.RowParallelLinear(F, 8), gelu(),
+        weft.ColumnParallelLinear(8, F, sequence_dim=0), gelu(),
+        weft.RowParallelLinear(F, 8, sequence_dim=0), gelu(),
         weft.ColumnParallelLinear(8, F, sequence_dim=None), gelu(),
         weft.RowParallelLinear(F, 8, sequence_dim=None),
     )  # fmt: skip
@@ -345,7 +346,7 @@ def test_graphs_of_values_hold_the_calls() -> None:
 def test_tensors_without_memory_have_results_without_memory() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    x, up = torch.randn(4, 8), weft.ColumnParallelLinear(8, 6, device="meta")
+    x, up = torch.randn(4, 8), weft.ColumnParallelLinear(8, 6, device="meta", sequence_dim=0)
     y = up(x.to("meta"))
     assert y.is_meta and y.shape == (8, 3)
     y.sum().backward()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,6 +47,40 @@ def test_wrong_arguments_are_told_by_the_public_class() -> None:
             made.from_linear()
         with pytest.raises(TypeError, match=rf"^{layer.__name__}\.from_linear\(\) got an unex"):
             made.from_linear(nn.Linear(2, 2), axis=0)
+
+
+@pytest.mark.ranks(2)
+def test_the_sequence_dim_is_chosen() -> None:
+    """Neither choice is a default: each computes something plausible where the other is meant."""
+    column, row = weft.ColumnParallelLinear, weft.RowParallelLinear
+    for make in (
+        lambda **dim: column(2, 2, **dim),
+        lambda **dim: row.from_linear(nn.Linear(2, 2), **dim),
+        lambda **dim: weft.VocabParallelEmbedding(4, 2, **dim),
+        lambda **dim: weft.VocabParallelEmbedding.from_embedding(nn.Embedding(4, 2), **dim),
+    ):
+        with pytest.raises(TypeError, match=r"not given.*None: x is the same whole.*An int: the t"):
+            make()
+        with pytest.raises(TypeError, match="got True"):
+            make(sequence_dim=True)
+        assert make(sequence_dim=None).sequence_dim is None
+
+
+@pytest.mark.ranks(3)
+def test_one_activation_passed_as_several_shards_is_told() -> None:
+    """Rank 2 has a shard of its own, ranks 0 and 1 the same one; padding is no shard."""
+    rank, layer = dist.get_rank(), weft.ColumnParallelLinear(4, 6, sequence_dim=1)
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(rank // 2))
+    layer(x)
+    with patch.dict(os.environ, WEFT_CHECK="1"):
+        told = r"ranks 0, 1 pass bitwise the same.*sequence_dim=None"
+        for same in (x, x.to(torch.bfloat16), x.mT.contiguous().mT):
+            with pytest.raises(weft.MismatchError, match=told):
+                layer.to(same.dtype)(same)
+        layer.to(x.dtype)
+        for right in (x + rank, torch.ones(2, 3, 4), x[:1, :1], x[:0]):
+            layer(right)
+        weft.ColumnParallelLinear(4, 6, sequence_dim=None)(x)
 
 
 @pytest.mark.ranks(2, 3)
@@ -100,7 +136,8 @@ def test_training_equals_one_process(
 @pytest.mark.parametrize("engine", ["host", "generic"])
 def test_selective_checkpoints_of_matmuls(engine: weft.settings.Engine) -> None:
     """What a policy keeps of the forward is as it was when the backward asks for it."""
-    up, down = weft.ColumnParallelLinear(32, 256), weft.RowParallelLinear(256, 32)
+    up = weft.ColumnParallelLinear(32, 256, sequence_dim=0)
+    down = weft.RowParallelLinear(256, 32, sequence_dim=0)
     # Chunks long enough to be multiplied in place, and products too small for oneDNN.
     x = torch.randn(300, 32, requires_grad=True)
     leaves = x, *up.parameters(), *down.parameters()
@@ -162,10 +199,10 @@ def test_merged_layers_are_cut_one_by_one() -> None:
         part.load_state_dict(wholes)
         torch.testing.assert_close(part.state_dict(), wholes)
     with pytest.raises(ValueError, match="gather_output and copies are for a ColumnParallelLinear"):
-        weft.RowParallelLinear(6, 15, gather_output=True)
+        weft.RowParallelLinear(6, 15, gather_output=True, sequence_dim=0)
     for layers in ([7, 4], [-1, 16], []):
         with pytest.raises(ValueError, match="merged_sizes must add up to the 15 features"):
-            weft.ColumnParallelLinear(6, 15, merged_sizes=layers)
+            weft.ColumnParallelLinear(6, 15, merged_sizes=layers, sequence_dim=0)
 
 
 @pytest.mark.ranks(2, 3)
@@ -187,7 +224,7 @@ def test_rows_of_an_input_that_every_rank_has_whole(sequence_dim: int | None) ->
     with pytest.raises(ValueError, match="takes all 10 features"):
         layer(layer.split.own(x, -1, rank))
     with pytest.raises(ValueError, match="input_is_parallel=False is for a RowParallelLinear"):
-        weft.ColumnParallelLinear(6, 15, input_is_parallel=False)
+        weft.ColumnParallelLinear(6, 15, input_is_parallel=False, sequence_dim=0)
 
 
 @pytest.mark.ranks(3)
@@ -202,7 +239,8 @@ def test_layers_are_saved_in_shards(tmp_path: Path) -> None:
         }
 
     for kind in (weft.ColumnParallelLinear, weft.RowParallelLinear):
-        layer, other, whole = kind(10, 7), kind(10, 7), nn.Linear(10, 7)
+        layer, other = (kind(10, 7, sequence_dim=0) for _ in range(2))
+        whole = nn.Linear(10, 7)
         checkpoint.save(shards(layer), tmp_path)
         checkpoint.load(shards(other), tmp_path)
         torch.testing.assert_close(other.state_dict(), layer.state_dict())
@@ -269,9 +307,11 @@ def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
     torch.testing.assert_close(grads[1], ours)
     for wrong in ((1, 2), (1, 3, 1), (1, 0, 1)):
         with pytest.raises(ValueError, match="copies must hold, for each of 3 merged layers"):
-            weft.ColumnParallelLinear(6, 24, merged_sizes=layers, copies=wrong)
+            weft.ColumnParallelLinear(
+                6, 24, merged_sizes=layers, copies=wrong, sequence_dim=sequence_dim
+            )
     with pytest.raises(ValueError, match="gather_output and copies are for a Column"):
-        weft.RowParallelLinear(24, 6, copies=(2,))
+        weft.RowParallelLinear(24, 6, copies=(2,), sequence_dim=sequence_dim)
 
 
 @pytest.mark.ranks(2)
@@ -414,12 +454,12 @@ def test_constructor_draws_what_nn_linear_draws() -> None:
     torch.manual_seed(3)
     whole = nn.Linear(6, 9)
     torch.manual_seed(3)
-    module = weft.ColumnParallelLinear(6, 9)
+    module = weft.ColumnParallelLinear(6, 9, sequence_dim=0)
     sizes = chunk_sizes(9, dist.get_world_size())
     assert torch.equal(module.weight, whole.weight.split(sizes)[rank])
     torch.manual_seed(3)
     with torch.device("meta"):
-        later = weft.ColumnParallelLinear(6, 9)
+        later = weft.ColumnParallelLinear(6, 9, sequence_dim=0)
     shapes = {name: value.shape for name, value in whole.state_dict().items()}
     assert {name: value.shape for name, value in later.state_dict().items()} == shapes
     later.to_empty(device="cpu").reset_parameters()
@@ -434,7 +474,7 @@ def test_constructor_draws_what_nn_linear_draws() -> None:
         assert torch.equal(other(x), module(x))
     assert "sequence_dim=0" in repr(module) and f"rank {rank} of" in repr(module)
     torch.manual_seed(3)
-    row = weft.RowParallelLinear(6, 9, bias=False, dtype=torch.bfloat16)
+    row = weft.RowParallelLinear(6, 9, bias=False, dtype=torch.bfloat16, sequence_dim=0)
     assert row.bias is None and row.weight.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="size mismatch"):
         module.load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(9)})

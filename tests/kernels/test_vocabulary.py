@@ -51,7 +51,7 @@ def test_embedding(rows: int, sequence_dim: int | None) -> None:
     with pytest.raises(ValueError, match=rf"tokens must be 0 \.\. {rows - 1}, got 0 \.\. {rows}"):
         module(torch.tensor([0, rows]))
     with pytest.raises(ValueError, match="without max_norm"):
-        weft.VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0))
+        weft.VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0), sequence_dim=0)
 
 
 def largest_body() -> list[int]:

@@ -168,7 +168,8 @@ def test_plain_layers_under_fully_shard() -> None:
     whole, block = GatedLayer(), GatedLayer()
     block.load_state_dict(whole.state_dict())
     names["make_parallel"](block, mesh["tp"])
-    x, expected = torch.randn(12, 32), weft.RowParallelLinear.from_linear(whole.down, mesh["tp"])
+    x = torch.randn(12, 32)
+    expected = weft.RowParallelLinear.from_linear(whole.down, mesh["tp"], sequence_dim=0)
     fully_shard(block, mesh=mesh["dp"])
     for _ in range(2):
         (whole(x).square().sum() / 2).backward()

@@ -519,9 +519,9 @@ def compiled_body(mode: str | None) -> None:
     weft.close()  # workspaces are made while the graph is
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        weft.ColumnParallelLinear(64, 32 * world_size, device="cuda"),
+        weft.ColumnParallelLinear(64, 32 * world_size, device="cuda", sequence_dim=0),
         torch.nn.GELU(),
-        weft.RowParallelLinear(32 * world_size, 64, device="cuda"),
+        weft.RowParallelLinear(32 * world_size, 64, device="cuda", sequence_dim=0),
     )
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     for seed in range(4):
