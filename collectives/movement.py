@@ -273,7 +273,7 @@ def _all_to_all_into(
     # not wait for that: shares that it does not know are left to the process group.
     engine, table = settings.current_engine(), [sends]
     unknown = explicit and (
-        bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto")
+        bool(group.why) or engine == "generic" or (group.on_gpus(x.device) and engine == "auto")
     )
     if explicit and not unknown:
         table = _split_table(group, sends, receives)
@@ -428,7 +428,7 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Way:
         way, why = "generic", group.why
     elif engine == "generic":
         way, why = "generic", "asked for"
-    elif engine == "triton" or (x.is_cuda and engine == "auto"):
+    elif engine == "triton" or (group.on_gpus(x.device) and engine == "auto"):
         way, why = _kernel_or_not(op, group, x, nbytes, asked=engine == "triton")
     else:
         way, why = "host", "through symmetric memory"
@@ -444,16 +444,18 @@ def _kernel_or_not(
     from weft.collectives.device import signals
     from weft.collectives.kernels import kernel_collectives as kernels
 
-    instead: Way = "generic" if x.is_cuda else "host"
+    on_gpus = group.on_gpus(x.device)
+    instead: Way = "generic" if on_gpus else "host"
     reduces = op in ("all_reduce", "reduce_scatter")
     if op == "broadcast" or x.is_complex() or (reduces and x.dtype not in kernels.REDUCED):
         return instead, f"no kernel for a {op} of {x.dtype}"
     if not x.is_cuda:
         ready, why = signals.interpreter_ready()
-        return "triton" if ready else instead, why
+        if not on_gpus or not ready:
+            return "triton" if ready else instead, why
     if asked:
         return "triton", "asked for"
-    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
     quicker, why = kernels.is_quicker(nbytes, group.world_size, config)
     return "triton" if quicker else instead, why
 
@@ -463,7 +465,7 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
     """The kernels, a workspace and a configuration for a call of `op`."""
     from weft.collectives.kernels import kernel_collectives as kernels
 
-    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    config = kernels.collective_config(op, nbytes, group.world_size, group.on_gpus(x.device))
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
     with ws.call(op):
@@ -488,7 +490,7 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
 def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
     """Whether a transfer of `numel` elements between two ranks bypasses symmetric memory."""
     large = numel * x.element_size() >= _DIRECT_BYTES
-    return large and x.device.type == "cpu" and direct.reaches(group)
+    return large and not group.on_gpus(x.device) and direct.reaches(group)
 
 
 def _cut(start: int, length: int, numel: int) -> tuple[int, int]:

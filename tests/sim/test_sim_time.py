@@ -406,3 +406,15 @@ def test_a_tile_for_several_ranks_goes_to_them_in_its_order() -> None:
         recorder.add_memory(100 * rank, 100 * rank + 100, rank)
     addresses = np.array([250, 254, 50, 150], np.uint64)
     assert recorder.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
+
+
+@needs_interpreter
+def test_virtual_gpus_launch_collectives_as_gpus_do() -> None:
+    """Their tensors are on a CPU, but the grid is that of the chip: a program for 4 KiB."""
+
+    def body(rank: int) -> None:
+        weft.collectives.all_reduce(torch.zeros(32, 2048, dtype=torch.bfloat16))
+
+    made = sim.run(4, body, hardware="h100", numerics=False).timeline
+    (reduce,) = (e for e in made.trace.events(0) if isinstance(e, Launch))
+    assert len(reduce.programs) == 32
