@@ -114,9 +114,7 @@ def _scatter_into(
     nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes)
     if way == "generic":
-        whole = _process_group_reduce(x, group, op)
-        start = offsets(sizes)[group.rank]
-        out.copy_(whole[start : start + sizes[group.rank]])
+        out.copy_(_process_group_scatter(x, group, sizes, op))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
@@ -540,15 +538,57 @@ def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.
         factors = [torch.empty_like(x) for _ in range(group.world_size)]
         dist.all_gather(factors, x, group=group.pg)
         return reduce(torch.mul, factors)
+
+    def whole(terms: torch.Tensor, how: Any) -> torch.Tensor:
+        total = terms.clone() if terms is x else terms
+        dist.all_reduce(total, how, group=group.pg)
+        return total
+
+    return _process_group_total(whole, x, group, op)
+
+
+# Named anew in torch 2.13, which warns of the old name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _process_group_scatter(
+    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+) -> torch.Tensor:
+    longest = max(sizes)
+    # Gloo's own reduce-scatter is an all-reduce.
+    if not group.on_gpus(x.device) or x.is_complex() or not x.numel():
+        start = offsets(sizes)[group.rank]
+        return _process_group_reduce(x, group, op)[start : start + sizes[group.rank]]
+
+    def chunk(terms: torch.Tensor, how: Any) -> torch.Tensor:
+        # Process groups take equal sizes only, so shorter chunks are padded.
+        if min(sizes) < longest:
+            padded = terms.new_zeros((len(sizes), longest, *x.shape[1:]))
+            for into, part in zip(padded, terms.split(sizes), strict=True):
+                into[: len(part)] = part
+            terms = padded.flatten(0, 1)
+        total = terms.new_empty((longest, *x.shape[1:]))
+        _reduce_scatter(total, terms.contiguous(), how, group=group.pg)
+        return total.narrow(0, 0, sizes[group.rank])
+
+    return _process_group_total(chunk, x, group, op)
+
+
+def _process_group_total(
+    reduced: Callable[[torch.Tensor, Any], torch.Tensor],
+    x: torch.Tensor,
+    group: Group,
+    op: ReduceOp,
+) -> torch.Tensor:
+    """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
-    out = x.float() if half else x.int() if x.dtype == torch.int16 else x.clone()
-    dist.all_reduce(out, _DIST_OPS["sum" if op == "avg" else op], group=group.pg)
+    terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
+    out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
     if op == "avg":
         out.div_(group.world_size)
     if op in ("max", "min") and x.is_floating_point():
         # Between a number and NaN, process groups may choose either.
-        spoilt = x.isnan().to(torch.uint8)
-        dist.all_reduce(spoilt, dist.ReduceOp.MAX, group=group.pg)
+        spoilt = reduced(x.isnan().to(torch.uint8), dist.ReduceOp.MAX)
         out.masked_fill_(spoilt.bool(), torch.nan)
     return out.to(x.dtype)

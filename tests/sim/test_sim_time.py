@@ -408,6 +408,25 @@ def test_a_tile_for_several_ranks_goes_to_them_in_its_order() -> None:
     assert recorder.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
 
 
+@pytest.mark.parametrize("rows", [64, 70])
+def test_the_generic_reduce_scatter_moves_a_chunk_from_each_peer(rows: int) -> None:
+    """Of fp32 sums, the longest chunk: an all-reduce and a slice would move twice as much."""
+    W, N = 4, 48
+
+    def body(rank: int) -> None:
+        with weft.engine("generic"):
+            x = torch.zeros(rows, 32, dtype=torch.bfloat16)
+            y = weft.matmul_reduce_scatter(x, torch.zeros(32, N, dtype=torch.bfloat16))
+            assert y.dtype == torch.bfloat16
+
+    made = sim.run(W, body, hardware="h100", numerics=False).timeline
+    for rank in range(W):
+        (op,) = (e for e in made.trace.events(rank) if isinstance(e, HostOp) and e.collective)
+        assert op.name == "reduce_scatter"
+        from_peers = {owner: nbytes for owner, nbytes in op.reads.items() if owner != rank}
+        assert from_peers == {p: -(-rows // W) * N * 4 for p in range(W) if p != rank}
+
+
 @needs_interpreter
 def test_virtual_gpus_launch_collectives_as_gpus_do() -> None:
     """Their tensors are on a CPU, but the grid is that of the chip: a program for 4 KiB."""
