@@ -32,7 +32,7 @@ LEVELS = {
         ranks profiled
         device
         memory
-        cost kernels
+        cost kernels protocols
         movement
         collective_ops
         custom_ops
@@ -75,10 +75,14 @@ LEVELS = {
         suites
         report
         cli
-        commands solo
+        commands published solo
     """,
 }
-SIM_FROM_BENCH = {"blocks/virtual", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep"}
+SIM_FROM_BENCH = {
+    "blocks/virtual",
+    *(f"published/{name}" for name in ("attention", "matmuls", "predict", "rows", "sums", "times")),
+    "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
+}  # fmt: skip
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
