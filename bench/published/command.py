@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.bench.published.predict import Prediction, predict
-from weft.bench.published.rows import SHIPPED, read
+from weft.bench.published.rows import SHIPPED, op_words, read
 from weft.bench.report.tables import figure
 
 
@@ -140,7 +140,7 @@ def summary(
     """Errors by half, op, chip and size; each for library and fused rows apart."""
     groupings: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
         ("absolute error, by half of the problems", _half),
-        ("held out, by op", lambda each: each.row.op),
+        ("held out, by op", lambda each: op_words(each.row.op)),
         ("held out, by chip", _chip),
         ("held out, by size", size_of),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from weft.bench.published.rows import op_words
 
 _SCALES = {"us": 1.0, "ms": 1e3, "s": 1e6}
 _MOST_OPS = 9  # with a colour of their own
+_OTHERS = "others"
 
 
 def draw(predictions: Sequence[Prediction], path: Path) -> None:
@@ -26,22 +28,20 @@ def draw(predictions: Sequence[Prediction], path: Path) -> None:
     points = [each for each in predictions if each.expressible and each.row.unit in _SCALES]
     if not points:
         raise ValueError("there is nothing to plot: no row has a prediction in us, ms or s")
-    counts: dict[str, int] = {}
-    for each in points:
-        counts[op_words(each.row.op)] = counts.get(op_words(each.row.op), 0) + 1
-    ops = sorted(counts, key=lambda op: -counts[op])
+    counts = Counter(op_words(each.row.op) for each in points)
+    ops = [*dict(counts.most_common(_MOST_OPS)), _OTHERS]
     colours = plt.get_cmap("tab10")
     with matplotlib.rc_context({"svg.hashsalt": "weft"}):  # the same file from the same rows
-        picture, axes = plt.subplots(figsize=(7.5, 6.5))
+        picture, axes = plt.subplots(figsize=(9.5, 6))
         for kind, marker in (("library", "o"), ("fused", "^")):
             for index, op in enumerate(ops):
-                mine = [p for p in points if p.kind == kind and op_words(p.row.op) == op]
+                mine = [p for p in points if p.kind == kind and _of(p, ops) == op]
                 if mine:
                     axes.scatter(
                         [p.row.published * _SCALES[p.row.unit] for p in mine],
                         [(p.predicted or 0.0) * _SCALES[p.row.unit] for p in mine],
                         marker=marker, s=22, alpha=0.75, linewidths=0,
-                        color=colours(min(index, _MOST_OPS)), label=f"{op}, {kind}",
+                        color=colours(index), label=f"{op}, {kind}",
                     )  # fmt: skip
         low, high = (f(p.row.published * _SCALES[p.row.unit] for p in points) for f in (min, max))
         ends = [low * 0.7, high * 1.4]
@@ -54,9 +54,14 @@ def draw(predictions: Sequence[Prediction], path: Path) -> None:
             ylabel="predicted, us",
             title="The model beside published times; the band is within 30 %",
         )  # fmt: skip
-        axes.legend(fontsize=6.5, loc="upper left")
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
         picture.tight_layout()
         try:
             picture.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         finally:
             plt.close(picture)
+
+
+def _of(prediction: Prediction, ops: Sequence[str]) -> str:
+    op = op_words(prediction.row.op)
+    return op if op in ops else _OTHERS

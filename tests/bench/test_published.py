@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tools import published_page
 from weft.bench import cli
 from weft.bench.published import command
 from weft.bench.published.predict import Prediction, predict
@@ -320,3 +321,8 @@ def test_deciles() -> None:
     errors = command.errors_of(made)
     assert errors.rows == 10 and errors.median == pytest.approx(0.05)
     assert errors.ninth == pytest.approx(0.09) and errors.worst == pytest.approx(0.1)
+
+
+def test_the_page_is_of_these_rows() -> None:
+    text = published_page.PAGE.read_text()
+    assert published_page.tables(shipped()) in text
