@@ -36,13 +36,13 @@ def constants() -> Iterator[Constant]:
         (protocols, "KERNEL_US"),
         (protocols, "HOST_US"),
         (protocols, "KERNEL_SHARE"),
-        (library, "_UNDER_POWER"),
+        (library, "UNDER_POWER"),
         (library, "_POWER_EXPONENT"),
         (library, "_WAVES_SAVED"),
         (library, "_HBM_SHARE"),
         (matmuls, "_EAGER_US"),
-        (matmuls, "_CHUNK_HOST_US"),
-        (matmuls, "_CHUNK_US"),
+        (library, "_CHUNK_HOST_US"),
+        (library, "_CHUNK_US"),
         (sums, "_NORM_US"),
     ):
         yield Constant(name, getattr(module, name), _setter(module, name))

@@ -61,6 +61,7 @@ def _kernels_of(row: Row, default: library.Attention) -> library.Attention:
 
 
 def attention(row: Row, hardware: Hardware) -> Time:
+    """A library's kernels, or Triton's at the rate of FlashAttention-2."""
     shape, passes = _shape(row), _passes(row)
     own = has(row, r"triton|weft")
     rows = row.ranks if row.world else 1

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from weft.bench.published.rows import InexpressibleError, Row, op_words
+from weft.bench.published.sums import collective_us
 from weft.bench.published.times import Time, fabric_of, has, is_library
 from weft.collectives import protocols
 from weft.collectives.protocols import HOST_US, Collective
@@ -15,6 +16,7 @@ from weft.sim.time.hardware import Hardware
 
 
 def matmul(row: Row, hardware: Hardware) -> Time:
+    """One GPU's, by the library or by Triton."""
     M, N, K = row.sizes("M", "N", "K")
     own = has(row, r"triton|weft|kraken|helion")
     rate = TRITON_RATE if own else 1.0
@@ -24,7 +26,8 @@ def matmul(row: Row, hardware: Hardware) -> Time:
 
 
 def product(op: str) -> Callable[[Row, Hardware], Time]:
-    collective: Collective = _COLLECTIVE_OF[op]
+    """A matmul with a collective: apart, by async-TP, or fused."""
+    collective: Collective = library.COLLECTIVE_OF[op]
 
     def time(row: Row, hardware: Hardware) -> Time:
         (M,) = row.sizes("M")
@@ -32,17 +35,19 @@ def product(op: str) -> Callable[[Row, Hardware], Time]:
         fabric, element = fabric_of(row, hardware), row.element
         matmul = library.matmul_us(hardware, M, N, K, element)
         nbytes = M * K * row.itemsize if op == "all_gather_matmul" else M * N * max(row.itemsize, 2)
-        moved = protocols.nccl_us(collective, nbytes, fabric)
-        flops, library_us = 2.0 * M * N * K, matmul + moved
+        flops = 2.0 * M * N * K
+        library_us = matmul + protocols.nccl_us(collective, nbytes, fabric)
         if has(row, r"async[- ]?tp|symm_mem fused|torch fused"):
             if op == "matmul_all_reduce":
                 raise InexpressibleError("torch has no such fused op")
-            us = _async_tp_us(op, M, N, K, element, hardware, row.ranks)
+            us = library.async_tp_us(op, M, N, K, element, hardware, row.ranks)
             how = f"{row.ranks} chunks, each a matmul and a copy that the host enqueues"
             return Time("library", us, how, flops, 0.0, library_us)
         if is_library(row) and not has(row, r"flux|triton_dist|comet"):
-            how = f"matmul {matmul:.1f} us + {collective} {moved:.1f} us, or the host's time"
-            us = library_us if "graph" in row.text else max(library_us, _EAGER_US)
+            _, moved, way = collective_us(row, collective, nbytes, fabric)
+            us = matmul + moved
+            how = f"matmul {matmul:.1f} us + {moved:.1f} us by {way}, or the host's time"
+            us = us if "graph" in row.text else max(us, _EAGER_US)
             return Time("library", us, how, flops, 0.0, library_us)
         if fabric.hosts > 1:
             raise InexpressibleError("weft's kernels span one host")
@@ -52,13 +57,6 @@ def product(op: str) -> Callable[[Row, Hardware], Time]:
         return Time("fused", us, "weft's kernel, in closed form", flops, 0.0, library_us)
 
     return time
-
-
-_COLLECTIVE_OF: dict[str, Collective] = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-}
 
 
 def _features(row: Row, op: str) -> tuple[int, int]:
@@ -71,6 +69,7 @@ def _features(row: Row, op: str) -> tuple[int, int]:
 
 
 def widths(row: Row) -> tuple[int, int, int]:
+    """Hidden and feed-forward width of a model as the note has them, and the ranks."""
     hidden, ffn = (re.search(rf"{name}\s+(\d+)", row.text) for name in ("hidden", "ffn"))
     if not hidden or not ffn:
         raise InexpressibleError("N and K are not stated")
@@ -83,9 +82,8 @@ def _product_by_switch(
     """Tiles that go to the switch as they are made: the longer of both, and a wave of tiles."""
     M, N, K = sizes
     matmul = library.matmul_us(hardware, M, N, K, row.element, TRITON_RATE)
-    moved = protocols.switch_us(
-        _COLLECTIVE_OF[op], M * N * max(row.itemsize, 2), fabric_of(row, hardware), in_graph=True
-    )
+    collective, nbytes = library.COLLECTIVE_OF[op], M * N * max(row.itemsize, 2)
+    moved = protocols.switch_us(collective, nbytes, fabric_of(row, hardware), in_graph=True)
     us = max(matmul, moved) + 0.3 * min(matmul, moved) + HOST_US
     return Time("fused", us, "the longer of matmul and switch, and 0.3 of the other",
                  2.0 * M * N * K, 0.0, library_us)  # fmt: skip
@@ -93,19 +91,6 @@ def _product_by_switch(
 
 # What torch's host takes to enqueue a matmul and a collective, outside a graph. [fit]
 _EAGER_US = 81.0
-# What torch's async-TP takes of the host for a chunk, its copy, its barrier and its matmul. [fit]
-_CHUNK_HOST_US = 31.0
-_CHUNK_US = 8.0  # of the GPU, beside the matmul. [fit]
-
-
-def _async_tp_us(
-    op: str, M: int, N: int, K: int, element: str, hardware: Hardware, ranks: int
-) -> float:
-    rows = -(-M // ranks)
-    chunk = library.matmul_us(hardware, rows, N, K, element) + _CHUNK_US
-    nbytes = rows * (K if op == "all_gather_matmul" else N) * 2
-    copied = nbytes / (hardware.link_rate(ranks))
-    return ranks * max(chunk, copied, _CHUNK_HOST_US)
 
 
 def layer(row: Row, hardware: Hardware) -> Time:

@@ -74,9 +74,12 @@ _BEYOND = (
 )
 
 
+_UNITS = {"us": 1.0, "usec": 1.0, "ms": 1e-3, "msec": 1e-3, "s": 1e-6, "sec": 1e-6, "ns": 1e3}
+
+
 def _in_unit(row: Row, time: Time) -> float:
     unit = row.unit.lower().replace(" ", "").replace("µ", "u").replace("μ", "u")
-    scale = {"us": 1.0, "ms": 1e-3, "s": 1e-6, "ns": 1e3}.get(unit)
+    scale = _UNITS.get(unit)
     if scale is not None:
         return time.us * scale
     per_us = {"tflop/s": 1e6, "tflops": 1e6, "tflops/s": 1e6, "gflop/s": 1e3, "pflop/s": 1e9}
@@ -95,9 +98,9 @@ _FAMILIES: tuple[tuple[str, Callable[[Row, Hardware], Time]], ...] = (
     (r"all_reduce", collective("all_reduce")),
     (r"all_to_all", collective("all_to_all")),
     (r"matmul", matmul),
-    (r"all_gather[ _+-]*matmul", product("all_gather_matmul")),
-    (r"matmul[ _+-]*reduce_scatter", product("matmul_reduce_scatter")),
-    (r"matmul[ _+-]*all_reduce", product("matmul_all_reduce")),
+    (r"(fused[ _])?all_gather[ _+-]*matmul", product("all_gather_matmul")),
+    (r"(fused[ _])?matmul[ _+-]*reduce_scatter", product("matmul_reduce_scatter")),
+    (r"(fused[ _])?matmul[ _+-]*all_reduce", product("matmul_all_reduce")),
     (r"independent matmul beside all_gather", beside),
     (r"mlp (= all_gather\+matmul, swiglu, matmul\+reduce_scatter|with all_reduce)", layer),
     (r"rms_norm", rms_norm),

@@ -138,10 +138,11 @@ def read(path: Path) -> list[Row]:
         raise ValueError(f"{path} cannot be read as CSV: {error}") from error
 
 
-# Longest first, as GB200 contains B200.
+# Parts of the same chip with other memory count as the preset.
 _NAMES = {
     "gb300": "b300", "gb200": "gb200-nvl72", "mi355x": "mi355x", "mi308x": "mi308x",
-    "mi300x": "mi300x", "h200": "h200", "h800": "h800", "h100": "h100", "h20": "h20",
+    "mi300x": "mi300x", "mi325x": "mi300x", "gh200": "h100",
+    "h200": "h200", "h800": "h800", "h100": "h100", "h20": "h20",
     "b300": "b300", "b200": "b200", "a100": "a100",
 }  # fmt: skip
 # Parts with fewer cores, or on no NVLink.
@@ -154,8 +155,15 @@ def hardware_of(row: Row) -> Hardware:
     """The preset that a row's `gpu` names, held to the power and with the memory that it states."""
     name = row.gpu.lower()
     words = re.findall(r"[a-z0-9]+", name)
-    # H200-141GB is one, H2000 is not.
-    found = next((preset for part, preset in _NAMES.items() if part in words), None)
+    # 8xH200-141GB is one, H2000 is not.
+    found = next(
+        (
+            preset
+            for part, preset in _NAMES.items()
+            if re.search(rf"\b(\d+x)?{part}(x\d+)?\b", name)
+        ),
+        None,
+    )
     if found is None:
         raise InexpressibleError(f"no preset for {row.gpu or 'an unnamed GPU'}")
     other = next((part for part in _OTHER_PARTS if part in words), None)

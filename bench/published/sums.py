@@ -14,6 +14,8 @@ from weft.sim.time.hardware import Hardware
 
 
 def collective(op: Collective) -> Callable[[Row, Hardware], Time]:
+    """One collective alone."""
+
     def time(row: Row, hardware: Hardware) -> Time:
         fabric, nbytes = fabric_of(row, hardware), bytes_of(row)
         kind, us, how = collective_us(row, op, nbytes, fabric)
@@ -31,7 +33,8 @@ def is_in_graph(row: Row) -> bool:
 def collective_us(
     row: Row, op: Collective, nbytes: float, fabric: Fabric
 ) -> tuple[Kind, float, str]:
-    in_graph, own = is_in_graph(row), has(row, r"triton|fused|mscclpp|quick|weft")
+    """The time of the collective that a row's words name, and how it runs."""
+    in_graph, own = is_in_graph(row), has(row, r"triton|\bfused|mscclpp|quick|weft")
     kind: Kind = "fused" if own else "library"
     if has(row, r"multimem|nvls"):
         us = protocols.switch_us(op, nbytes, fabric, in_graph=in_graph)
@@ -63,6 +66,7 @@ def _norm_us(row: Row, hardware: Hardware, rows: int, width: int, passes: int) -
 
 
 def rms_norm(row: Row, hardware: Hardware) -> Time:
+    """One GPU's norm, of all rows or of a part."""
     rows, width = row.sizes("M", "N")
     part = re.search(r"1\s*/\s*(\d+) of (the )?rows", row.text)
     rows = -(-rows // int(part[1])) if part and int(part[1]) else rows
@@ -80,7 +84,7 @@ def sum_and_norm(row: Row, hardware: Hardware) -> Time:
     in_graph = bool(floor) or is_in_graph(row)
     apart = op_words(row.op).startswith("reduce_scatter")
     part = _norm_us(row, hardware, -(-M // row.ranks) if apart else M, N, 4)
-    if has(row, r"in turn|separate|then"):
+    if is_library(row):
         if apart:
             us = part + sum(
                 protocols.switch_us(op, nbytes, fabric, in_graph=True)

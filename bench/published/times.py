@@ -26,18 +26,22 @@ class Time:
 
 
 def fabric_of(row: Row, hardware: Hardware) -> Fabric:
+    """The links of a row's ranks, on as few hosts as they fit on."""
     hosts = -(-row.ranks // hardware.ranks)
     return hardware.fabric(row.ranks, hosts)
 
 
 def has(row: Row, pattern: str) -> bool:
+    """Whether `what` has it, in lower case."""
     return re.search(pattern, row.what.lower()) is not None
 
 
 _LIBRARY = (
-    r"nccl|rccl|cublas|hipblas|unfused|separate|baseline|\btorch\b(?!.*\b(fused|symm))|in turn|then"
+    r"nccl|rccl|cublas|hipblas|unfused|separate|baseline|in turn|\bthen\b"
+    r"|\btorch\b(?!.*\b(fused|symm))"
 )
 
 
 def is_library(row: Row) -> bool:
+    """Whether `what` names what a user has without a fused kernel."""
     return has(row, _LIBRARY)

@@ -221,7 +221,9 @@ class Clock:
         limit = hardware.core_bandwidth / 1e6
         ranks = range(len(trace.streams))
 
-        def resource(bandwidth: float) -> Resource:
+        link_limit = min(limit, hardware.core_link_bandwidth / 1e6)
+
+        def resource(bandwidth: float, limit: float = limit) -> Resource:
             return Resource(engine, bandwidth / 1e6, limit)
 
         link = hardware.link_bandwidth * hardware.link_sustained
@@ -230,7 +232,7 @@ class Clock:
             _Chip(
                 resource(hardware.hbm_bandwidth),
                 resource(hardware.l2_bandwidth),
-                {end: resource(link) for end in ends},
+                {end: resource(link, link_limit) for end in ends},
             )
             for _ in ranks
         ]

@@ -44,6 +44,8 @@ class Hardware:
         hbm_bandwidth: bytes a second, reads and writes together.
         l2_bytes, l2_bandwidth: the last cache before HBM.
         core_bandwidth: bytes a second that one core can move.
+        core_link_bandwidth: of these, to peers and from them. No measurement of many cores at once
+            is known: `docs/scaling.md` tells what would change.
         link_bandwidth: bytes a second and direction: of a chip's port on the switch, or of each of
             its links to a peer in a mesh.
         link_sustained: share of `link_bandwidth` that long transfers reach.
@@ -57,8 +59,9 @@ class Hardware:
         link_latency_us: one way to a peer; a remote load takes two and a local one.
         launch_us: from the end of a kernel to the start of the next one on its stream.
         collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
-        collective_sustained: share of `link_bandwidth` that such a collective reaches. By default
-            what fits the measurements of NCCL's all-gather in `tools.scaling_page`.
+        collective_sustained: share of `link_bandwidth` that such a collective reaches in a
+            timeline: by default what fits nine of NCCL's all-gathers of 32 to 512 MiB. For its
+            times by size there is `weft.collectives.protocols`.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Hardware:
     multicast: bool = True
     link_reached: float = 1.0
     rail_bandwidth: float = 50e9
+    core_link_bandwidth: float = math.inf
 
     def core_flops_per_us(self, dtype: str) -> float:
         """Rate of one core on operands of `dtype` ("bfloat16"), sustained.

@@ -20,6 +20,8 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from weft.collectives import protocols
+from weft.collectives.protocols import Collective
 from weft.sim.time.hardware import Hardware
 
 # Tiles that a library's matmul chooses from: rows, columns, and the rate of a core on them relative
@@ -28,7 +30,7 @@ LIBRARY_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.6
 # It splits K where tiles are fewer than this part of the cores.
 _SPLITS, _SPLIT_BELOW = (1, 2, 4, 8), 3
 # Of [MAMF]'s best, what matmuls of random numbers keep within the chip's power. [fit]
-_UNDER_POWER = 0.92
+UNDER_POWER = 0.92
 # A part held to less power multiplies slower by this power of it. [fit] on an H100's 500 of 700 W
 _POWER_EXPONENT = 0.65
 # Of the idle cores in a last wave, the share that a library's other tiles win back. [fit]
@@ -84,7 +86,7 @@ def matmul_us(
     Raises:
         ValueError: the chip has no rate for `dtype`.
     """
-    core = hardware.core_flops_per_us(dtype) * _UNDER_POWER * rate
+    core = hardware.core_flops_per_us(dtype) * UNDER_POWER * rate
     best = float("inf")
     for rows, columns, share in LIBRARY_TILES:
         whole = -(-M // rows) * -(-N // columns)
@@ -131,6 +133,63 @@ def attention_flops(
     """As papers count them."""
     flops = 4.0 * batch * queries * keys * heads * head_dim
     return flops * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+
+
+# What each fused matmul has in the place of its other half.
+COLLECTIVE_OF: dict[str, Collective] = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
+# What torch's async-TP takes of the host for a chunk, its copy, its barrier and its matmul. [fit]
+_CHUNK_HOST_US = 31.0
+_CHUNK_US = 8.0  # of the GPU, beside the matmul. [fit]
+
+
+def async_tp_us(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    hardware: Hardware,
+    ranks: int,
+    *,
+    in_graph: bool = False,
+) -> float:
+    """torch's fused all_gather_matmul or matmul_reduce_scatter: a chunk a rank, one after another,
+    each a matmul beside a copy; of a reduce-scatter, the last copy and a sum are left.
+    """
+    rows = -(-M // ranks)
+    chunk = matmul_us(hardware, rows, N, K, dtype) + _CHUNK_US
+    copied = rows * (K if op == "all_gather_matmul" else N) * 2 / hardware.link_rate(ranks)
+    us = ranks * max(chunk, copied, 0.0 if in_graph else _CHUNK_HOST_US)
+    if op == "matmul_reduce_scatter":
+        us += copied + moved_us(hardware, 2 * N * (M + rows))
+    return us
+
+
+def unfused_us(
+    op: str, M: int, N: int, K: int, dtype: str, hardware: Hardware, ranks: int
+) -> dict[str, float]:
+    """What a user of torch has for a fused matmul, by name, in a graph or behind other work.
+
+    A matmul of (M, K) @ (K, N) by the library, and the collective on the result or the input in
+    half precision: NCCL's, the switch's where there is one, torch's one or two shots; or async-TP.
+    """
+    collective = COLLECTIVE_OF[op]
+    fabric, matmul = hardware.fabric(ranks), matmul_us(hardware, M, N, K, dtype)
+    nbytes = 2.0 * M * (K if op == "all_gather_matmul" else N)
+    ways = {"NCCL": protocols.nccl_us(collective, nbytes, fabric)}
+    if fabric.multicast:
+        ways["NVLS"] = protocols.switch_us(collective, nbytes, fabric, in_graph=True)
+    if collective == "all_reduce":
+        ways["one shot"] = protocols.one_shot_us(nbytes, fabric, in_graph=True)
+        ways["two shots"] = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+    found = {name: matmul + us for name, us in ways.items()}
+    if collective != "all_reduce":
+        found["async-TP"] = async_tp_us(op, M, N, K, dtype, hardware, ranks, in_graph=True)
+    return found
 
 
 def moved_us(hardware: Hardware, nbytes: float) -> float:

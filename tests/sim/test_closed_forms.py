@@ -26,7 +26,7 @@ KEPT = Path(__file__).resolve().parents[2] / "bench" / "results" / "scaling_page
 )
 def test_the_closed_form_against_virtual_time(op: str, median: float, ninth: float) -> None:
     """The kept rows of docs/scaling.md, whose kernels multiply at all that is sustained."""
-    rate = library._UNDER_POWER * TRITON_RATE
+    rate = library.UNDER_POWER * TRITON_RATE
     chips = {each.name: replace(each, sustained=each.sustained / rate) for each in PRESETS.values()}
     errors = sorted(
         abs(

@@ -183,6 +183,14 @@ def test_a_matmul_of_the_host_takes_whole_waves() -> None:
     assert matmul(256 * 13) > 1.3 * tile
 
 
+def test_a_core_may_reach_its_peers_more_slowly() -> None:
+    # 4 kB to a peer: 1 kB/us by the core, 0.25 kB/us where links are narrower for it than memory.
+    store = Store(1, 4000)
+    slow = dataclasses.replace(TOY, core_link_bandwidth=0.25e9)
+    us, slow_us = (play(trace([launch([store])], []), chip).makespan for chip in (TOY, slow))
+    assert slow_us - us == pytest.approx(16 - 4)
+
+
 def test_presets_hold_together() -> None:
     for name, hardware in PRESETS.items():
         assert named(name.upper()) is hardware
