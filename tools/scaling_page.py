@@ -141,14 +141,18 @@ def others_measured(rows: Sequence[Row]) -> list[scaling_tables.Measured]:
 
     A fused kernel stands beside the page's own, in virtual time, where the chip is the same.
     """
-    ours = {(row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name}
+    ours: dict[tuple[str | int, ...], Row] = {
+        (row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name
+    }
     found = []
     for published in read(SHIPPED):
         if not published.gpu.startswith(H100.name) or published.unit != "us":
             continue
-        key = (op_words(published.op), *(int(getattr(published, n) or 0) for n in "MNK"))
-        row, made = ours.get(key), predict(published)
-        if row is None or made.predicted is None or published.ranks != row.ranks:
+        made = predict(published)
+        if made.predicted is None or not (published.M and published.N and published.K):
+            continue
+        row = ours.get((op_words(published.op), *published.sizes("M", "N", "K")))
+        if row is None or published.ranks != row.ranks:
             continue
         us = made.predicted
         if made.kind == "fused" and "500" not in published.gpu:
