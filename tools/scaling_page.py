@@ -166,11 +166,9 @@ def others_measured(rows: Sequence[Row]) -> list[scaling_tables.Measured]:
 CORE_LINK_GBS = (112, 50, 25, 12)
 _STORES = (
     ("all_gather_matmul", "Llama-3 8B", 2048),
-    ("all_gather_matmul", "Llama-3 70B", 2048),
     ("matmul_reduce_scatter", "Llama-3 8B", 2048),
     ("matmul_reduce_scatter", "Llama-3 70B", 2048),
     ("matmul_all_reduce", "Llama-3 70B", 64),
-    ("matmul_all_reduce", "Llama-3 70B", 512),
 )
 
 
