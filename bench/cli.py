@@ -24,6 +24,7 @@ _COMMANDS = {
     "explain": "weft.bench.commands.explain",
     "calibrate": "weft.bench.commands.calibrate",
     "memory": "weft.bench.commands.memory",
+    "published": "weft.bench.published.command",
     "solo": "weft.bench.solo.command",
 }
 _WITH_ENGINES = {"ops", "scaling"}
@@ -35,6 +36,7 @@ commands (each has its own --help):
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
   solo                a rank's true kernels of a group of W, alone on a whole chip
   memory              peak memory of a rank in attention over longer and longer sequences
+  published [FILE]    the model's times beside those that others have published
   calibrate           measure this machine's rates again, from which auto chooses
 
 shapes, for --shapes: a .yaml file of your own (see weft.bench.shapes), a model

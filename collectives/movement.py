@@ -135,9 +135,7 @@ def _scatter_into(
     nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes, call.where)
     if way == "generic":
-        whole = _process_group_reduce(x, group, op)
-        start = offsets(sizes)[group.rank]
-        out.copy_(whole[start : start + sizes[group.rank]])
+        out.copy_(_process_group_scatter(x, group, sizes, op))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
@@ -302,7 +300,7 @@ def _all_to_all_into(
     # not wait for that: shares that it does not know are left to the process group.
     engine, table = settings.current_engine(), [sends]
     unknown = explicit and (
-        bool(group.why) or engine == "generic" or (x.is_cuda and engine == "auto")
+        bool(group.why) or engine == "generic" or (group.on_gpus(x.device) and engine == "auto")
     )
     if explicit and not unknown:
         table = _split_table(group, call, sends, receives)
@@ -465,7 +463,7 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, engine: str) -> Wa
         way, why = "generic", group.why
     elif engine == "generic":
         way, why = "generic", "asked for"
-    elif engine == "triton" or (x.is_cuda and engine == "auto"):
+    elif engine == "triton" or (group.on_gpus(x.device) and engine == "auto"):
         way, why = _kernel_or_not(op, group, x, nbytes, asked=engine == "triton")
     else:
         way, why = "host", "through symmetric memory"
@@ -481,16 +479,18 @@ def _kernel_or_not(
     from weft.collectives.device import signals
     from weft.collectives.kernels import kernel_collectives as kernels
 
-    instead: Way = "generic" if x.is_cuda else "host"
+    on_gpus = group.on_gpus(x.device)
+    instead: Way = "generic" if on_gpus else "host"
     reduces = op in ("all_reduce", "reduce_scatter")
     if op == "broadcast" or x.is_complex() or (reduces and x.dtype not in kernels.REDUCED):
         return instead, f"no kernel for a {op} of {x.dtype}"
     if not x.is_cuda:
         ready, why = signals.interpreter_ready()
-        return "triton" if ready else instead, why
+        if not on_gpus or not ready:
+            return "triton" if ready else instead, why
     if asked:
         return "triton", "asked for"
-    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
     quicker, why = kernels.is_quicker(nbytes, group.world_size, config)
     return "triton" if quicker else instead, why
 
@@ -500,7 +500,7 @@ def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tu
     """The kernels, a workspace and a configuration for a call of `op`."""
     from weft.collectives.kernels import kernel_collectives as kernels
 
-    config = kernels.config_for(op, nbytes, group.world_size, x.device)
+    config = kernels.collective_config(op, nbytes, group.world_size, group.on_gpus(x.device))
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
     with ws.call(op, None):
@@ -525,7 +525,7 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
 def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
     """Whether a transfer of `numel` elements between two ranks bypasses symmetric memory."""
     large = numel * x.element_size() >= _DIRECT_BYTES
-    return large and x.device.type == "cpu" and direct.reaches(group)
+    return large and not group.on_gpus(x.device) and direct.reaches(group)
 
 
 def _cut(start: int, length: int, numel: int) -> tuple[int, int]:
@@ -575,15 +575,57 @@ def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.
         factors = [torch.empty_like(x) for _ in range(group.world_size)]
         dist.all_gather(factors, x, group=group.pg)
         return reduce(torch.mul, factors)
+
+    def whole(terms: torch.Tensor, how: Any) -> torch.Tensor:
+        total = terms.clone() if terms is x else terms
+        dist.all_reduce(total, how, group=group.pg)
+        return total
+
+    return _process_group_total(whole, x, group, op)
+
+
+# Named anew in torch 2.13, which warns of the old name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _process_group_scatter(
+    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+) -> torch.Tensor:
+    longest = max(sizes)
+    # Gloo's own reduce-scatter is an all-reduce.
+    if not group.on_gpus(x.device) or x.is_complex() or not x.numel():
+        start = offsets(sizes)[group.rank]
+        return _process_group_reduce(x, group, op)[start : start + sizes[group.rank]]
+
+    def chunk(terms: torch.Tensor, how: Any) -> torch.Tensor:
+        # Process groups take equal sizes only, so shorter chunks are padded.
+        if min(sizes) < longest:
+            padded = terms.new_zeros((len(sizes), longest, *x.shape[1:]))
+            for into, part in zip(padded, terms.split(sizes), strict=True):
+                into[: len(part)] = part
+            terms = padded.flatten(0, 1)
+        total = terms.new_empty((longest, *x.shape[1:]))
+        _reduce_scatter(total, terms.contiguous(), how, group=group.pg)
+        return total.narrow(0, 0, sizes[group.rank])
+
+    return _process_group_total(chunk, x, group, op)
+
+
+def _process_group_total(
+    reduced: Callable[[torch.Tensor, Any], torch.Tensor],
+    x: torch.Tensor,
+    group: Group,
+    op: ReduceOp,
+) -> torch.Tensor:
+    """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
-    out = x.float() if half else x.int() if x.dtype == torch.int16 else x.clone()
-    dist.all_reduce(out, _DIST_OPS["sum" if op == "avg" else op], group=group.pg)
+    terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
+    out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
     if op == "avg":
         out.div_(group.world_size)
     if op in ("max", "min") and x.is_floating_point():
         # Between a number and NaN, process groups may choose either.
-        spoilt = x.isnan().to(torch.uint8)
-        dist.all_reduce(spoilt, dist.ReduceOp.MAX, group=group.pg)
+        spoilt = reduced(x.isnan().to(torch.uint8), dist.ReduceOp.MAX)
         out.masked_fill_(spoilt.bool(), torch.nan)
     return out.to(x.dtype)

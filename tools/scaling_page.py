@@ -19,6 +19,8 @@ from tools import scaling_tables
 from weft import settings, sim
 from weft.bench import shapes
 from weft.bench.blocks.virtual import call, share_of, timeline_of
+from weft.bench.published.predict import predict
+from weft.bench.published.rows import SHIPPED, op_words, read
 from weft.bench.rows import Result
 from weft.sim import H100, Hardware
 from weft.sim.time.hardware import PRESETS, named
@@ -134,39 +136,64 @@ def measure(
     return rows
 
 
-# Public measurements of 8 x H100 with HBM2e at 500 W: all-gather by NCCL, then cuBLAS (the figures
-# of symm-mem-recipes' README). Two numbers are fitted to these nine, what this chip's matmuls
-# sustain and what NCCL does (`collective_sustained`); how time goes with the sizes is the model's.
-_MEASURED_US = {
-    (4096, 1792, 4096): 230,
-    (8192, 1792, 4096): 416,
-    (16384, 1792, 4096): 819,
-    (4096, 3584, 8192): 652,
-    (8192, 3584, 8192): 1291,
-    (16384, 3584, 8192): 2541,
-    (4096, 6656, 16384): 2077,
-    (8192, 6656, 16384): 3847,
-    (16384, 6656, 16384): 7801,
-}
-H100_500W = replace(H100, name="H100 HBM2e 500 W", hbm_bandwidth=2.0e12, sustained=0.577)
+def others_measured(rows: Sequence[Row]) -> list[scaling_tables.Measured]:
+    """What others have published of the page's problems on H100s, beside the model.
+
+    A fused kernel stands beside the page's own, in virtual time, where the chip is the same.
+    """
+    ours: dict[tuple[str | int, ...], Row] = {
+        (row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name
+    }
+    found = []
+    for published in read(SHIPPED):
+        if not published.gpu.startswith(H100.name) or published.unit != "us":
+            continue
+        made = predict(published)
+        if made.predicted is None or not (published.M and published.N and published.K):
+            continue
+        row = ours.get((op_words(published.op), *published.sizes("M", "N", "K")))
+        if row is None or published.ranks != row.ranks:
+            continue
+        us = made.predicted
+        if made.kind == "fused" and "500" not in published.gpu:
+            us = row.engines["triton"]
+        found.append(scaling_tables.Measured(published, row.model, us, str(made.kind)))
+    return found
 
 
-def against_measurements(results: Path | None = None) -> list[tuple[str, float, float]]:
-    """(what, measured us, modelled us) of every measurement that there is.
+# What a core stores over a link, in GB/s: what the model assumes, and less. 12 were measured of one
+# block of 128 threads (https://github.com/tile-ai/tilescale), of many at once nothing is known.
+CORE_LINK_GBS = (112, 50, 25, 12)
+_STORES = (
+    ("all_gather_matmul", "Llama-3 8B", 2048),
+    ("matmul_reduce_scatter", "Llama-3 8B", 2048),
+    ("matmul_reduce_scatter", "Llama-3 70B", 2048),
+    ("matmul_all_reduce", "Llama-3 70B", 64),
+)
+
+
+def by_stores() -> list[dict[str, Any]]:
+    """Some of the page's problems on H100s whose cores reach their peers more slowly, in us."""
+    rows = []
+    for op, model, M in _STORES:
+        _say(f"{op} {model} M={M}, cores that store more slowly")
+        timeline = timeline_of(op, *problem(op, model, M, 8), 8, H100, "triton")
+        us = {
+            str(rate): timeline.on(replace(H100, core_link_bandwidth=rate * 1e9)).makespan_us
+            for rate in CORE_LINK_GBS
+        }
+        rows.append({"op": op, "model": model, "M": M, "us": us})
+    return rows
+
+
+def own_measurements(results: Path) -> list[tuple[str, float, float]]:
+    """(what, measured us, modelled us) of what `make gpu` has measured on the chip of a preset.
 
     Args:
-        results: the folder to which `make gpu` writes; what it has measured on the chip of a
-            preset, a GPU a rank, counts as well.
+        results: the folder to which it writes. A rank had a GPU.
     """
-    rows = [
-        (
-            f"all-gather, then matmul {M} x {N} x {K}, 8 x {H100_500W.name}",
-            float(us),
-            timeline_of("all_gather_matmul", M, N, K, 8, H100_500W, "generic").makespan_us,
-        )
-        for (M, N, K), us in _MEASURED_US.items()
-    ]
-    for path in sorted(results.glob("*.json")) if results else ():
+    rows = []
+    for path in sorted(results.glob("*.json")):
         for name, hardware in PRESETS.items():
             if name in path.stem.split("-"):  # as in nvidia-h100-80gb-hbm3
                 rows += _own_measurements(Result.read(path), hardware)
@@ -219,6 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where rows are kept (default bench/results/scaling_page.json)",
     )  # fmt: skip
     parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
+    parser.add_argument(
+        "--stores", action="store_true", help="try slower stores to peers, and keep that as well"
+    )
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
@@ -233,9 +263,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in measure(op, model, M, args.ranks, missing, _say):
                 kept[row.key] = row
             save(args.keep, kept.values())
+    stores = args.keep.with_name("slower_stores.json")
+    if args.stores:
+        stores.write_text(json.dumps(by_stores(), indent=1) + "\n")
     rows = [row for row in ordered(kept.values()) if row.ranks == args.ranks]
     if args.page:
-        scaling_tables.write(args.page, rows, against_measurements(args.keep.parent))
+        others, own = others_measured(rows), own_measurements(args.keep.parent)
+        slower = json.loads(stores.read_text()) if stores.exists() else []
+        scaling_tables.write(args.page, rows, slower, others, own)
     else:
         print(scaling_tables.tables(rows))
     return 0

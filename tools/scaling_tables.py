@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weft.bench.published.rows import Row as Published
 from weft.bench.report.tables import markdown_lines
+from weft.sim.time import library
 from weft.sim.time.hardware import named
 
 if TYPE_CHECKING:
@@ -21,7 +24,15 @@ def tables(rows: Sequence[Row]) -> str:
     parts = []
     for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
         mine = [row for row in rows if (row.op, row.hardware) == (op, hardware)]
-        parts += [f"### {op}, {mine[0].ranks} x {hardware}", "", *_table(mine), "", crossover(mine)]
+        parts += [
+            f"### {op}, {mine[0].ranks} x {hardware}",
+            "",
+            *_table(mine),
+            "",
+            speed_ups(mine),
+            "",
+        ]
+        parts.append(crossover(mine))
         parts.append("")
     return "\n".join(parts)
 
@@ -29,12 +40,13 @@ def tables(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row]) -> list[str]:
     names = (
         *("model", "M", "N", "K", "fused us", "arithmetic", "link", "exposed", "efficiency"),
-        *("of longer", "host us", "generic us", "auto", "regret"),
+        *("of longer", "library us", "by", "speed-up", "host us", "generic us", "auto", "regret"),
     )
     lines = []
     for row in rows:
         fused, hardware = row.fused, named(row.hardware)
         link_us = fused["link_bytes"] * 1e6 / hardware.link_bandwidth / hardware.link_sustained
+        by, library_us = best_library(row)
         longer_us = max(fused["arithmetic_us"], link_us)
         lines.append([
             row.model,
@@ -45,12 +57,36 @@ def _table(rows: Sequence[Row]) -> list[str]:
             _us(fused["exposed_us"]),
             f"{fused['overlap_efficiency']:.2f}",
             f"{longer_us / fused['makespan_us']:.2f}",
+            _us(library_us),
+            by,
+            f"{library_us / fused['makespan_us']:.2f}",
             _us(row.engines["host"]),
             _us(row.engines["generic"]),
             row.auto,
             f"{row.regret:.2f}",
         ])  # fmt: skip
     return markdown_lines(names, lines)
+
+
+def best_library(row: Row) -> tuple[str, float]:
+    """The quickest of what a user has without weft, and its time on the same chip.
+
+    Fused kernels multiply at all that is sustained here; so does the library.
+    """
+    hardware = named(row.hardware)
+    same = replace(hardware, sustained=hardware.sustained / library.UNDER_POWER)
+    ways = library.unfused_us(row.op, row.M, row.N, row.K, "bfloat16", same, row.ranks)
+    return min(ways.items(), key=lambda way: way[1])
+
+
+def speed_ups(rows: Sequence[Row]) -> str:
+    """The range of times of the best library over those of the fused kernel, by model."""
+    parts = []
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model]
+        found = sorted(best_library(row)[1] / row.fused["makespan_us"] for row in mine)
+        parts.append(f"{model}: {found[0]:.2f} to {found[-1]:.2f}")
+    return f"Speed-up over the best library: {'; '.join(parts)}."
 
 
 def crossover(rows: Sequence[Row]) -> str:
@@ -88,10 +124,59 @@ def errors(measured: Sequence[tuple[str, float, float]]) -> str:
     return "\n".join(markdown_lines(("what", "measured us", "modelled us", "error"), rows))
 
 
-def write(path: Path, rows: Sequence[Row], measured: Sequence[tuple[str, float, float]]) -> None:
+class Measured(NamedTuple):
+    """A published figure of a problem on the page, and the model's time in us."""
+
+    row: Published
+    model: str
+    us: float
+    kind: str
+
+
+def beside_others(found: Sequence[Measured]) -> str:
+    """Published figures, as Markdown."""
+    rows = [
+        (
+            f"{each.row.op}, {each.model}, {each.row.what}",
+            each.row.gpu,
+            each.row.M,
+            each.kind,
+            _us(each.row.published),
+            _us(each.us),
+            f"{each.us / each.row.published - 1:+.0%}",
+        )
+        for each in found
+    ]
+    names = ("what", "chip", "M", "kind", "published us", "modelled us", "error")
+    return "\n".join(markdown_lines(names, rows))
+
+
+def slower_stores(found: Sequence[dict[str, Any]]) -> str:
+    """Times by what a core reaches its peers with, as Markdown."""
+    rates = [*found[0]["us"]]
+    rows = [
+        (f"{each['op']}, {each['model']}", str(each["M"]), *(_us(each["us"][r]) for r in rates))
+        for each in found
+    ]
+    names = ("fused, 8 x H100", "M", *(f"{rate} GB/s" for rate in rates))
+    return "\n".join(markdown_lines(names, rows))
+
+
+def write(
+    path: Path,
+    rows: Sequence[Row],
+    slower: Sequence[dict[str, Any]],
+    others: Sequence[Measured],
+    own: Sequence[tuple[str, float, float]],
+) -> None:
     """Put tables and errors between the page's marks."""
     text = path.read_text()
-    inner = f"{tables(rows)}\n### The model beside measurements\n\n{errors(measured)}"
+    inner = f"{tables(rows)}\n"
+    if slower:
+        inner += f"### If a core stored more slowly over links\n\n{slower_stores(slower)}\n\n"
+    inner += f"### The same problems, measured by others\n\n{beside_others(others)}"
+    if own:
+        inner += f"\n\n### The model beside own measurements\n\n{errors(own)}"
     pattern = f"{re.escape(_START)}.*?{re.escape(_END)}"
     new, count = re.subn(pattern, lambda _: f"{_START}\n{inner}\n{_END}", text, flags=re.DOTALL)
     if count != 1:

@@ -54,7 +54,7 @@ _SLOT_ALIGN = 128
 
 
 @dataclass(frozen=True)
-class Config:
+class CollectiveConfig:
     """How a collective is launched; the same on all ranks.
 
     Attributes:
@@ -85,13 +85,15 @@ def within_budget(programs: int) -> int:
     return min(programs, settings.sms() or programs)
 
 
-def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> Config:
+def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> CollectiveConfig:
     """The launch of `op`, from what is the same on every rank.
 
     Args:
         nbytes: size of the largest piece in one shot: for all_reduce, of the input.
+        on_gpus: `Group.on_gpus` of the tensors' device. Virtual ranks that stand for a chip are
+            launched as on that chip, though their tensors are on a CPU.
     """
-    interpreted = device.type == "cpu"
+    interpreted = not on_gpus
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
     piece = -(-nbytes // world_size) if two_shot else nbytes
@@ -99,10 +101,11 @@ def config_for(op: str, nbytes: int, world_size: int, device: torch.device) -> C
     if interpreted:
         # Up to eight blocks a program: an interpreted block takes equally long however wide it is.
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
-    return Config(block, max(1, min(most, -(-piece // block))), 4 if interpreted else 8, two_shot)
+    programs = max(1, min(most, -(-piece // block)))
+    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot)
 
 
-def is_quicker(nbytes: int, world_size: int, config: Config) -> tuple[bool, str]:
+def is_quicker(nbytes: int, world_size: int, config: CollectiveConfig) -> tuple[bool, str]:
     """Whether a kernel beats the process group's library on a GPU, and why."""
     received = nbytes * 2 if config.two_shot else nbytes * (world_size - 1)
     few = received <= _MOST_BYTES
@@ -113,8 +116,8 @@ def _slot_bytes(nbytes: int) -> int:
     return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
 
 
-def workspace_bytes(nbytes: int, world_size: int, config: Config) -> int:
-    """Symmetric memory that a call needs on each rank; `nbytes` as for `config_for`."""
+def workspace_bytes(nbytes: int, world_size: int, config: CollectiveConfig) -> int:
+    """Symmetric memory that a call needs on each rank; `nbytes` as for `collective_config`."""
     if config.two_shot:
         return 2 * world_size * _slot_bytes(-(-nbytes // world_size) + 16)
     return world_size * _slot_bytes(nbytes)
@@ -226,7 +229,7 @@ def _exchange_kernel(
     ALIGN: tl.constexpr,
     SPOILS: tl.constexpr,  # whether words are parts of floating-point numbers
 ) -> None:
-    """Every piece to its rank: all_gather, all_to_all. Sizes in elements. Grid: Config.programs.
+    """Every piece to its rank: all_gather, all_to_all. Sizes in elements. Grid: `config.programs`.
 
     Example: rank 0 of 2, x = [1 2 3], sent ((0, 2), (2, 1)), received sizes (2, 4): [1 2] goes to
     where received starts for rank 0, [3] to rank 1, and 4 elements come from there.
@@ -324,7 +327,7 @@ def _reduce_kernel(
 ) -> None:
     """out = the pieces for this rank, reduced; if TWO_SHOT, all pieces, each reduced by its rank.
 
-    Sizes in elements. Grid: Config.programs.
+    Sizes in elements. Grid: `config.programs`.
 
     Example: 2 ranks, x = [1 2 3] on both, pieces ((0, 2), (2, 1)): out = [2 4] on rank 0 and [6] on
     rank 1; if TWO_SHOT, [2 4 6] on both.
@@ -390,7 +393,7 @@ def launch_exchange(
     sends: Sequence[int],
     receives: Sequence[int],
     widest: int,
-    config: Config,
+    config: CollectiveConfig,
 ) -> None:
     """Enqueue: piece p of `x` goes to rank p, the pieces received lie in `out` in rank order.
 
@@ -431,7 +434,11 @@ def launch_exchange(
 
 
 def launch_all_gather(
-    x: torch.Tensor, out: torch.Tensor, ws: Workspace, sizes: Sequence[int], config: Config
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int],
+    config: CollectiveConfig,
 ) -> None:
     """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order."""
     W, own = ws.world_size, sizes[ws.rank]
@@ -444,7 +451,7 @@ def launch_reduce(
     ws: Workspace,
     sizes: Sequence[int] | None,
     op: str,
-    config: Config,
+    config: CollectiveConfig,
 ) -> None:
     """Enqueue out = x reduced over the ranks by `op`: this rank's piece, or all without `sizes`.
 
@@ -468,7 +475,8 @@ def launch_reduce(
         shares, starts, widest = (count,) * W, (0,) * W, count
     nbytes = (count if sizes is None else widest) * itemsize
     needed = workspace_bytes(nbytes, W, config)
-    check_room(ws, needed, "workspace_bytes(bytes, world_size, config), as config_for counts them")
+    how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
+    check_room(ws, needed, how)
     _reduce_kernel[(config.programs,)](
         out,
         x,

@@ -322,7 +322,7 @@ def launch_pull(
         ws: room for the largest x.
         publish: whether any rank takes part of this one's x.
     """
-    interpreted = x.device.type == "cpu"
+    interpreted = not ws.group.on_gpus(x.device)
     block = _INTERPRETED_BLOCK if interpreted else _BLOCK
     most = _INTERPRETED_PROGRAMS if interpreted else within_budget(_PROGRAMS)
     given, into = x.view(-1), out.view(-1)

@@ -202,7 +202,7 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
         return _keep(step, local, pieces)
     if group.backend is None:
         return _all_to_all(step, local, pieces, group, bool(channel))
-    if not channel and _has_kernel(step, local):
+    if not channel and _has_kernel(step, local, group):
         return _pull_by_kernel(step, local, pieces, group)
     return _pull(step, local, pieces, group, channel)
 
@@ -245,10 +245,10 @@ def _pull(
         return ex.result(_combine(step, local, pieces, blocks))
 
 
-def _has_kernel(step: Step, local: torch.Tensor) -> bool:
+def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
     """Whether a kernel does the pull; the same on every rank."""
     engine = settings.current_engine()
-    if engine != "triton" and not (local.is_cuda and engine == "auto"):
+    if engine != "triton" and not (group.on_gpus(local.device) and engine == "auto"):
         return False
     from weft.collectives.device import signals
     from weft.collectives.kernels import pull

@@ -97,6 +97,7 @@ def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
 def _workspace() -> Any:
     table = torch.empty(_W, dtype=torch.int64, device="meta")
     return SimpleNamespace(
+        group=SimpleNamespace(on_gpus=lambda device: True),
         rank=0,
         world_size=_W,
         device=table.device,
@@ -281,7 +282,6 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.end(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
         copy_engines.announce(ws, 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
-    gpu = torch.device("cuda")
     reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
         x = torch.empty(count, dtype=dtype, device="meta")
@@ -289,12 +289,12 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         nbytes = max(sizes) * dtype.itemsize
         with catching(op) as caught:
             part, whole = x[: sizes[0]], x
-            config = op.config_for("all_gather", nbytes, _W, gpu)
+            config = op.collective_config("all_gather", nbytes, _W, on_gpus=True)
             op.launch_all_gather(part, whole, ws, sizes, config)
             if reduced:
-                config = op.config_for("reduce_scatter", nbytes, _W, gpu)
+                config = op.collective_config("reduce_scatter", nbytes, _W, on_gpus=True)
                 op.launch_reduce(x, part, ws, sizes, "sum", config)
-                config = op.config_for("all_reduce", 1 << 20, _W, gpu)
+                config = op.collective_config("all_reduce", 1 << 20, _W, on_gpus=True)
                 op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
         yield from ((case, launch) for launch in caught)
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))

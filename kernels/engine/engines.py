@@ -279,9 +279,7 @@ def _by_process_group(
 ) -> Price:
     """Predicted time of the process group's collective and a matmul."""
     nbytes = problem.moved_bytes
-    if problem.op == "matmul_reduce_scatter" and group.on_gpus(device):
-        nbytes *= 2  # an all-reduce
-    elif problem.op == "matmul_all_reduce" and group.on_gpus(device):
+    if problem.op == "matmul_all_reduce" and group.on_gpus(device):
         nbytes = 2 * nbytes // group.world_size
     wire = rates.wire_time_us(nbytes)
     matmul = _matmul(problem, rates)

@@ -23,6 +23,7 @@ from weft.collectives import Group, all_gather, reduce_scatter, resolve
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.ranks.group import GroupLike, is_call_traced, process_group
 from weft.kernels.engine.autocast import outside_autocast
+from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.engine.replicated import Spread, Summed
 from weft.kernels.layers.module import REQUIRED, ParallelModule, Split, chosen
 
@@ -347,7 +348,7 @@ def _rows_a_part(logits: torch.Tensor) -> int:
     """
     if is_call_traced(logits):
         return max(len(logits), 1)
-    nbytes = 512 << 10 if logits.device.type == "cpu" else 256 << 20
+    nbytes = 512 << 10 if on_cpu(logits) else 256 << 20
     return max(nbytes // (4 * max(logits.shape[-1], 1)), 1)
 
 

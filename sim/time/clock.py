@@ -40,6 +40,8 @@ from weft.sim.time.trace import (
 _CORE_THREADS = 2048  # that fit on a core at a time
 _WARP_THREADS = 32
 _MOST_PROGRAMS = 8  # on a core
+# Between atomics on one word: the cache takes a few of its cycles for each. An estimate.
+_SAME_WORD_US = 0.002
 # Tiles that a library's matmul chooses from.
 _LIBRARY_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 
@@ -221,7 +223,9 @@ class Clock:
         limit = hardware.core_bandwidth / 1e6
         ranks = range(len(trace.streams))
 
-        def resource(bandwidth: float) -> Resource:
+        link_limit = min(limit, hardware.core_link_bandwidth / 1e6)
+
+        def resource(bandwidth: float, limit: float = limit) -> Resource:
             return Resource(engine, bandwidth / 1e6, limit)
 
         link = hardware.link_bandwidth * hardware.link_sustained
@@ -230,7 +234,7 @@ class Clock:
             _Chip(
                 resource(hardware.hbm_bandwidth),
                 resource(hardware.l2_bandwidth),
-                {end: resource(link) for end in ends},
+                {end: resource(link, link_limit) for end in ends},
             )
             for _ in ranks
         ]
@@ -404,11 +408,9 @@ class Clock:
                 kind = "waiting"
                 if isinstance(event, Update):
                     before = self._arrival(event.address, event.version - 1)
-                    change = Signal(event.address, event.version, event.owner)
-                    before.then(lambda change=change: self._deliver(rank, change))  # type: ignore[misc]
+                    before.then(partial(self._update, rank, event, engine.now))
                     if number + 1 < len(events):
-                        yield before
-                        yield engine.now + hardware.l2_latency_us
+                        yield self._arrival(event.address, event.version)
                 else:
                     self._deliver(rank, event)
             if engine.now > start:
@@ -517,18 +519,25 @@ class Clock:
     # Signals
 
     def _deliver(self, rank: int, signal: Signal) -> None:
-        hardware, key = self._hw, (signal.address, signal.version)
-        remote = signal.owner != rank
-        arrives = self._engine.now + (
-            hardware.link_latency_us if remote else hardware.l2_latency_us
-        )
+        self._arrives(rank, signal, self._engine.now + self._way_us(rank, signal.owner))
+
+    def _update(self, rank: int, update: Update, issued: float) -> None:
+        """The word's last change has come. Those that wait for it are behind it in the cache."""
+        way_us = self._way_us(rank, update.owner)
+        self._arrives(rank, update, max(issued + way_us, self._engine.now + _SAME_WORD_US))
+
+    def _way_us(self, rank: int, owner: int) -> float:
+        return self._hw.link_latency_us if owner != rank else self._hw.l2_latency_us
+
+    def _arrives(self, rank: int, change: Signal | Update, at: float) -> None:
+        key = (change.address, change.version)
 
         def arrive() -> None:
-            self._arrived[key], self._senders[key] = arrives, rank
+            self._arrived[key], self._senders[key] = at, rank
             if key in self._awaited:
                 self._awaited.pop(key).part_done()
 
-        self._engine.at(arrives, arrive)
+        self._engine.at(at, arrive)
 
     def _arrivals(self, wait: Wait) -> Process:
         for address, version in wait.versions.items():

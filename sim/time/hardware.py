@@ -10,6 +10,11 @@ Sources
   [B200]    NVIDIA HGX B200 data sheet; SMs as the driver reports them
   [MI300X]  AMD Instinct MI300X data sheet and the CDNA 3 white paper
   [A100]    NVIDIA A100 white paper: 5120 bytes a clock between L2 and the SMs
+  [H800]    the H100 of the Chinese market: NVLink of 400 GB/s both ways together
+  [H20]     NVIDIA H20 data sheet, HGX: 78 SMs, 148 TFLOP/s in bf16, NVLink as the H100
+  [B300]    NVIDIA HGX B300 data sheet
+  [MI355X]  AMD Instinct MI355X data sheet: 256 CUs, seven links of 76.8 GB/s each way
+  [MI308X]  the MI300X with 80 of its 304 CUs
   [MAMF]    S. Bekman, Machine Learning Engineering: maximum achievable matmul FLOPS, measured
   [DeepEP]  DeepEP V2: 740 of 900 GB/s received over NVLink 5 by dispatch and combine
   [Hopper]  Luo et al., arXiv 2402.13499: an L2 hit about 260 cycles, memory about 480
@@ -22,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.collectives.cost import Machine
+from weft.collectives.protocols import Fabric
 
 Topology = Literal["switch", "mesh"]
 
@@ -38,17 +44,24 @@ class Hardware:
         hbm_bandwidth: bytes a second, reads and writes together.
         l2_bytes, l2_bandwidth: the last cache before HBM.
         core_bandwidth: bytes a second that one core can move.
+        core_link_bandwidth: of these, to peers and from them. No measurement of many cores at once
+            is known: `docs/scaling.md` tells what would change.
         link_bandwidth: bytes a second and direction: of a chip's port on the switch, or of each of
             its links to a peer in a mesh.
         link_sustained: share of `link_bandwidth` that long transfers reach.
         topology: "switch": any peer at the port's full rate; "mesh": a link to each peer.
         ranks: chips in the domain.
+        multicast: whether its switch adds up and copies (NVLS).
+        link_reached: what libraries' collectives reach of their share of an H100's NVLink, on these
+            links: fitted to published times, see `weft bench published`.
+        rail_bandwidth: bytes a second of a chip's own network card, to other domains.
         l2_latency_us, hbm_latency_us: of a load.
         link_latency_us: one way to a peer; a remote load takes two and a local one.
         launch_us: from the end of a kernel to the start of the next one on its stream.
         collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
-        collective_sustained: share of `link_bandwidth` that such a collective reaches. By default
-            what fits the measurements of NCCL's all-gather in `tools.scaling_page`.
+        collective_sustained: share of `link_bandwidth` that such a collective reaches in a
+            timeline: by default what fits nine of NCCL's all-gathers of 32 to 512 MiB. For its
+            times by size there is `weft.collectives.protocols`.
     """
 
     name: str
@@ -70,6 +83,10 @@ class Hardware:
     launch_us: float
     collective_us: float = 15.0
     collective_sustained: float = 0.68
+    multicast: bool = True
+    link_reached: float = 1.0
+    rail_bandwidth: float = 50e9
+    core_link_bandwidth: float = math.inf
 
     def core_flops_per_us(self, dtype: str) -> float:
         """Rate of one core on operands of `dtype` ("bfloat16"), sustained.
@@ -102,6 +119,36 @@ class Hardware:
             wire_us=self.collective_us,
         )
 
+    def fabric(self, ranks: int, hosts: int = 1) -> Fabric:
+        """The links of so many chips, as `weft.collectives.protocols` takes them.
+
+        In a mesh a chip has a link to each peer that takes part.
+
+        Raises:
+            ValueError: more chips on a host than there are, or not as many on each.
+        """
+        here, rest = divmod(ranks, hosts)
+        if rest or here > self.ranks:
+            raise ValueError(
+                f"{ranks} ranks on {hosts} hosts: {self.name} has up to {self.ranks} on each, and "
+                f"as many on every one"
+            )
+        mesh = self.topology == "mesh"
+        return Fabric(
+            ranks,
+            port=self.link_bandwidth * (max(here - 1, 1) if mesh else 1) / 1e6,
+            direct=self.link_bandwidth / 1e6,
+            ll=_NCCL_LL.get(self.chip, _NCCL_LL["sm_90"]),
+            reached=self.link_reached,
+            multicast=self.multicast,
+            hosts=hosts,
+            rail=self.rail_bandwidth / 1e6,
+        )
+
+    def link_rate(self, ranks: int) -> float:
+        """Bytes a us that one of so many ranks on a host sends to all others, sustained."""
+        return self.fabric(ranks).port * self.link_sustained
+
     def without_communication(self) -> Hardware:
         """The same chips, where what goes to peers or comes from them takes no time."""
         return replace(
@@ -111,6 +158,9 @@ class Hardware:
             link_latency_us=0.0,
         )
 
+
+# NCCL's `llMaxBws` on one host, src/graph/tuning.cc: bytes a us.
+_NCCL_LL = {"sm_80": 87.7e3, "sm_90": 141e3, "sm_100": 282e3}
 
 _HOPPER_FLOPS = {
     "float8": 1978.9e12,
@@ -167,6 +217,7 @@ B200 = replace(
     l2_bandwidth=2 * 5120 * 1.85e9,
     core_bandwidth=128 * 1.85e9,
     link_bandwidth=900e9,
+    link_reached=0.62,
     hbm_latency_us=0.4,
 )
 
@@ -200,6 +251,75 @@ MI300X = Hardware(
     hbm_latency_us=0.7,
     link_latency_us=1.0,
     launch_us=4.0,
+    multicast=False,
+    link_reached=0.83,
+)
+
+# [A100] of 80 GB, SXM; [MAMF] 267 of 312 TFLOP/s; NVLink 3 with 300 GB/s each way.
+A100 = replace(
+    H100,
+    name="A100",
+    chip="sm_80",
+    cores=108,
+    flops={
+        "bfloat16": 312e12,
+        "float16": 312e12,
+        "tf32": 156e12,
+        "float32": 19.5e12,
+        "float64": 19.5e12,
+    },
+    sustained=0.856,
+    hbm_bandwidth=2.04e12,
+    l2_bytes=40e6,
+    l2_bandwidth=5120 * 1.41e9,
+    core_bandwidth=64 * 1.41e9,
+    link_bandwidth=300e9,
+    multicast=False,
+)
+
+# [H800], [H20]: the latter multiplies slowly enough for its power.
+H800 = replace(H100, name="H800", link_bandwidth=200e9)
+H20 = replace(
+    H100,
+    name="H20",
+    cores=78,
+    flops={
+        "float8": 296e12,
+        "bfloat16": 148e12,
+        "float16": 148e12,
+        "tf32": 74e12,
+        "float32": 44e12,
+        "float64": 1e12,
+    },
+    sustained=0.93,
+    hbm_bandwidth=4.0e12,
+    l2_bytes=60e6,
+)
+
+# [B300]: the B200 with more memory and little fp64.
+B300 = replace(B200, name="B300", flops=B200.flops | {"float64": 1.2e12}, hbm_bandwidth=8e12)
+
+# [MI355X], sustained as on the MI300X for want of a measurement; [MI308X].
+MI355X = replace(
+    MI300X,
+    name="MI355X",
+    cores=256,
+    flops={
+        "float8": 5033e12,
+        "bfloat16": 2516.6e12,
+        "float16": 2516.6e12,
+        "float32": 157.3e12,
+        "float64": 78.6e12,
+    },
+    hbm_bandwidth=8e12,
+    core_bandwidth=128 * 2.4e9,
+    link_bandwidth=76.8e9,
+)
+MI308X = replace(
+    MI300X,
+    name="MI308X",
+    cores=80,
+    flops={dtype: rate * 80 / 304 for dtype, rate in MI300X.flops.items()},
 )
 
 PRESETS = {
@@ -208,6 +328,12 @@ PRESETS = {
     "b200": B200,
     "gb200-nvl72": GB200_NVL72,
     "mi300x": MI300X,
+    "a100": A100,
+    "h800": H800,
+    "h20": H20,
+    "b300": B300,
+    "mi355x": MI355X,
+    "mi308x": MI308X,
 }
 
 

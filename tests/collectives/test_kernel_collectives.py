@@ -152,7 +152,7 @@ def test_one_and_two_shots(two_shot: bool) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     for count in (1, 45, 100):
         nbytes = 4 * count
-        config = kernel_collectives.config_for("all_reduce", nbytes, W, torch.device("cpu"))
+        config = kernel_collectives.collective_config("all_reduce", nbytes, W, on_gpus=False)
         config = replace(config, two_shot=two_shot, programs=4)
         room = kernel_collectives.workspace_bytes(nbytes, W, config)
         ws = workspace(None, room, channel="shots")
@@ -176,28 +176,27 @@ def test_gradients() -> None:
 
 
 def test_the_choice_is_one_for_all_and_by_size() -> None:
-    device = torch.device("cuda")
-    small = kernel_collectives.config_for("all_reduce", 8 << 10, 8, device)
-    large = kernel_collectives.config_for("all_reduce", 1 << 20, 8, device)
+    small = kernel_collectives.collective_config("all_reduce", 8 << 10, 8, on_gpus=True)
+    large = kernel_collectives.collective_config("all_reduce", 1 << 20, 8, on_gpus=True)
     assert not small.two_shot
     assert large.two_shot
     assert small.programs < large.programs <= 64
     assert kernel_collectives.is_quicker(8 << 10, 8, small)[0]
-    huge = kernel_collectives.config_for("all_reduce", 1 << 30, 8, device)
+    huge = kernel_collectives.collective_config("all_reduce", 1 << 30, 8, on_gpus=True)
     assert not kernel_collectives.is_quicker(1 << 30, 8, huge)[0]
 
 
 def test_interpreted_programs_have_several_blocks_but_few() -> None:
     """A block takes them about 0.4 ms, whether of 64 bytes or of 64 KiB."""
     for nbytes in (200, 3000, 9 << 10, 1 << 20):
-        config = kernel_collectives.config_for("all_gather", nbytes, 8, torch.device("cpu"))
+        config = kernel_collectives.collective_config("all_gather", nbytes, 8, on_gpus=False)
         assert 1 <= nbytes / config.block_bytes / config.programs <= 8, (nbytes, config)
 
 
 @pytest.mark.ranks(2)
 def test_a_small_workspace_is_refused() -> None:
     where = resolve(None)
-    config = kernel_collectives.config_for("all_gather", 1 << 20, 2, torch.device("cpu"))
+    config = kernel_collectives.collective_config("all_gather", 1 << 20, 2, on_gpus=False)
     ws = workspace(where, channel="small")
     x = torch.zeros(1 << 20)
     with pytest.raises(ValueError, match="workspace must hold"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft import settings
-from weft.collectives.kernels import kernel_collectives
+from weft.collectives.kernels.kernel_collectives import collective_config
 from weft.collectives.memory import symmetric
 from weft.errors import MismatchError
 from weft.kernels.engine import chips
@@ -55,9 +55,9 @@ def test_a_chip_has_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chips.chip_of(gpu) is whole
     monkeypatch.setenv("WEFT_SMS", "100")
     assert chips.chip_of(gpu).cores == 100
-    assert kernel_collectives.config_for("all_gather", 1 << 20, 8, gpu).programs == 64
+    assert collective_config("all_gather", 1 << 20, 8, on_gpus=True).programs == 64
     monkeypatch.setenv("WEFT_SMS", "20")
-    assert kernel_collectives.config_for("all_gather", 1 << 20, 8, gpu).programs == 20
+    assert collective_config("all_gather", 1 << 20, 8, on_gpus=True).programs == 20
     monkeypatch.setenv("WEFT_SMS", "1000")
     assert chips.chip_of(gpu).cores == 132
     for wrong in ("few", "7", "-8", "8.5"):

@@ -32,7 +32,7 @@ LEVELS = {
         ranks profiled
         device
         memory
-        cost kernels
+        cost kernels protocols
         movement
         collective_ops
         custom_ops
@@ -76,10 +76,14 @@ LEVELS = {
         suites
         report
         cli
-        commands solo
+        commands published solo
     """,
 }
-SIM_FROM_BENCH = {"blocks/virtual", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep"}
+SIM_FROM_BENCH = {
+    "blocks/virtual",
+    *(f"published/{name}" for name in ("attention", "matmuls", "predict", "rows", "sums", "times")),
+    "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
+}  # fmt: skip
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -154,6 +158,39 @@ def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
         assert "mport" in said, f"{room}/__init__.py does not say what it may import"
         missing = [name for name in files if f"`{name}`" not in said]
         assert not missing, f"{room}/__init__.py does not say when to read {missing}"
+
+
+# The files that may ask what memory a tensor is in: they run what the CPU or the GPU has alone.
+# Virtual ranks stand for GPUs with tensors on a CPU: launches ask `Group.on_gpus`, `chip_of` or
+# `on_cpu` instead.
+ASK_FOR_THE_DEVICE = {
+    "collectives/cost", "collectives/memory/exchange", "collectives/memory/symmetric",
+    "collectives/memory/workspace", "collectives/movement", "collectives/ranks/group",
+    "kernels/attention/custom_ops", "kernels/attention/decode", "kernels/attention/ring",
+    "kernels/engine/chips", "kernels/engine/engines", "kernels/engine/fp8",
+    "kernels/engine/local_matmul", "kernels/engine/shards", "kernels/layers/vocabulary",
+}  # fmt: skip
+
+
+def asks_for_the_device(path: Path) -> bool:
+    """Whether it compares `x.device.type`, or reads `x.is_cuda`."""
+
+    def asks(node: ast.AST) -> bool:
+        if isinstance(node, ast.Compare):
+            return isinstance(node.left, ast.Attribute) and node.left.attr == "type"
+        return isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+
+    return any(map(asks, ast.walk(ast.parse(path.read_text(), str(path)))))
+
+
+def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
+    asking = {
+        str(path.relative_to(ROOT).with_suffix(""))
+        for folder in ("collectives", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        if asks_for_the_device(path)
+    }
+    assert asking == ASK_FOR_THE_DEVICE
 
 
 def test_the_ground_imports_nothing_of_ours() -> None:

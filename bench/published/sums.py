@@ -1,0 +1,109 @@
+"""Collectives, norms, and sums with a norm behind them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from weft.bench.published.rows import InexpressibleError, Row, bytes_of, op_words
+from weft.bench.published.times import Kind, Time, fabric_of, has, is_library
+from weft.collectives import protocols
+from weft.collectives.protocols import HOST_US, Collective, Fabric
+from weft.sim.time import library
+from weft.sim.time.hardware import Hardware
+
+
+def collective(op: Collective) -> Callable[[Row, Hardware], Time]:
+    """One collective alone."""
+
+    def time(row: Row, hardware: Hardware) -> Time:
+        fabric, nbytes = fabric_of(row, hardware), bytes_of(row)
+        kind, us, how = collective_us(row, op, nbytes, fabric)
+        wire = protocols.wire_bytes(op, nbytes, row.ranks)
+        return Time(kind, us, how, bus_bytes=wire)
+
+    return time
+
+
+def is_in_graph(row: Row) -> bool:
+    """Serving engines capture their own kernels, and time them so."""
+    return re.search(r"graph|custom|stage|mscclpp|quick|trt|tensorrt", row.text) is not None
+
+
+def collective_us(
+    row: Row, op: Collective, nbytes: float, fabric: Fabric
+) -> tuple[Kind, float, str]:
+    """The time of the collective that a row's words name, and how it runs."""
+    in_graph, own = is_in_graph(row), has(row, r"triton|\bfused|mscclpp|quick|weft")
+    kind: Kind = "fused" if own else "library"
+    if has(row, r"multimem|nvls"):
+        us = protocols.switch_us(op, nbytes, fabric, in_graph=in_graph)
+        return kind, us, f"{op} by the switch"
+    if fabric.hosts > 1 and not is_library(row):
+        raise InexpressibleError("kernels' collectives span one host")
+    if op == "all_reduce":
+        one = protocols.one_shot_us(nbytes, fabric, in_graph=in_graph)
+        two = protocols.two_shot_us(nbytes, fabric, in_graph=in_graph)
+        if has(row, r"one[- ]?(shot|stage)|1[- ]?(shot|stage)"):
+            return kind, one, "one shot"
+        if has(row, r"two[- ]?(shot|stage)|2[- ]?(shot|stage)"):
+            return kind, two, "two shots"
+        if own or has(row, r"custom"):
+            return kind, min(one, two), "the shorter of one and two shots"
+    if is_library(row):
+        return "library", protocols.nccl_us(op, nbytes, fabric), "the best of NCCL's protocols"
+    rate = fabric.port * protocols.KERNEL_SHARE
+    us = protocols.KERNEL_US + HOST_US * (not in_graph)
+    us += protocols.wire_bytes(op, nbytes, fabric.ranks) / rate
+    return "fused", us, "one kernel that stores in its peers' memory"
+
+
+_NORM_US = 2.3  # of a kernel on a few rows. [fit]
+
+
+def _norm_us(row: Row, hardware: Hardware, rows: int, width: int, passes: int) -> float:
+    return _NORM_US + library.moved_us(hardware, passes * rows * width * row.itemsize)
+
+
+def rms_norm(row: Row, hardware: Hardware) -> Time:
+    """One GPU's norm, of all rows or of a part."""
+    rows, width = row.sizes("M", "N")
+    part = re.search(r"1\s*/\s*(\d+) of (the )?rows", row.text)
+    rows = -(-rows // int(part[1])) if part and int(part[1]) else rows
+    passes = 4 if "residual" in row.text else 2
+    us = HOST_US + _norm_us(row, hardware, rows, width, passes)
+    return Time("library", us, f"{passes} passes over {rows} rows")
+
+
+def sum_and_norm(row: Row, hardware: Hardware) -> Time:
+    """all_reduce + residual + norm; or reduce-scatter, norm of a part, all-gather."""
+    M, N = row.sizes("M", "N")
+    fabric, nbytes = fabric_of(row, hardware), float(M * N * row.itemsize)
+    floor = re.search(r"about (\d+) us floor", row.text)
+    extra = float(floor[1]) if floor else 0.0
+    in_graph = bool(floor) or is_in_graph(row)
+    apart = op_words(row.op).startswith("reduce_scatter")
+    part = _norm_us(row, hardware, -(-M // row.ranks) if apart else M, N, 4)
+    if is_library(row):
+        if apart:
+            us = part + sum(
+                protocols.switch_us(op, nbytes, fabric, in_graph=True)
+                if has(row, r"multimem|nvls") else protocols.nccl_us(op, nbytes, fabric)
+                for op in ("reduce_scatter", "all_gather")
+            )  # fmt: skip
+            return Time("library", us, "reduce-scatter, norm, all-gather one after another")
+        _, us, how = collective_us(row, "all_reduce", nbytes, fabric)
+        return Time("library", us + part + extra, f"{how}, then a norm")
+    kind, us, how = _fused_sum(row, nbytes, fabric, in_graph)
+    return Time(kind, us + extra, f"{how}, the norm within")
+
+
+def _fused_sum(row: Row, nbytes: float, fabric: Fabric, in_graph: bool) -> tuple[Kind, float, str]:
+    if has(row, r"multimem|nvls"):
+        us = protocols.switch_us("all_reduce", nbytes, fabric, in_graph=in_graph)
+        return "fused", us, "all_reduce by the switch"
+    one = protocols.one_shot_us(nbytes, fabric, in_graph=in_graph)
+    two = protocols.two_shot_us(nbytes, fabric, in_graph=in_graph)
+    if has(row, r"one[- ]?shot"):
+        return "fused", one, "one shot"
+    return "fused", two if has(row, r"two[- ]?shot") else min(one, two), "the shorter of the shots"

@@ -1,0 +1,146 @@
+"""What libraries take to move data between GPUs: NCCL by protocol, NVLS, one and two shots.
+
+Times in us, sizes in bytes, rates in bytes a us. A collective of W ranks on `nbytes`, its whole
+array on one rank (the input of an all-reduce and a reduce-scatter, the output of an all-gather),
+takes the least over the protocols of
+
+    start + steps * hop + wire / rate       steps: W - 1, for an all-reduce 2 (W - 1)
+                                            wire: steps / W of nbytes, through each rank's port
+
+Latencies of a hop and LL's rate are those of NCCL's own model: [NCCL], `ncclTunerConstantsDefaults`
+in its src/graph/tuning.cc. What a call takes apart from that, and the share of the port that a
+protocol sustains, are [fit]: by `tools.published_fit` to one half of the rows of `weft bench
+published`, which tells how well they hold for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The links of W equal ranks.
+
+    Attributes:
+        ranks: W.
+        port: what a rank sends, and receives at the same time, by the data sheet.
+        direct: of `port`, what reaches one peer: all on a switch, one link's in a mesh.
+        ll: what NCCL's LL protocol moves at most.
+        reached: of a protocol's share of the port, what libraries reach on such links.
+        multicast: whether the switch adds up and copies (NVLS).
+        hosts: on how many hosts the ranks are, evenly.
+        rail: what a rank's own network card sends.
+    """
+
+    ranks: int
+    port: float
+    direct: float
+    ll: float
+    reached: float = 1.0
+    multicast: bool = False
+    hosts: int = 1
+    rail: float = math.inf
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """Of NCCL's rings: us a hop on links and on a network, and the share of a port sustained."""
+
+    hop_us: float
+    network_hop_us: float
+    share: float
+    flags_half: bool = False  # of what it sends
+
+
+# [NCCL] `hwLatencies` for hops: of rings, for LL128 of trees, which fits better. LL's lines are
+# half flags. The other shares, of an H100's port, are [fit].
+_LL = _Protocol(0.6, 2.7, 0.5, flags_half=True)
+_LL128 = _Protocol(1.25, 4.0, 0.55)
+_SIMPLE = _Protocol(3.4, 14.0, 0.74)
+PROTOCOLS: tuple[_Protocol, ...] = (_LL, _LL128, _SIMPLE)
+# What a call takes before data moves, and after. [fit]
+_CALL_US = 15.0
+# NVLS in NCCL's all-reduce, which copies in and out: what a call takes [fit], and 470 GB/s of bus
+# bandwidth on 8 x H100, which NCCL's tests report for large arrays.
+_NVLS_CALL_US, _NVLS_SHARE = 80.0, 1.04
+
+# Kernels that store in, or load from, their peers' memory, with two barriers of signals. [fit]
+KERNEL_US = 7.2
+# What a host adds to a kernel that it enqueues alone, outside a CUDA graph. [fit]
+HOST_US = 6.2
+KERNEL_SHARE = 0.56  # of a port, of loads and stores by all SMs. [fit]
+# Of multimem instructions. A rank's port carries the array once in a reduce-scatter or an
+# all-gather, and in an all-reduce once each way, in turn for each element. [fit]
+SWITCH_SHARE = {"all_gather": 0.81, "reduce_scatter": 0.81, "all_reduce": 0.6}
+
+
+def steps(op: Collective, ranks: int) -> int:
+    """How often an element's neighbours in a ring are passed."""
+    return (2 if op == "all_reduce" else 1) * (ranks - 1)
+
+
+def wire_bytes(op: Collective, nbytes: float, ranks: int) -> float:
+    """What a rank sends at least."""
+    return nbytes * steps(op, ranks) / ranks
+
+
+def nccl_us(op: Collective, nbytes: float, fabric: Fabric) -> float:
+    """NCCL, and RCCL, called from a host: the best of its protocols."""
+    W = fabric.ranks
+    if W == 1:
+        return 0.0
+    if op == "all_to_all":  # direct sends; what stays is not sent
+        rate = PROTOCOLS[-1].share * fabric.reached * fabric.port
+        return _CALL_US + wire_bytes(op, nbytes, W) / _across(fabric, rate)
+    times = []
+    crossings = steps(op, fabric.hosts) if fabric.hosts > 1 else 0
+    for protocol in PROTOCOLS:
+        rate = protocol.share * fabric.reached * fabric.port
+        if protocol.flags_half:
+            rate = min(rate, fabric.ll)
+        latency = (steps(op, W) - crossings) * protocol.hop_us
+        latency += crossings * protocol.network_hop_us
+        times.append(_CALL_US + latency + wire_bytes(op, nbytes, W) / _across(fabric, rate))
+    if fabric.multicast and fabric.hosts == 1 and op == "all_reduce" and W > 2:
+        wire = wire_bytes(op, nbytes, W)
+        times.append(_NVLS_CALL_US + wire / (_NVLS_SHARE * fabric.reached * fabric.port))
+    return min(times)
+
+
+def _across(fabric: Fabric, rate: float) -> float:
+    """What rings carry that cross hosts by the cards of all ranks of one."""
+    if fabric.hosts == 1:
+        return rate
+    return min(rate, PROTOCOLS[-1].share * fabric.rail * (fabric.ranks // fabric.hosts))
+
+
+def one_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
+    """An all-reduce in which every rank reads all of every other's array."""
+    rate = KERNEL_SHARE * min(fabric.port, fabric.direct * (fabric.ranks - 1))
+    return _kernel_us(in_graph) + nbytes * (fabric.ranks - 1) / rate
+
+
+def two_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
+    """An all-reduce in which every rank adds up its part, and sends it to every other."""
+    rate = KERNEL_SHARE * min(fabric.port, fabric.direct * (fabric.ranks - 1))
+    return _kernel_us(in_graph) + wire_bytes("all_reduce", nbytes, fabric.ranks) / rate
+
+
+def switch_us(op: Collective, nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
+    """A collective by multimem instructions: the switch adds up and copies.
+
+    Raises:
+        ValueError: these links have no such switch.
+    """
+    if not fabric.multicast or op == "all_to_all":
+        raise ValueError(f"no switch that adds up and copies for {op} on such links")
+    return _kernel_us(in_graph) + nbytes / (SWITCH_SHARE[op] * fabric.reached * fabric.port)
+
+
+def _kernel_us(in_graph: bool) -> float:
+    return KERNEL_US + (0.0 if in_graph else HOST_US)

@@ -1,0 +1,78 @@
+"""Closed forms of fused matmuls against virtual time, and the links of the presets."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.sim.time import library
+from weft.sim.time.fused import TRITON_RATE, fused_us, sent_bytes
+from weft.sim.time.hardware import A100, B200, B300, H20, H100, H800, MI300X, MI355X, PRESETS
+
+KEPT = Path(__file__).resolve().parents[2] / "bench" / "results" / "scaling_page.json"
+
+
+@pytest.mark.parametrize(
+    ("op", "median", "ninth"),
+    [
+        ("all_gather_matmul", 0.13, 0.3),
+        ("matmul_reduce_scatter", 0.1, 0.25),
+        ("matmul_all_reduce", 0.15, 0.35),
+    ],
+)
+def test_the_closed_form_against_virtual_time(op: str, median: float, ninth: float) -> None:
+    """The kept rows of docs/scaling.md, whose kernels multiply at all that is sustained."""
+    rate = library.UNDER_POWER * TRITON_RATE
+    chips = {each.name: replace(each, sustained=each.sustained / rate) for each in PRESETS.values()}
+    errors = sorted(
+        abs(
+            fused_us(op, r["M"], r["N"], r["K"], "bfloat16", chips[r["hardware"]], r["ranks"])
+            / r["fused"]["makespan_us"]
+            - 1
+        )
+        for r in json.loads(KEPT.read_text())
+        if r["op"] == op and r["hardware"] == "H100"
+    )
+    assert len(errors) >= 28
+    assert statistics.median(errors) < median and errors[len(errors) * 9 // 10] < ninth
+
+
+def test_bytes_of_the_fused_matmuls() -> None:
+    assert sent_bytes("all_gather_matmul", 1024, 1, 512, "bfloat16", 8) == 1024 * 512 * 2 * 7 / 8
+    assert (
+        sent_bytes("matmul_reduce_scatter", 1024, 512, 1, "bfloat16", 8) == 1024 * 512 * 3 * 7 / 8
+    )
+    assert sent_bytes("matmul_reduce_scatter", 1024, 512, 1, "float32", 8) == 1024 * 512 * 4 * 7 / 8
+    assert sent_bytes("matmul_all_reduce", 1024, 512, 1, "bfloat16", 8) == 1024 * 512 * 5 * 7 / 8
+    assert sent_bytes("matmul_all_reduce", 8, 512, 1, "bfloat16", 8) == 8 * 512 * 3 * 7
+    with pytest.raises(ValueError, match="three fused matmuls"):
+        sent_bytes("matmul", 1, 1, 1, "bfloat16", 8)
+
+
+def test_links_of_the_presets() -> None:
+    """Bytes a us of a rank's port, by the data sheets."""
+    for chip, port in ((A100, 300), (H800, 200), (H100, 450), (H20, 450), (B200, 900), (B300, 900)):
+        assert chip.fabric(8).port == chip.fabric(8).direct == port * 1e3
+    # In a mesh a rank has a link to each other one that takes part.
+    assert MI300X.fabric(8).port == pytest.approx(448e3)
+    assert MI300X.fabric(4).port == pytest.approx(192e3)
+    assert MI355X.fabric(8).port == pytest.approx(537.6e3)
+    assert H100.fabric(8).multicast
+    assert not (A100.fabric(8).multicast or MI300X.fabric(8).multicast)
+    two = H100.fabric(16, hosts=2)
+    assert (two.hosts, two.rail) == (2, 50e3)
+    for ranks, hosts in ((9, 2), (16, 1)):
+        with pytest.raises(ValueError, match="H100 has up to 8"):
+            H100.fabric(ranks, hosts)
+
+
+def test_other_chips_by_their_data_sheets() -> None:
+    """Dense bf16 rates of a 16k matmul are below what the sheet says, and not by half."""
+    for chip in PRESETS.values():
+        us = library.matmul_us(chip, 16384, 16384, 16384, "bfloat16")
+        share = 2 * 16384**3 / us / (chip.flops["bfloat16"] / 1e6)
+        assert 0.45 < share < chip.sustained, chip.name
