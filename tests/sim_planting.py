@@ -29,7 +29,7 @@ from sim_faults_elsewhere import (
 from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import signals
-from weft.kernels.device import gathers, partial_sums, splits, tiles
+from weft.kernels.device import gathers, partial_sums, splits, summed_tiles, tiles
 from weft.kernels.flash import head_units, ring_dkv, ring_grad_kernel, ring_kernel, ring_keys
 from weft.kernels.matmul import one_shot_kernel
 from weft.sim.check.mutants import mutant
@@ -44,6 +44,7 @@ PARTS = (
     splits,
     gathers,
     partial_sums,
+    summed_tiles,
     one_shot_kernel,
     ring_keys,
     ring_dkv,

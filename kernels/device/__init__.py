@@ -2,6 +2,6 @@
 
 May import `weft.collectives` and `kernels.engine`. Read `tiles` (the order of tiles, their
 product), `operands` (pointers or descriptors), `gathers` (rows that arrive while others are
-multiplied), `partial_sums` (tiles sent to their owners), `splits` (few tiles on many programs),
-`turns`, `epilogues`.
+multiplied), `partial_sums` (how tiles travel to their owners), `summed_tiles` (what the kernels
+that add up such tiles share), `splits` (few tiles on many programs), `turns`, `epilogues`.
 """
