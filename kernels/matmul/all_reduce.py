@@ -113,9 +113,6 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
     group, average, scaling, dtype = call.group, call.average, call.scaling, call.dtype
     M, N, wire = x.shape[0], w.shape[1], sum_dtype(x)
     op, nbytes = OP.name, M * N * wire.itemsize
-    rows = chunk_sizes(M, group.world_size)
-    starts = offsets(rows)
-    own = slice(starts[group.rank], starts[group.rank] + rows[group.rank])
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
     with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
         shown = ex.local((M, N), wire)
@@ -127,6 +124,9 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
         if one_shot:
             y = reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)
             return ex.result(y)
+        rows = chunk_sizes(M, group.world_size)
+        starts = offsets(rows)
+        own = slice(starts[group.rank], starts[group.rank] + rows[group.rank])
         part = reduce_rows(
             ex, shown[own], own.start, dtype, average=average, bias=bias,
             residual=None if residual is None else residual[own],
