@@ -107,6 +107,7 @@ def product(
     V: tl.constexpr,
 ):
     """One tile of the sum of products, or part `part` of V.split: (block_m, block_n) fp32."""
+    TILES: tl.constexpr = V.tiles  # what is passed on needs a name on Triton 3.6
     TERMS: tl.constexpr = V.terms
     rows = begin + tiles.wrapped(start_m, M, V.tiles.block_m)
     acc = tiles.zeros(V.tiles.block_m, V.tiles.block_n)
@@ -115,7 +116,7 @@ def product(
         acc, _ = tiles.accumulate(
             acc, None, tiles.row_ptrs(terms.xs[i], rows), terms.xs[i].stride_n,
             x_descs[i], begin + start_m, terms.ws[i], None, w_descs[i], None, start_n, N, first_k,
-            0, last_k, V.tiles, V.even_k, V.x_transposed, V.w_transposed,
+            0, last_k, TILES, V.even_k, V.x_transposed, V.w_transposed,
         )  # fmt: skip
     if terms.row_scales.ptr is not None:
         scales = terms.row_scales.ptr + rows.to(tl.int64) * terms.row_scales.stride
