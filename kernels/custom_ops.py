@@ -246,7 +246,7 @@ def _matmul_reduce_scatter_backward(
     scatter_dim %= x.ndim
     length = w.shape[1] if scatter_dim == x.ndim - 1 else x.shape[scatter_dim]
     sizes = chunk_sizes(length, group.world_size)
-    engine = choose(reduce_scatter.scatter_problem(x, w, group, scatter_dim), group, x.device)
+    engine = choose(reduce_scatter.OP.problem(x, w, group, scatter_dim), group, x.device)
     if engine == "generic":
         whole: torch.Tensor = all_gather(dy, group, dim=scatter_dim, sizes=sizes)
         db = as_rows(whole).sum(0) if needs[2] else None

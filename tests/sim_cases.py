@@ -21,6 +21,7 @@ from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
+from weft.kernels.device import summed_tiles
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
@@ -145,7 +146,7 @@ def in_turn(
 def reduce_scatter(rank: int, ours: Modules = OURS) -> None:
     W = resolve(None).world_size
     K, N, sizes = 4, 33, [17 if r % 2 else 33 for r in range(2)] + [1 + r % 3 for r in range(2, W)]
-    config = ours.scatter.config_for(max(sizes), N, torch.float32, W, INTERPRETER)
+    config = ours.scatter.reduce_scatter_config(max(sizes), N, torch.float32, W, INTERPRETER)
     nbytes = ours.scatter.workspace_bytes(max(sizes), N, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="scatter")
     xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
@@ -169,17 +170,17 @@ def all_reduce(rank: int, ours: Modules, config: Any, M: int, N: int, K: int) ->
 
 
 def one_shot(rank: int, ours: Modules = OURS) -> None:
-    config = ours.one_shot.config_for(35, 33, torch.float32, INTERPRETER)
+    config = ours.one_shot.one_shot_config(35, 33, torch.float32, INTERPRETER)
     all_reduce(rank, ours, config, 35, 33, 4)
 
 
 def one_shot_split(rank: int, ours: Modules = OURS) -> None:
-    config = ours.one_shot.config_for(5, 33, torch.float32, INTERPRETER)
+    config = ours.one_shot.one_shot_config(5, 33, torch.float32, INTERPRETER)
     all_reduce(rank, ours, replace(config, split=2, programs=4), 5, 33, 40)
 
 
 def two_shot(rank: int, ours: Modules = OURS) -> None:
-    config = ours.reduce.two_shot_config_for(35, 33, torch.float32, INTERPRETER)
+    config = ours.reduce.two_shot_config(35, 33, torch.float32, INTERPRETER)
     all_reduce(rank, ours, config, 35, 33, 4)
 
 
@@ -187,8 +188,8 @@ def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
     """Tiles with rows of several owners, two programs each."""
     W = resolve(None).world_size
     K, N, sizes = 40, 5, [4 if r % 2 else 9 for r in range(W)]
-    config = ours.one_shot.config_for(sum(sizes), N, torch.float32, INTERPRETER)
-    count = one_shot_kernel.tile_count(sum(sizes), N, config.tiling)
+    config = ours.one_shot.one_shot_config(sum(sizes), N, torch.float32, INTERPRETER)
+    count = summed_tiles.tile_count(sum(sizes), N, config.tiling)
     config = replace(config, split=2, programs=2 * count)
     nbytes = ours.one_shot.workspace_bytes(9 * W, N, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="straddling")

@@ -29,7 +29,16 @@ from sim_faults_elsewhere import (
 from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import signals
-from weft.kernels.device import copies, gathered_rows, gathers, outputs, partial_sums, splits, tiles
+from weft.kernels.device import (
+    copies,
+    gathered_rows,
+    gathers,
+    outputs,
+    partial_sums,
+    splits,
+    summed_tiles,
+    tiles,
+)
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,
@@ -58,6 +67,7 @@ PARTS = (
     partial_sums,
     all_gather_kernel,
     rms_norm_kernel,
+    summed_tiles,
     one_shot_kernel,
     ring_call,
     ring_keys,

@@ -1,8 +1,7 @@
-"""What kernels that add up partial products over ranks share: making tiles and adding up slots.
+"""How partial sums travel and are added up: a tile of fp32, or of its upper 24 bits, in a slot.
 
 A tile of rank r's x_r @ w_r travels as a block of its own, row after row, into a slot for r. The
-tile's owner adds up the W slots in rank order, in fp32, scales, adds bias and residual, and rounds
-once.
+tile's owner adds up the W slots in rank order, in fp32. `summed_tiles` has what kernels do with it.
 
 Partial sums travel in fp32 if the result is fp32. For a result in bf16 or fp16 they are rounded to
 their upper 24 bits: an error of 2^-16, against 2^-8 or 2^-11 of the result's own rounding, for a
@@ -18,89 +17,11 @@ held by one thread: in the layout of tensor cores it has the same columns of eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.device import splits, tiles
-from weft.kernels.device.operands import contiguous, matrix, scales_of
-from weft.kernels.engine.chips import Tiling
-from weft.kernels.engine.fp8 import Scaling
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a kernel that adds up partial products is launched; the same on all ranks.
-
-    Attributes:
-        tiling: tiles of the matmul.
-        programs: grid.
-        reduce_m: rows of a tile that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    reduce_m: int
-    descriptors: bool
-
-
-class Terms(NamedTuple):
-    """A sum of products x (M, K) @ w (K, N) as kernels take it.
-
-    Fields: `xs`, `ws` and `Ks` hold a Matrix, a Matrix and a K for each term; `row_scales` and
-    `column_scales` are those of fp8 operands (one term).
-    """
-
-    xs: Any
-    ws: Any
-    Ks: Any
-    row_scales: Any
-    column_scales: Any
-
-
-class Finish(NamedTuple):
-    """out = scale * sum + bias + residual; `bias` (N,) and `residual`, laid out as out, or None."""
-
-    scale: Any
-    bias: Any
-    residual: Any
-
-
-@triton.jit
-def product(
-    terms,
-    x_descs,  # of each term, or None
-    w_descs,
-    rows,  # (block_m,) of x, all inside
-    start_m,  # the first of them, for the descriptor
-    start_n,
-    N,
-    part,
-    TILES: tl.constexpr,
-    TERMS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-):
-    """One tile of the sum of products, or part `part` of SPLIT of it: (block_m, block_n) fp32."""
-    acc = tiles.zeros(TILES.block_m, TILES.block_n)
-    for i in tl.static_range(TERMS):
-        first_k, last_k = splits.part_of(terms.Ks[i], part, TILES.block_k, SPLIT)
-        acc, _ = tiles.accumulate(
-            acc, None, tiles.row_ptrs(terms.xs[i], rows), terms.xs[i].stride_n,
-            x_descs[i], start_m, terms.ws[i], None, w_descs[i], None, start_n, N, first_k, 0,
-            last_k, TILES, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
-        )  # fmt: skip
-    if terms.row_scales.ptr is not None:
-        scales = terms.row_scales.ptr + rows.to(tl.int64) * terms.row_scales.stride
-        acc = tiles.times_rows(acc, scales, rows >= 0)
-    return tiles.times_columns(acc, terms.column_scales, start_n, N)
+from weft.kernels.device import tiles
 
 
 def row_words(columns: int, out_dtype: torch.dtype) -> int:
@@ -207,48 +128,3 @@ def _load_packed(part_ptr, offs, inside):
     v = tl.load(part_ptr + QUARTER + offs, mask=inside)
     w = tl.load(part_ptr + 2 * QUARTER + offs, mask=inside)
     return _unpacked(u, v, w)
-
-
-@triton.jit
-def finished(
-    part_ptr,  # of a tile in slot 0: its first row there
-    slot_stride,  # words
-    finish,
-    rows,  # of out
-    inside_m,
-    start_n,
-    N,
-    COLUMNS: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WHOLE_TILES: tl.constexpr = True,  # whether rows outside have been written too
-):
-    """scale * (sum of the slots in rank order) + bias + residual, in fp32."""
-    written = None if WHOLE_TILES else inside_m[:, None]
-    ROWS: tl.constexpr = rows.shape[0]
-    total = sum_of_slots(part_ptr, slot_stride, written, ROWS, COLUMNS, ROW_WORDS, WORLD_SIZE)
-    total = tiles.with_bias(total * finish.scale, finish.bias, start_n, N)
-    if finish.residual is not None:
-        offs_n = start_n + tl.arange(0, COLUMNS)
-        inside = inside_m[:, None] & (offs_n[None, :] < N)
-        ptrs = finish.residual + rows.to(tl.int64)[:, None] * N + offs_n[None, :]
-        total += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-    return total
-
-
-def terms_of(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], scaling: Scaling | None
-) -> Terms:
-    """The operands as kernels take them."""
-    return Terms(
-        tuple(matrix(x) for x in xs),
-        tuple(matrix(w) for w in weights),
-        tuple(x.shape[1] for x in xs),
-        scales_of(scaling.rows if scaling else None),
-        scales_of(scaling.columns[0] if scaling else None),
-    )
-
-
-def finish_of(scale: float, bias: torch.Tensor | None, residual: torch.Tensor | None) -> Finish:
-    """Scale, bias and residual as kernels take them."""
-    return Finish(scale, contiguous(bias), contiguous(residual))

@@ -52,7 +52,7 @@ from weft.kernels.flash.decode_tiles import (
 )
 
 if TYPE_CHECKING:
-    from weft.kernels.attention.decode import Cache
+    from weft.kernels.attention.cache import Cache
 
 # How many elements are merged at a time: two sums and their addresses must fit in registers.
 _MERGED = 4096

@@ -18,7 +18,7 @@ from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
 from weft.kernels.flash.attention_tiles import empty_softmax, heads_of, normalized, softmax_step
 
 if TYPE_CHECKING:
-    from weft.kernels.attention.decode import Cache
+    from weft.kernels.attention.cache import Cache
 
 _MOST_PARTS = 16
 # The most elements of a tile of rows, half as many in fp32: with 64 x 256, each lane of four warps

@@ -31,7 +31,6 @@ rank's last call has ended, and waits for every peer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,14 +41,13 @@ import triton.language as tl
 from weft.collectives import Workspace
 from weft.collectives.device import signals
 from weft.collectives.memory.workspace import link_of
-from weft.kernels.device import partial_sums, splits, tiles
-from weft.kernels.device.operands import described
-from weft.kernels.device.partial_sums import Finish, Terms
+from weft.kernels.device import partial_sums, splits, summed_tiles, tiles
+from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine.chips import Chip, Tiling, tiling_for
 
 
 @dataclass(frozen=True)
-class Config(partial_sums.Config):
+class OneShotConfig(SumConfig):
     """Also `split`: programs that share a tile, each with a part of K; grid: tiles * split."""
 
     split: int = 1
@@ -60,14 +58,14 @@ _TYPICAL_K = 2048
 
 
 @lru_cache(maxsize=1024)
-def config_for(
+def one_shot_config(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
-) -> Config:
+) -> OneShotConfig:
     """The launch for a sum of (M, N) matrices."""
     tiling = tiling or tiling_for(chip, M, N, dtype)
     count = tile_count(M, N, tiling)
     split = splits.programs_a_tile(count, _TYPICAL_K, tiling, chip)
-    return Config(
+    return OneShotConfig(
         tiling,
         programs=max(1, min(chip.programs, count * split)),
         reduce_m=8,  # 16 rows spill, 16 bytes on sm_100
@@ -76,40 +74,26 @@ def config_for(
     )
 
 
-def tile_count(M: int, N: int, tiling: Tiling) -> int:
-    """Tiles of an (M, N) output."""
-    return -(-M // tiling.block_m) * -(-N // tiling.block_n)
-
-
-def workspace_bytes(M: int, N: int, out_dtype: torch.dtype, world_size: int, config: Config) -> int:
+def workspace_bytes(
+    M: int, N: int, out_dtype: torch.dtype, world_size: int, config: OneShotConfig
+) -> int:
     """Symmetric memory that the call needs on each rank."""
-    tiling = config.tiling
-    row = partial_sums.row_words(tiling.block_n, out_dtype)
-    return world_size * tile_count(M, N, tiling) * tiling.block_m * row * 4
+    return world_size * slot_bytes(tile_count(M, N, config.tiling), config.tiling, out_dtype)
 
 
 @triton.jit
-def _send_to_owners(
-    acc,
-    start_m,
-    offs,
-    offsets,
-    link,
-    generation,
-    ROW_WORDS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):
+def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constexpr):
     """Store each row of a tile in the slot, `offs` words into the half, of the row's owner."""
+    WORLD_SIZE: tl.constexpr = V.world_size
     ROWS: tl.constexpr = acc.shape[0]
     offs_m = start_m + tl.arange(0, ROWS)
-    base = signals.half_ptr(link.buffer_ptrs, 0, generation, link.half_bytes, tl.float32)
-    row_ptrs = base + offs + offs_m * 0
+    row_ptrs = summed_tiles.half_of(link, 0, generation) + offs + offs_m * 0
     for owner in tl.static_range(1, WORLD_SIZE):
-        half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, tl.float32)
+        half = summed_tiles.half_of(link, owner, generation)
         row_ptrs = tl.where(offs_m >= offsets[owner], half + offs, row_ptrs)
-    row_ptrs += tl.arange(0, ROWS) * ROW_WORDS
+    row_ptrs += tl.arange(0, ROWS) * V.row_words
     inside = (offs_m < offsets[WORLD_SIZE])[:, None]
-    partial_sums.store_rows(row_ptrs[:, None], acc, inside, ROW_WORDS)
+    partial_sums.store_rows(row_ptrs[:, None], acc, inside, V.row_words)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -129,15 +113,7 @@ def _gemm_one_shot_kernel(
     M,
     N,
     rank,
-    WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    TERMS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    REDUCE_M: tl.constexpr,
+    V: tl.constexpr,
 ) -> None:
     """y = scale * sum over ranks of sum_i x_i @ w_i, + bias + residual.
 
@@ -148,21 +124,19 @@ def _gemm_one_shot_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
-    BLOCK_M: tl.constexpr = TILES.block_m
-    BLOCK_N: tl.constexpr = TILES.block_n
-    BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
-    tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+    WORLD_SIZE: tl.constexpr = V.world_size
+    SPLIT: tl.constexpr = V.split
+    BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
+    tiles_m, tiles_n = tiles.cdiv(M, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
     complete = True
     for item in range(program, count * SPLIT, programs):
         tile, part = item // SPLIT, item % SPLIT
-        tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        acc = partial_sums.product(
+        start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+        acc = summed_tiles.product(
             terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
-            tiles.wrapped(start_m, M, BLOCK_M), start_m, start_n, N, part,
-            TILES, TERMS, SPLIT, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
+            0, start_m, start_n, M, N, part, V,
         )  # fmt: skip
         if SPLIT > 1:
             acc, _, whole = splits.add_up(
@@ -173,17 +147,11 @@ def _gemm_one_shot_kernel(
         if complete:
             offs = rank * slot_stride + tl.cast(tile, tl.int64) * BLOCK
             if offsets is not None:
-                _send_to_owners(
-                    acc, start_m, offs, offsets, link, generation, ROW_WORDS, WORLD_SIZE
-                )
+                _send_to_owners(acc, start_m, offs, offsets, link, generation, V)
             else:
                 for step in range(1, WORLD_SIZE + 1):
-                    peer = (rank + step) % WORLD_SIZE
-                    half_bytes = link.half_bytes
-                    slots = signals.half_ptr(
-                        link.buffer_ptrs, peer, generation, half_bytes, tl.float32
-                    )
-                    partial_sums.store_block(slots + offs, acc, ROW_WORDS)
+                    slots = summed_tiles.half_of(link, (rank + step) % WORLD_SIZE, generation)
+                    partial_sums.store_block(slots + offs, acc, V.row_words)
     begin, rows = 0, M
     if offsets is not None:
         begin = tiles.element(offsets, rank, WORLD_SIZE)
@@ -197,63 +165,34 @@ def _gemm_one_shot_kernel(
             link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
         )
     if complete:
-        slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
+        slots = summed_tiles.half_of(link, rank, generation)
         for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            for first in range(0, BLOCK_M, REDUCE_M):
-                start_m = tile_m * BLOCK_M + first - begin
-                if (start_m < rows) & (start_m + REDUCE_M > 0):
-                    offs_m = start_m + tl.arange(0, REDUCE_M)
-                    inside_m = (offs_m >= 0) & (offs_m < rows)
-                    offs = tl.cast(tile, tl.int64) * BLOCK + first * ROW_WORDS
-                    total = partial_sums.finished(
-                        slots + offs, slot_stride, finish, offs_m, inside_m, tile_n * BLOCK_N, N,
-                        BLOCK_N, ROW_WORDS, WORLD_SIZE, offsets is None,
-                    )  # fmt: skip
-                    tiles.store_rows(out_ptr, total, offs_m, inside_m, tile_n * BLOCK_N, N, N, 1)
+            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+            summed_tiles.collect(
+                out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, slot_stride, finish,
+                start_m - begin, start_n, rows, N, V, offsets is not None,
+            )  # fmt: skip
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)
 
 
 def launch(
     out: torch.Tensor,
-    xs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    terms: Terms,
-    finish: Finish,
+    products: Products,
     ws: Workspace,
     offsets: tuple[int, ...] | None,
-    config: Config,
+    config: OneShotConfig,
 ) -> None:
     """Enqueue out = scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
 
     Args:
         out: (M, N), or with `offsets` this rank's rows of it; contiguous.
-        xs, weights: (M, K_i) and (K_i, N), as they are in `terms`.
         offsets: where each rank's rows begin, and M; None for all rows on every rank.
     """
-    tiling, x = config.tiling, xs[0]
-    M, N = x.shape[0], weights[0].shape[1]
-    operands = described(xs, weights, tiling, config.descriptors)
+    x, tiling = products.xs[0], config.tiling
+    M, N = x.shape[0], products.weights[0].shape[1]
+    given, variant = products.arguments(ws, config, out.dtype, split=config.split)
+    scratch = splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling)
     _gemm_one_shot_kernel[(config.programs,)](
-        out,
-        terms,
-        *operands.arguments,
-        finish,
-        splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling),
-        link_of(ws),
-        offsets,
-        M,
-        N,
-        ws.rank,
-        WORLD_SIZE=ws.world_size,
-        TILES=tiling,
-        TERMS=len(xs),
-        SPLIT=config.split,
-        X_TRANSPOSED=operands.x_transposed,
-        W_TRANSPOSED=operands.w_transposed,
-        EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
-        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
-        REDUCE_M=config.reduce_m,
-        **tiling.options,
+        out, *given, scratch, link_of(ws), offsets, M, N, ws.rank, V=variant, **tiling.options
     )

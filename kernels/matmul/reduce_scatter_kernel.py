@@ -62,9 +62,8 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.collectives.memory.workspace import check_room, link_of
-from weft.kernels.device import partial_sums, tiles, turns
-from weft.kernels.device.operands import described
-from weft.kernels.device.partial_sums import finish_of, terms_of
+from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
+from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import Chip, chip_of, scatters_in_one_shot, tiling_for
 from weft.kernels.engine.fp8 import Scaling
@@ -72,26 +71,25 @@ from weft.kernels.matmul import one_shot_kernel
 
 
 @dataclass(frozen=True)
-class Config(partial_sums.Config):
+class ReduceScatterConfig(SumConfig):
     """Also `senders`: how many programs store tiles to peers at a time; see `turns`."""
 
     senders: int = 1
 
 
-def config_for(
+def reduce_scatter_config(
     chunk: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config | one_shot_kernel.Config:
+) -> ReduceScatterConfig | one_shot_kernel.OneShotConfig:
     """The launch for chunks of at most (chunk, N). K plays no part: ranks may differ in it."""
     op, M = "matmul_reduce_scatter", world_size * chunk
     choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
     tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
     # Tiles that straddle chunks read w once for all of them.
     if scatters_in_one_shot(chip, chunk, N, dtype, world_size, choice.tiling):
-        return one_shot_kernel.config_for(M, N, dtype, chip, choice.tiling)
-    count = world_size * -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
-    return Config(
+        return one_shot_kernel.one_shot_config(M, N, dtype, chip, choice.tiling)
+    return ReduceScatterConfig(
         tiling,
-        programs=max(1, min(chip.programs, count)),
+        programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
         # A core stores up to 64 bytes a clock, 110 GB/s: eight could fill a 450 GB/s link twice.
@@ -104,15 +102,13 @@ def workspace_bytes(
     N: int,
     out_dtype: torch.dtype,
     world_size: int,
-    config: Config | one_shot_kernel.Config,
+    config: ReduceScatterConfig | one_shot_kernel.OneShotConfig,
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
-    if isinstance(config, one_shot_kernel.Config):
+    if isinstance(config, one_shot_kernel.OneShotConfig):
         return one_shot_kernel.workspace_bytes(world_size * chunk, N, out_dtype, world_size, config)
-    tiling = config.tiling
-    count = -(-chunk // tiling.block_m) * -(-N // tiling.block_n)
-    row = partial_sums.row_words(tiling.block_n, out_dtype)
-    return world_size * count * tiling.block_m * row * 4
+    count = tile_count(chunk, N, config.tiling)
+    return world_size * slot_bytes(count, config.tiling, out_dtype)
 
 
 def workspace_for(
@@ -120,7 +116,7 @@ def workspace_for(
 ) -> Workspace:
     """The group's workspace, with room for x (M, K) @ w (K, N) in chunks of `sizes` rows."""
     chunk, N, W = max(sizes), w.shape[1], group.world_size
-    config = config_for(chunk, N, x.dtype, W, chip_of(x.device))
+    config = reduce_scatter_config(chunk, N, x.dtype, W, chip_of(x.device))
     nbytes = workspace_bytes(chunk, N, out_dtype, W, config)
     return workspace(group, nbytes, channel="scatter", device=x.device)
 
@@ -131,34 +127,6 @@ def _wait_for_sums(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
     return signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
     )
-
-
-@triton.jit
-def _add_up(
-    out_ptr,  # (rows, N)
-    tile_ptr,  # of the tile in slot 0
-    slot_stride,
-    finish,
-    start_m,
-    start_n,
-    rows,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    REDUCE_M: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):
-    """out[start_m:, start_n:] = the tile's sum over all slots, REDUCE_M rows at a time."""
-    for part in range(0, BLOCK_M, REDUCE_M):
-        first_m = start_m + part
-        if first_m < rows:
-            offs_m = first_m + tl.arange(0, REDUCE_M)
-            total = partial_sums.finished(
-                tile_ptr + part * ROW_WORDS, slot_stride, finish, offs_m, offs_m < rows, start_n, N,
-                BLOCK_N, ROW_WORDS, WORLD_SIZE,
-            )  # fmt: skip
-            tiles.store(out_ptr, total, first_m, start_n, rows, N, N, 1)
 
 
 @triton.jit(do_not_specialize=["chunk", "rank"])
@@ -177,14 +145,7 @@ def _gemm_rs_kernel(
     N,
     chunk,
     rank,
-    WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    TERMS: tl.constexpr,
-    X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    REDUCE_M: tl.constexpr,
+    V: tl.constexpr,
     SENDERS: tl.constexpr,
 ) -> None:
     """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias + residual.
@@ -197,13 +158,12 @@ def _gemm_rs_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
-    BLOCK_M: tl.constexpr = TILES.block_m
-    BLOCK_N: tl.constexpr = TILES.block_n
-    BLOCK: tl.constexpr = BLOCK_M * ROW_WORDS
-    tiles_m, tiles_n = tiles.cdiv(chunk, BLOCK_M), tiles.cdiv(N, BLOCK_N)
+    WORLD_SIZE: tl.constexpr = V.world_size
+    BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
+    tiles_m, tiles_n = tiles.cdiv(chunk, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
     slot_stride = tl.cast(count, tl.int64) * BLOCK
-    own_slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
+    own_slots = summed_tiles.half_of(link, rank, generation)
     sends = 0
     waited, arrived = False, False
     for step in range(1, WORLD_SIZE + 1):
@@ -217,23 +177,20 @@ def _gemm_rs_kernel(
             signals.signal(words, generation, lanes < WORLD_SIZE - 1)
         begin = tiles.element(offsets, owner, WORLD_SIZE)
         rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
-        half_bytes = link.half_bytes
-        slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
+        slot = summed_tiles.half_of(link, owner, generation)
         slot += rank * slot_stride
         first = tiles.first_of(owner * count, program, programs)
         for tile in range(first, count, programs):
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
             if start_m < rows:
-                acc = partial_sums.product(
+                acc = summed_tiles.product(
                     terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
-                    begin + tiles.wrapped(start_m, rows, BLOCK_M), begin + start_m, start_n, N, 0,
-                    TILES, TERMS, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
+                    begin, start_m, start_n, rows, N, 0, V,
                 )  # fmt: skip
                 if away:
                     turns.wait(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
                 offs = tl.cast(tile, tl.int64) * BLOCK
-                partial_sums.store_block(slot + offs, acc, ROW_WORDS)
+                partial_sums.store_block(slot + offs, acc, V.row_words)
                 if away:
                     sends += 1
                     turns.end(link, rank, program, generation, sends, WORLD_SIZE)
@@ -244,9 +201,9 @@ def _gemm_rs_kernel(
                     # Other threads stored this tile than will read it next.
                     tl.debug_barrier()
                     if arrived:
-                        _add_up(
+                        summed_tiles.collect(
                             out_ptr, own_slots + offs, slot_stride, finish, start_m, start_n, rows,
-                            N, BLOCK_M, BLOCK_N, ROW_WORDS, REDUCE_M, WORLD_SIZE,
+                            N, V,
                         )  # fmt: skip
     if not waited:
         first = tiles.first_of(rank * count, program, programs)
@@ -267,61 +224,36 @@ def launch_matmul_reduce_scatter(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     scaling: Scaling | None = None,
-    config: Config | one_shot_kernel.Config | None = None,
+    config: ReduceScatterConfig | one_shot_kernel.OneShotConfig | None = None,
 ) -> torch.Tensor:
     """Enqueue this rank's chunk of scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
 
     Args:
-        xs: (M, K_i), any strides, one dtype.
-        weights: (K_i, N), any strides, dtype of x. K_i may differ from rank to rank.
+        xs, weights, bias, residual, scale, scaling: as in `Products`.
         ws: room for `workspace_bytes(max(sizes), N, out_dtype, W, config)`.
         sizes: rows of every rank's chunk, the same list on all ranks.
-        bias: (N,), added once, after the scale.
-        residual: (sizes[rank], N), likewise.
-        scale: 1 / W makes an average.
-        scaling: of fp8 operands (one term).
-        config: the same on all ranks; default `config_for`.
+        config: the same on all ranks; default `reduce_scatter_config`.
 
     Returns:
         (sizes[rank], N), contiguous.
     """
-    x, W = xs[0], ws.world_size
-    chunk, N = max(sizes), weights[0].shape[1]
-    config = config or config_for(chunk, N, x.dtype, W, chip_of(x.device))
-    out = x.new_empty(sizes[ws.rank], N, dtype=scaling.out_dtype if scaling else x.dtype)
+    W, chunk, N = ws.world_size, max(sizes), weights[0].shape[1]
+    config = config or reduce_scatter_config(chunk, N, xs[0].dtype, W, chip_of(xs[0].device))
+    products = Products(xs, weights, bias, residual, scale, scaling)
+    out = products.output(sizes[ws.rank])
     needed = workspace_bytes(chunk, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)")
     offsets = (0, *accumulate(sizes))
-    terms = terms_of(xs, weights, scaling)
-    finish = finish_of(scale, bias, residual)
-    if isinstance(config, one_shot_kernel.Config):
-        one_shot_kernel.launch(out, xs, weights, terms, finish, ws, offsets, config)
+    if isinstance(config, one_shot_kernel.OneShotConfig):
+        one_shot_kernel.launch(out, products, ws, offsets, config)
         return out
-    tiling = config.tiling
-    options = tiling.options
+    options = config.tiling.options
     if len(xs) > 1 and config.descriptors:
         # With a loop for each term and four stages, the widest tiles spill 24 bytes.
         options["num_stages"] = min(options["num_stages"], 3)
-    operands = described(xs, weights, tiling, config.descriptors, offsets)
+    given, variant = products.arguments(ws, config, out.dtype, row_starts=offsets)
     _gemm_rs_kernel[(config.programs,)](
-        out,
-        terms,
-        *operands.arguments,
-        finish,
-        link_of(ws),
-        offsets,
-        N,
-        chunk,
-        ws.rank,
-        WORLD_SIZE=W,
-        TILES=tiling,
-        TERMS=len(xs),
-        X_TRANSPOSED=operands.x_transposed,
-        W_TRANSPOSED=operands.w_transposed,
-        EVEN_K=all(x.shape[1] % tiling.block_k == 0 for x in xs),
-        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
-        REDUCE_M=config.reduce_m,
-        SENDERS=config.senders,
+        out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, SENDERS=config.senders,
         **options,
-    )
+    )  # fmt: skip
     return out

@@ -45,10 +45,8 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.collectives.memory.workspace import check_room, link_of
-from weft.kernels.device import partial_sums, tiles
-from weft.kernels.device.operands import described
-from weft.kernels.device.partial_sums import Config as Config
-from weft.kernels.device.partial_sums import finish_of, terms_of
+from weft.kernels.device import partial_sums, summed_tiles, tiles
+from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
     INTERPRETER,
@@ -60,30 +58,33 @@ from weft.kernels.engine.chips import (
 )
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
-from weft.kernels.matmul.one_shot_kernel import tile_count
 
 
-def config_for(
+class TwoShotConfig(SumConfig):
+    """Of a launch in two shots, which has nothing more to choose."""
+
+
+def all_reduce_config(
     M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
-) -> Config | one_shot_kernel.Config:
+) -> TwoShotConfig | one_shot_kernel.OneShotConfig:
     """The launch for a sum of (M, N) matrices. K plays no part: ranks may differ in it."""
     one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else ONE_SHOT_BYTES
     choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
     if world_size <= 2 or one_shot_bytes >= M * N * 4:
-        return one_shot_kernel.config_for(M, N, dtype, chip, choice.tiling)
-    return two_shot_config_for(M, N, dtype, chip, choice.tiling)
+        return one_shot_kernel.one_shot_config(M, N, dtype, chip, choice.tiling)
+    return two_shot_config(M, N, dtype, chip, choice.tiling)
 
 
 @lru_cache(maxsize=1024)
-def two_shot_config_for(
+def two_shot_config(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
-) -> Config:
+) -> TwoShotConfig:
     """The launch in two shots, whatever the size."""
     if tiling is None:
         tiling = tiling_for(chip, M, N, dtype)
         if chip.descriptors:  # tiles of 128 x 128 would spill 8 bytes on sm_100
             tiling = replace(tiling, all_registers=True)
-    return Config(
+    return TwoShotConfig(
         tiling,
         programs=max(1, min(chip.programs, tile_count(M, N, tiling))),
         reduce_m=min(16, tiling.block_m),
@@ -96,14 +97,14 @@ def workspace_bytes(
     N: int,
     out_dtype: torch.dtype,
     world_size: int,
-    config: Config | one_shot_kernel.Config,
+    config: TwoShotConfig | one_shot_kernel.OneShotConfig,
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
-    if isinstance(config, one_shot_kernel.Config):
+    if isinstance(config, one_shot_kernel.OneShotConfig):
         return one_shot_kernel.workspace_bytes(M, N, out_dtype, world_size, config)
     tiling, count = config.tiling, tile_count(M, N, config.tiling)
-    sums = world_size * -(-count // world_size) * partial_sums.row_words(tiling.block_n, out_dtype)
-    return tiling.block_m * (sums * 4 + count * tiling.block_n * out_dtype.itemsize)
+    finished = count * tiling.block_m * tiling.block_n * out_dtype.itemsize
+    return world_size * slot_bytes(-(-count // world_size), tiling, out_dtype) + finished
 
 
 def workspace_for(
@@ -111,7 +112,7 @@ def workspace_for(
 ) -> Workspace:
     """The group's workspace, with room for the sum of x (M, K) @ w (K, N)."""
     M, N, W = x.shape[0], w.shape[1], group.world_size
-    config = config_for(M, N, x.dtype, W, chip_of(x.device))
+    config = all_reduce_config(M, N, x.dtype, W, chip_of(x.device))
     nbytes = workspace_bytes(M, N, out_dtype, W, config)
     return workspace(group, nbytes, channel="scatter", device=x.device)
 
@@ -121,6 +122,19 @@ def _finished_ptr(link, peer, generation, finished_at, dtype: tl.constexpr):
     """Address of the finished tiles on `peer`, `finished_at` bytes into its half."""
     half = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, tl.int8)
     return (half + finished_at).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _show(total, part, shown, V: tl.constexpr):
+    """Store finished rows, from row `part` of a tile on, among the finished tiles of all peers."""
+    tile, out_ptr, link, rank, generation, finished_at = shown
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    final = tiles.rounded(total, dtype)
+    offs = tl.cast(tile, tl.int64) * (V.tiles.block_m * V.tiles.block_n) + part * V.tiles.block_n
+    offs += tiles.block_offsets(V.reduce_m, V.tiles.block_n)
+    for step in range(1, V.world_size):
+        peer = (rank + step) % V.world_size
+        tl.store(_finished_ptr(link, peer, generation, finished_at, dtype) + offs, final)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -134,13 +148,7 @@ def _gemm_two_shot_kernel(
     M,
     N,
     rank,
-    WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    REDUCE_M: tl.constexpr,
+    V: tl.constexpr,
 ) -> None:
     """y = scale * sum over ranks of x @ w, + bias + residual. Grid: the same on all ranks.
 
@@ -149,31 +157,26 @@ def _gemm_two_shot_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
-    BLOCK_M: tl.constexpr = TILES.block_m
-    BLOCK_N: tl.constexpr = TILES.block_n
-    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    WORLD_SIZE: tl.constexpr = V.world_size
+    BLOCK_M: tl.constexpr = V.tiles.block_m
+    BLOCK_N: tl.constexpr = V.tiles.block_n
+    SENT: tl.constexpr = BLOCK_M * V.row_words
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
-    SENT: tl.constexpr = BLOCK_M * ROW_WORDS
     owned = tiles.cdiv(count, WORLD_SIZE)
     slot_stride = tl.cast(owned, tl.int64) * SENT
     for step in range(1, WORLD_SIZE + 1):
         owner = (rank + step) % WORLD_SIZE
         if owner == rank:
             signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
-        half_bytes = link.half_bytes
-        slot = signals.half_ptr(link.buffer_ptrs, owner, generation, half_bytes, tl.float32)
-        slot += rank * slot_stride
+        slot = summed_tiles.half_of(link, owner, generation) + rank * slot_stride
         first = tiles.first_of(owner * owned, program, programs)
         for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
-            tile = j * WORLD_SIZE + owner
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            start_m = tile_m * BLOCK_M
-            acc = partial_sums.product(
-                terms, (x_desc,), (w_desc,), tiles.wrapped(start_m, M, BLOCK_M), start_m,
-                tile_n * BLOCK_N, N, 0, TILES, 1, 1, EVEN_K, X_TRANSPOSED, W_TRANSPOSED,
-            )  # fmt: skip
-            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, ROW_WORDS)
+            place = summed_tiles.place_of(j * WORLD_SIZE + owner, tiles_m, tiles_n, V)
+            acc = summed_tiles.product(
+                terms, (x_desc,), (w_desc,), 0, place[0], place[1], M, N, 0, V
+            )
+            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, V.row_words)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
@@ -181,27 +184,16 @@ def _gemm_two_shot_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     finished_at = WORLD_SIZE * slot_stride * 4  # bytes into the half
     if arrived:
-        slots = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, tl.float32)
+        slots = summed_tiles.half_of(link, rank, generation)
         first = tiles.first_of(rank * owned, program, programs)
         for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
-            tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
-            for part in range(0, BLOCK_M, REDUCE_M):
-                start_m = tile_m * BLOCK_M + part
-                if start_m < M:
-                    offs_m = start_m + tl.arange(0, REDUCE_M)
-                    total = partial_sums.finished(
-                        slots + tl.cast(j, tl.int64) * SENT + part * ROW_WORDS, slot_stride, finish,
-                        offs_m, offs_m < M, tile_n * BLOCK_N, N, BLOCK_N, ROW_WORDS, WORLD_SIZE,
-                    )  # fmt: skip
-                    tiles.store(out_ptr, total, start_m, tile_n * BLOCK_N, M, N, N, 1)
-                    final = tiles.rounded(total, dtype)
-                    offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
-                    offs += tiles.block_offsets(REDUCE_M, BLOCK_N)
-                    for step in range(1, WORLD_SIZE):
-                        peer = (rank + step) % WORLD_SIZE
-                        sent = _finished_ptr(link, peer, generation, finished_at, dtype)
-                        tl.store(sent + offs, final)
+            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+            summed_tiles.collect(
+                out_ptr, slots + tl.cast(j, tl.int64) * SENT, slot_stride, finish,
+                start_m, start_n, M, N, V, False,
+                _show, (tile, out_ptr, link, rank, generation, finished_at),
+            )  # fmt: skip
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
         arrived = signals.wait_for_peers(
             link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns
@@ -213,15 +205,14 @@ def _gemm_two_shot_kernel(
             first = tiles.first_of(owner * owned, program, programs)
             for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
-                tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, TILES.group_m)
+                first_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
                 # Only the rows that were sent: the rest of the tile was never written.
-                for part in range(0, BLOCK_M, REDUCE_M):
-                    start_m = tile_m * BLOCK_M + part
+                for part in range(0, BLOCK_M, V.reduce_m):
+                    start_m = first_m + part
                     if start_m < M:
-                        offs = tl.cast(tile, tl.int64) * BLOCK + part * BLOCK_N
-                        final = tl.load(got + offs + tiles.block_offsets(REDUCE_M, BLOCK_N))
-                        final = final.to(tl.float32)
-                        tiles.store(out_ptr, final, start_m, tile_n * BLOCK_N, M, N, N, 1)
+                        offs = tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N) + part * BLOCK_N
+                        final = tl.load(got + offs + tiles.block_offsets(V.reduce_m, BLOCK_N))
+                        tiles.store(out_ptr, final.to(tl.float32), start_m, start_n, M, N, N, 1)
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(M, tl.int64) * N)
 
@@ -235,50 +226,31 @@ def launch_matmul_all_reduce(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     scaling: Scaling | None = None,
-    config: Config | one_shot_kernel.Config | None = None,
+    config: TwoShotConfig | one_shot_kernel.OneShotConfig | None = None,
 ) -> torch.Tensor:
     """Enqueue scale * sum over ranks of x @ w, + bias + residual.
 
     Args:
-        x: (M, K_r), any strides.
-        w: (K_r, N), any strides, dtype of x. K_r may differ from rank to rank.
+        x, w: (M, K_r) and (K_r, N), any strides, one dtype. K_r may differ from rank to rank.
+        bias, residual, scale, scaling: as in `Products`; the same on all ranks.
         ws: room for `workspace_bytes(M, N, out_dtype, W, config)`.
-        bias: (N,), added once, after the scale; the same on all ranks.
-        residual: (M, N), likewise.
-        scale: 1 / W makes an average.
-        scaling: of fp8 operands.
-        config: the same on all ranks; default `config_for`.
+        config: the same on all ranks; default `all_reduce_config`.
 
     Returns:
         (M, N), contiguous, bitwise the same on all ranks.
     """
-    (M, _), N, W = x.shape, w.shape[1], ws.world_size
-    config = config or config_for(M, N, x.dtype, W, chip_of(x.device))
-    out = x.new_empty(M, N, dtype=scaling.out_dtype if scaling else x.dtype)
+    M, N, W = x.shape[0], w.shape[1], ws.world_size
+    config = config or all_reduce_config(M, N, x.dtype, W, chip_of(x.device))
+    products = Products([x], [w], bias, residual, scale, scaling)
+    out = products.output(M)
     needed = workspace_bytes(M, N, out.dtype, W, config)
     check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config)")
-    terms, finish = terms_of([x], [w], scaling), finish_of(scale, bias, residual)
-    if isinstance(config, one_shot_kernel.Config):
-        one_shot_kernel.launch(out, [x], [w], terms, finish, ws, None, config)
+    if isinstance(config, one_shot_kernel.OneShotConfig):
+        one_shot_kernel.launch(out, products, ws, None, config)
         return out
-    tiling = config.tiling
-    operands = described([x], [w], tiling, config.descriptors)
+    (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
     _gemm_two_shot_kernel[(config.programs,)](
-        out,
-        terms,
-        *operands.arguments[:2],
-        finish,
-        link_of(ws),
-        M,
-        N,
-        ws.rank,
-        WORLD_SIZE=W,
-        TILES=tiling,
-        X_TRANSPOSED=operands.x_transposed,
-        W_TRANSPOSED=operands.w_transposed,
-        EVEN_K=x.shape[1] % tiling.block_k == 0,
-        ROW_WORDS=partial_sums.row_words(tiling.block_n, out.dtype),
-        REDUCE_M=config.reduce_m,
-        **tiling.options,
-    )
+        out, terms, x_desc, w_desc, finish, link_of(ws), M, N, ws.rank, V=variant,
+        **config.tiling.options,
+    )  # fmt: skip
     return out

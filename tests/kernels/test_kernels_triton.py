@@ -21,7 +21,7 @@ from torch.nn import functional
 from weft.collectives import chunk_sizes, workspace
 from weft.collectives.ranks.pad import KERNEL_SLOTS, MAX_PROGRAMS
 from weft.errors import PeerTimeout
-from weft.kernels.device import gathers
+from weft.kernels.device import gathers, summed_tiles
 from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import (
@@ -146,9 +146,11 @@ def gather_contraction(count: int, seed: int) -> None:
         torch.testing.assert_close(y.double(), want, **tolerance(dtype, K), msg=case)
 
 
-def one_shot_config(split: int, M: int, N: int, dtype: torch.dtype) -> one_shot_kernel.Config:
-    config = one_shot_kernel.config_for(M, N, dtype, INTERPRETER)
-    count = one_shot_kernel.tile_count(M, N, config.tiling)
+def one_shot_config(
+    split: int, M: int, N: int, dtype: torch.dtype
+) -> one_shot_kernel.OneShotConfig:
+    config = one_shot_kernel.one_shot_config(M, N, dtype, INTERPRETER)
+    count = summed_tiles.tile_count(M, N, config.tiling)
     programs = max(1, count * split) if split > 1 else min(count, 3)
     return replace(config, split=split, programs=programs)
 
@@ -157,7 +159,7 @@ def scatter_config(index: int, chunk: int, N: int, dtype: torch.dtype, W: int):
     """Chunks of their own tiles, tiles that straddle chunks, and those split along K, in turn."""
     if index % 4 < 2:
         tiling = Tiling(16 if chunk <= 16 else 32, 16 if N <= 16 else 32, 32, group_m=2)
-        return reduce_scatter_kernel.Config(tiling, 3, 16, index % 2 == 0)
+        return reduce_scatter_kernel.ReduceScatterConfig(tiling, 3, 16, index % 2 == 0)
     config = one_shot_config(1 + index % 2, W * chunk, N, dtype)
     return replace(config, descriptors=index % 2 == 0)
 
@@ -213,7 +215,7 @@ def all_reduce(count: int, seed: int) -> None:
         bias = matrix(1, N, dtype, 7, layouts[2])[0] if index % 3 == 0 else None
         scale = 1.0 if index % 5 else 1 / W
         residual = matrix(M, N, dtype, 70, layouts[2]) if index % 2 else None
-        config = two_shot_kernel.two_shot_config_for(M, N, dtype, INTERPRETER)
+        config = two_shot_kernel.two_shot_config(M, N, dtype, INTERPRETER)
         if index % 3 == 2:
             config = one_shot_config(1 + index % 2, M, N, dtype)
         config = replace(config, descriptors=index % 2 == 0)
@@ -262,7 +264,8 @@ def test_gpu_like_tiles() -> None:
         weights = [matrix(K, N, dtype, 50 + r, layouts[1]) for r in range(W)]
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         close = tolerance(dtype, W * K)
-        scatter = reduce_scatter_kernel.Config(tiling, 3, 16, True)
+        scatter = reduce_scatter_kernel.ReduceScatterConfig(tiling, 3, 16, True)
+        one_shot = one_shot_kernel.OneShotConfig(tiling, 12, 16, True, split=2)
         columns = torch.linspace(0.5, 1.0, N)
         scaling = Scaling(torch.ones(1), [columns], dtype)  # as fp8 has it
         chunk = want.split(chunk_sizes(M, W))[rank] * columns.double()
@@ -275,13 +278,10 @@ def test_gpu_like_tiles() -> None:
         y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
             [xs[rank][:, part] for part in terms], [weights[rank][part] for part in terms],
             ws, chunk_sizes(M, W),
-            config=scatter if index % 2 else one_shot_kernel.Config(tiling, 12, 16, True, split=2),
+            config=scatter if index % 2 else one_shot,
         )  # fmt: skip
         torch.testing.assert_close(y.double() * columns.double(), chunk, **close)
-        for reduce in (
-            two_shot_kernel.Config(tiling, 2, 16, True),
-            one_shot_kernel.Config(tiling, 12, 16, True, split=2),
-        ):
+        for reduce in (two_shot_kernel.TwoShotConfig(tiling, 2, 16, True), one_shot):
             y = two_shot_kernel.launch_matmul_all_reduce(xs[rank], weights[rank], ws, config=reduce)
             torch.testing.assert_close(y.double(), want, **close)
         gather = all_gather_launch.AllGatherConfig(tiling, 4, 2, 8, 4, 32, descriptors=True)
@@ -406,9 +406,9 @@ def test_which_tiles_are_made_in_halves():
 def test_workspaces_hold_what_is_sent():
     """A slot a rank, of whole tiles; 24 bits of each sum for a result in half precision."""
     t, bf16, fp32 = Tiling(32, 64, 32), torch.bfloat16, torch.float32
-    scatter = reduce_scatter_kernel.Config(t, 3, 16, False)
-    one_shot = one_shot_kernel.Config(t, 3, 8, False)
-    two_shot = two_shot_kernel.Config(t, 3, 16, False)
+    scatter = reduce_scatter_kernel.ReduceScatterConfig(t, 3, 16, False)
+    one_shot = one_shot_kernel.OneShotConfig(t, 3, 8, False)
+    two_shot = two_shot_kernel.TwoShotConfig(t, 3, 16, False)
     tile = 32 * 64
     for dtype, sent in ((fp32, 4 * tile), (bf16, 3 * tile)):
         # 33 x 65: 2 x 2 tiles. Of 3 chunks, or in one: 99 x 65 is 4 x 2.
@@ -547,12 +547,12 @@ def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
 
 
 def test_configurations_do_not_depend_on_the_rank_or_on_k():
-    for op in (reduce_scatter_kernel, two_shot_kernel):
-        assert "K" not in inspect.signature(op.config_for).parameters
+    for choose in (reduce_scatter_kernel.reduce_scatter_config, two_shot_kernel.all_reduce_config):
+        assert "K" not in inspect.signature(choose).parameters
     for chip in (*KNOWN, Chip("sm_120", 170, 99 << 10, descriptors=True)):
         for M, N in itertools.product((1, 16, 100, 8192), (1, 64, 8192)):
             for dtype in (torch.bfloat16, torch.float32):
-                config = reduce_scatter_kernel.config_for(M, N, dtype, 8, chip)
+                config = reduce_scatter_kernel.reduce_scatter_config(M, N, dtype, 8, chip)
                 assert 1 <= config.programs <= min(chip.cores, MAX_PROGRAMS)
                 assert config.tiling.block_m % config.reduce_m == 0
                 t = config.tiling

@@ -63,13 +63,13 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
         gather(8192, dtype=torch.float16),
     ):  # fmt: skip
         assert other != (TILING, 5) and other[1] != 5
-    scatter = reduce_scatter_kernel.config_for(1024, 8192, bf16, 8, H100)
+    scatter = reduce_scatter_kernel.reduce_scatter_config(1024, 8192, bf16, 8, H100)
     assert scatter.tiling == TILING
     assert scatter.programs == H100.programs
-    assert two_shot_kernel.config_for(8192, 8192, bf16, 8, H100).tiling == TILING
+    assert two_shot_kernel.all_reduce_config(8192, 8192, bf16, 8, H100).tiling == TILING
     # Grids follow the tiles: 64 rows of 8192 columns are 1 x 64 of them.
     with tuning.trying(Choice(TILING)):
-        assert two_shot_kernel.config_for(64, 8192, bf16, 8, H100).programs == 64
+        assert two_shot_kernel.all_reduce_config(64, 8192, bf16, 8, H100).programs == 64
     table.unlink()
     tuning.load.cache_clear()
     assert gather(8192)[0] != TILING
@@ -99,22 +99,27 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     assert (few.copy_programs, few.tiling.group_m) == (16, 1)  # a shard is one tile high
 
     def one_shot(config: object) -> bool:
-        return isinstance(config, one_shot_kernel.Config)
+        return isinstance(config, one_shot_kernel.OneShotConfig)
 
     # 128 KiB of sums in fp32; two ranks have no second shot.
-    whole = [two_shot_kernel.config_for(M, 8192, bf16, 8, H100) for M in (4, 5)]
+    whole = [two_shot_kernel.all_reduce_config(M, 8192, bf16, 8, H100) for M in (4, 5)]
     assert [one_shot(config) for config in whole] == [True, False]
-    assert one_shot(two_shot_kernel.config_for(8192, 8192, bf16, 2, H100))
+    assert one_shot(two_shot_kernel.all_reduce_config(8192, 8192, bf16, 2, H100))
     sizes = [(64, 8192), (128, 4096), (512, 4096), (512, 16384), (8192, 8192)]
-    shots = [two_shot_kernel.config_for(M, N, bf16, 8, H100) for M, N in sizes]
+    shots = [two_shot_kernel.all_reduce_config(M, N, bf16, 8, H100) for M, N in sizes]
     blocks = [(64, 64), (64, 64), (128, 128), (128, 256), (128, 256)]
     assert [(shot.tiling.block_m, shot.tiling.block_n) for shot in shots] == blocks
     assert [shot.programs for shot in shots] == [128, 128, 128, 132, 132]
-    chunks = [reduce_scatter_kernel.config_for(rows, 8192, bf16, 8, H100) for rows in (127, 128)]
+    chunks = [
+        reduce_scatter_kernel.reduce_scatter_config(rows, 8192, bf16, 8, H100)
+        for rows in (127, 128)
+    ]
     assert [one_shot(config) for config in chunks] == [True, False]
-    assert isinstance(chunks[1], reduce_scatter_kernel.Config) and chunks[1].senders == 8
+    assert (
+        isinstance(chunks[1], reduce_scatter_kernel.ReduceScatterConfig) and chunks[1].senders == 8
+    )
     # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
-    assert one_shot_kernel.config_for(16, 512, bf16, H100).split == 8
+    assert one_shot_kernel.one_shot_config(16, 512, bf16, H100).split == 8
     assert all_gather_launch.all_gather_config(64, 512, 256, bf16, 8, H100).split == 2
 
 
@@ -171,8 +176,8 @@ def test_rates_are_of_the_tiles_that_are_launched(chip: Chip) -> None:
     ):
         configs = {
             "all_gather_matmul": all_gather_launch.all_gather_config(M, N, 4096, dtype, W, chip),
-            "matmul_all_reduce": two_shot_kernel.config_for(M, N, dtype, W, chip),
-            "matmul_reduce_scatter": reduce_scatter_kernel.config_for(
+            "matmul_all_reduce": two_shot_kernel.all_reduce_config(M, N, dtype, W, chip),
+            "matmul_reduce_scatter": reduce_scatter_kernel.reduce_scatter_config(
                 -(-M // W), N, dtype, W, chip
             ),
         }

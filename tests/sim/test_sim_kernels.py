@@ -30,7 +30,7 @@ ALL_KERNELS = KERNELS | COLLECTIVES
 def no_rows_on_the_last_rank(rank: int) -> None:
     """It has nothing to add up, and must not run ahead of those who read what it sends."""
     W, K, N, sizes = 3, 4, 17, [17, 16, 0]
-    config = reduce_scatter_kernel.Config(Tiling(16, 16, 32, group_m=2), 3, 16, False)
+    config = reduce_scatter_kernel.ReduceScatterConfig(Tiling(16, 16, 32, group_m=2), 3, 16, False)
     ws = workspace(None, 1 << 15, channel="no rows")
     xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
     for call in range(CALLS):

@@ -1,0 +1,219 @@
+"""What the two sums over ranks of x @ w have in common: who gets which rows is all that differs.
+
+    matmul_reduce_scatter, matmul_all_reduce --> `FusedSum.run`
+        traced --> the custom op
+        resolve the group, compare the call across ranks, check the operands, choose an engine
+            generic --> products, and a collective that is differentiable itself
+            host, triton --> operands as matrices --> one autograd function --> the caller's shape
+
+Each op's file holds its spec, a `FusedSum`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives.memory.exchange import check_call
+from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.kernels.engine.autocast import outside_autocast
+from weft.kernels.engine.engines import Problem, RunnableEngine, choose
+from weft.kernels.engine.fp8 import Scaling, refuse_traced, scaled_partial, scaling_of
+from weft.kernels.engine.local_matmul import (
+    SumOp,
+    as_rows,
+    check_operands,
+    check_residual,
+    check_sum,
+    conjugated,
+    finished,
+    partial_matmul,
+    sum_dtype,
+)
+from weft.kernels.engine.replicated import Spread, Summed
+
+# Of x, w and bias; None where it is not needed.
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Call(NamedTuple):
+    """One call of a fused engine, except for its tensors, which autograd must see."""
+
+    op: FusedSum
+    group: Group
+    engine: RunnableEngine
+    rows: list[int]  # of every rank's part of the sum; of all of it where every rank gets it
+    average: bool
+    scaling: Scaling | None
+    dtype: torch.dtype  # of the result
+
+    @property
+    def scale(self) -> float:
+        """Of the sum."""
+        return 1 / self.group.world_size if self.average else 1.0
+
+
+class Operands(NamedTuple):
+    """x (M, K_r), w (K_r, N), bias (N,), and residual laid out as this rank's part of the sum."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+
+
+class SumFunction(torch.autograd.Function):
+    """`Operands`, one by one -> y, this rank's rows of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *operands: Any) -> torch.Tensor:
+        ctx.save_for_backward(*operands[:2])
+        ctx.call = call
+        run = call.op.on_host if call.engine == "host" else call.op.on_triton
+        return run(call, Operands(*operands))
+
+    @staticmethod
+    @outside_autocast
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        x, w = conjugated(*ctx.saved_tensors)
+        *needs, needs_residual = ctx.needs_input_grad[1:]
+        grads = call.op.gradients(call, x, w, dy, needs)
+        return None, *grads, dy if needs_residual else None
+
+
+class _ScatteredSum(torch.autograd.Function):
+    """reduce_scatter of partial sums. The gradients are cast to `dtype` before they travel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, dim: int, op: SumOp, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.op, ctx.dtype, ctx.length = group, dim, op, dtype, x.shape[dim]
+        return reduce_scatter(x, group, dim=dim, reduce_op=op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        sizes = chunk_sizes(ctx.length, ctx.group.world_size)
+        out = all_gather(grad.to(ctx.dtype), ctx.group, dim=ctx.dim, sizes=sizes)
+        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
+
+
+@dataclass(frozen=True)
+class FusedSum:
+    """What there is to know of one op.
+
+    Attributes:
+        name: of the public function, and of the custom op that it is when traced.
+        function: runs the engines; its own name is what profilers show.
+        on_host, on_triton: the forward.
+        gradients: (call, x, w, dy, needs) -> those of x, w and bias that are needed.
+    """
+
+    name: str
+    function: type[SumFunction]
+    on_host: Callable[[Call, Operands], torch.Tensor]
+    on_triton: Callable[[Call, Operands], torch.Tensor]
+    gradients: Callable[..., Gradients]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        group: GroupLike,
+        dim: int | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        reduce_op: SumOp,
+        *scales: Any,
+    ) -> torch.Tensor:
+        """This rank's part of the sum over ranks of x @ w, + bias + residual.
+
+        Args:
+            dim: of the sum (*batch, N), cut among the ranks; None: every rank gets all of it.
+            scales: scale_a, scale_b and out_dtype of fp8 operands.
+        """
+        scaling = scaling_of(self.name, x, [w], [bias, residual], *scales)
+        dtype = scaling.out_dtype if scaling else x.dtype
+        if is_call_traced(x):  # see `custom_ops`
+            refuse_traced(scaling)
+            cut = () if dim is None else (dim,)
+            op = getattr(torch.ops.weft, self.name)
+            traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op)
+            return traced if residual is None else traced + residual
+        group = resolve(group)
+        check_call(
+            group,
+            lambda: (
+                f"{self.name}({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
+                f"N = {w.shape[-1]}{'' if dim is None else f', along dim {dim}'}"
+            ),
+        )
+        if dim is None and x.ndim == 0:
+            raise ValueError("x must have at least one dim")
+        if dim is not None and (x.ndim < 2 or not -x.ndim <= dim < x.ndim):
+            raise ValueError(
+                f"x must have at least 2 dims and scatter_dim be a dim of the result, got shape "
+                f"{tuple(x.shape)}, scatter_dim={dim}"
+            )
+        check_operands(x, x.shape[-1], [w], [bias], dtype)
+        check_sum(reduce_op)
+        shape = [*x.shape[:-1], w.shape[1]]
+        if dim is not None:
+            dim %= x.ndim
+            sizes = chunk_sizes(shape[dim], group.world_size)
+            shape[dim] = sizes[group.rank]
+        check_residual(residual, shape, dtype, x.device)
+        problem = self.problem(x, w, group, dim)
+        engine = choose(problem, group, x.device)
+        if engine == "generic":
+            partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
+            if dim is None:
+                return finished(Summed.apply(partial, group, reduce_op), bias, residual, dtype)
+            total = _ScatteredSum.apply(partial, group, dim, reduce_op, dtype)
+            if bias is not None:
+                bias = Spread.apply(bias, group)
+                bias = bias.split(sizes)[group.rank] if dim == x.ndim - 1 else bias
+            return finished(total, bias, residual, dtype)
+
+        def matrix(of: torch.Tensor) -> torch.Tensor:
+            """`of` as a matrix whose rows run along `dim` first."""
+            return as_rows(of.movedim(dim, 0) if dim else of)
+
+        flat = (x.movedim(dim, 0) if dim else x).reshape(problem.M, problem.K)
+        rows = [problem.M]
+        if dim is not None:
+            shape.insert(0, shape.pop(dim))
+            rows = [size * math.prod(shape[1:-1]) for size in sizes]
+        residual = None if residual is None else matrix(residual)
+        scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
+        call = Call(self, group, engine, rows, reduce_op == "avg", scaling, dtype)
+        made: torch.Tensor = self.function.apply(call, flat, w, bias, residual)
+        made = made.view(*shape)  # given a list, it takes 3 us longer
+        return made.movedim(0, dim) if dim else made
+
+    def problem(self, x: torch.Tensor, w: torch.Tensor, group: Group, dim: int | None) -> Problem:
+        """What the choice of engine for a call, or for its gradient, depends on."""
+        (K, N), W, M = w.shape, group.world_size, x.shape[:-1].numel()
+        moved = M * N * (W - 1) if dim is None else M * N // W * (W - 1)
+        why = "the scattered dim is that of the columns" if dim == x.ndim - 1 else ""
+        return Problem(self.name, M, N, K, x.dtype, moved * sum_dtype(x).itemsize, refusal=why)
+
+
+def summed_reference(
+    xs: list[torch.Tensor],
+    ws: list[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    reduce_op: SumOp = "sum",
+) -> torch.Tensor:
+    """The whole sum, given all ranks' operands: the oracle of the tests, in any dtype."""
+    y = torch.stack([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+    if reduce_op == "avg":
+        y = y / len(xs)
+    return y if bias is None else y + bias
