@@ -577,10 +577,10 @@ def redistributed(
     if needs_grad(tensor):
         return cast(DTensor, record(_Redistribute, tensor, target, backward_dtype, async_op))
     local = tensor._local_tensor.to(target.dtype)
-    return _moved(local, layout.with_dtype(target.dtype), target, async_op)
+    return _as_placed(local, layout.with_dtype(target.dtype), target, async_op)
 
 
-def _moved(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
+def _as_placed(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
     if source == target:
         return wrap(local, target)
     result = move_async(local, source, target) if async_op else move(local, source, target)
@@ -604,7 +604,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = layout.reduced()
         local = tensor._local_tensor.to(target.dtype)
         source = layout.with_dtype(target.dtype)
-        return _moved(local.view_as(local), source, target, async_op)
+        return _as_placed(local.view_as(local), source, target, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:

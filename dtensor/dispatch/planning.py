@@ -43,7 +43,7 @@ from weft.dtensor.tensor import DTensor, wrap
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class CallPlan:
     """What one kind of call does on this rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class Plan:
         )
 
 
-def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
     """The plan of one kind of call, the same on every rank."""
     tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
@@ -102,17 +102,17 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     plain = [not isinstance(t, DTensor) for t in tensors]
     if any(layout.mesh != mesh for layout in call.inputs):
-        return Plan(func, decomposed=of_one_mesh(func, call))
+        return CallPlan(func, decomposed=of_one_mesh(func, call))
     writes = written(call)
     outside = call.inputs[0].index is None
     if outside and writes:
         return _outside(call, writes, [])
     other_way = by_functional(func, call)
     if other_way is not None:
-        return Plan(func, decomposed=other_way)
+        return CallPlan(func, decomposed=other_way)
     find = _rule_of(func, call.name)
     if find is None and (parts := _composite(func)):
-        return Plan(func, decomposed=parts)
+        return CallPlan(func, decomposed=parts)
     _learn_outputs(call)
     if outside and (find is None or call.output_tree is _DYNAMIC):
         return _outside(call, writes, [])
@@ -121,7 +121,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if isinstance(decision, Decomposed):
         if outside:
             return _outside(call, writes, [])
-        return Plan(func, decomposed=decision.function)
+        return CallPlan(func, decomposed=decision.function)
     if isinstance(decision, Choices):
         decision = choose(call, decision, writes, plain)
     return _planned(call, decision, writes, plain, known)
@@ -129,7 +129,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
 
 def _planned(
     call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
-) -> Plan:
+) -> CallPlan:
     """The plan of a call whose placements are decided: by a rule if `known`, else by trying it."""
     targets = [
         layout.with_placements(placements)
@@ -152,7 +152,7 @@ def _planned(
         local = agreed(local, call.inputs[0], str(call), *fault)
     if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
         local = with_equal_state(local, call.mesh)
-    plan = Plan(
+    plan = CallPlan(
         local,
         moves if any(moves) else None,
         title=str(call),
@@ -216,7 +216,7 @@ def _composite(func: Op) -> Op | None:
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
+def _outside(call: Call, writes: list[int], results: list[Layout]) -> CallPlan:
     """The plan of a process outside of the mesh: it computes nothing and gets empty results.
 
     They are placed as inside the mesh if that is known, so that they can be redistributed.
@@ -239,7 +239,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
     if writes:
         returned = _returned(call, writes)
         result = returned[0] if returned and len(returned) == 1 else returned
-        return Plan(nothing, result=result, writes=tuple(writes))
+        return CallPlan(nothing, result=result, writes=tuple(writes))
 
     def empty(layout: Layout) -> Any:
         device = call.mesh.device_type
@@ -249,7 +249,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
         each = iter(results)
         return map_tree(call.output_tree, lambda a: empty(next(each)) if isinstance(a, Meta) else a)
 
-    return Plan(nothing, decomposed=run)
+    return CallPlan(nothing, decomposed=run)
 
 
 _DYNAMIC = object()
@@ -321,7 +321,7 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     if name in _INDEXED and (
         integers & set(cut)
         # If a rank has nothing to pick from, torch may not look at the indices.
-        or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
+        or (integers & {t.dtype for t in targets} and any(map(_is_empty_somewhere, targets)))
     ):
         return _INDEXED[name], "an index is out of range"
     divides = name in _DIVIDING and isinstance(call.args[1], Layout)
@@ -360,7 +360,7 @@ def _refusal(call: Call, targets: list[Layout]) -> Op | None:
     return None
 
 
-def _leaves_empty(layout: Layout) -> bool:
+def _is_empty_somewhere(layout: Layout) -> bool:
     """Whether some rank holds nothing of a tensor that others hold parts of."""
     if not layout.cut_dims or any(map(is_open, layout.shape)):
         return False

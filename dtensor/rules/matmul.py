@@ -205,14 +205,14 @@ def grouped_product(call: Call) -> Choices:
                 return factors[0].new_zeros(shape, dtype=dtype)
             ends: Any = (args[2] - start).clamp(0, size) if divided else None
             if not by_group:
-                return op(*map(_aligned, factors), ends, *rest, **kwargs)
+                return op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
             # The rows of this rank's groups come first. The host never reads where they begin.
             before = ends[groups - 1] if groups else 0
             ends = ends[groups : groups + count] - before
             index = torch.arange(size, device=ends.device)
             rows = (index + before) % size
             factors[at] = factors[at].index_select(dim, rows)
-            result = op(*map(_aligned, factors), ends, *rest, **kwargs)
+            result = op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
             result = result.masked_fill((index >= ends[-1]).unsqueeze(1 - dim), 0)
             return result.new_zeros(shape).index_copy_(dim, rows, result)
 
@@ -224,7 +224,7 @@ def grouped_product(call: Call) -> Choices:
     return Choices(plain, localize)
 
 
-def _aligned(t: torch.Tensor) -> torch.Tensor:
+def _with_aligned_rows(t: torch.Tensor) -> torch.Tensor:
     """`t` with rows, or columns, that begin at multiples of 16 bytes, which parts may not."""
     step = 16 // t.element_size()
     for own in (t, t.mT):
