@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module
 from weft.dtensor.api import distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
-from weft.dtensor.fused.linear import allow_in_graphs, linear_gathering_again
+from weft.dtensor.fused.products import allow_in_graphs, linear_gathering_again
 from weft.dtensor.layout.boxes import mesh_or_current
 
 __all__ = [

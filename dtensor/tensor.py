@@ -517,21 +517,30 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: DTensor, grad_placements: Placements, target: Layout | None
+    ) -> torch.Tensor:
         ctx.layout = tensor._layout.with_placements(grad_placements)
+        if target is not None:
+            return local_as(tensor, target)
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return as_global(grad, ctx.layout), None
+        return as_global(grad, ctx.layout), None, None
 
 
-def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    """`tensor.to_local` for placements that are already normalized."""
+def local_part(
+    tensor: DTensor, grad_placements: Placements, target: Layout | None = None
+) -> torch.Tensor:
+    """`tensor.to_local` for placements that are already normalized, as `target` places it.
+
+    The gradient is not moved back: it is placed as `grad_placements` say.
+    """
     if needs_grad(tensor):
-        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
-    return tensor._local_tensor
+        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements, target))
+    return tensor._local_tensor if target is None else local_as(tensor, target)
 
 
 def local_as(tensor: torch.Tensor, target: Layout) -> torch.Tensor:

@@ -233,6 +233,16 @@ def dispatch(
     )
 
 
+def run_plan(plan: CallPlan, *args: DTensor | None) -> Any:
+    """Run the plan of an op of ours, as `plan_of` has made it, below autograd."""
+    check_all()
+    given = [a for a in args if a is not None]
+    own = [a._local_tensor for a in given]
+    if plan.simple:
+        return wrap(plan.local(*own), plan.result)
+    return _run_with_moves(plan, given, {}, own, {})
+
+
 _is_inference_mode = torch.is_inference_mode_enabled
 # In place of a plan: look again, with a key that contains the values of the floats.
 _BY_VALUE = CallPlan(lambda: None)

@@ -1,8 +1,8 @@
 """Planning: how each rank does its part of one kind of call.
 
 The op runs once on meta tensors, which gives the global results. A rule (in `rules`) offers
-strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of
-this follows from the call alone, so it is the same on every rank.
+strategies for one mesh dim, fused ops among them, and each mesh dim takes the cheapest
+(`pricing.py`). All of this follows from the call alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 
 from weft import settings
 from weft.collectives.ranks.group import unwatched
@@ -28,6 +28,7 @@ from weft.dtensor.dispatch.call import (
     Op,
     Rule,
     Strategy,
+    Way,
     leaves,
     map_tree,
     rules,
@@ -35,9 +36,10 @@ from weft.dtensor.dispatch.call import (
 )
 from weft.dtensor.dispatch.cross_mesh import of_one_mesh
 from weft.dtensor.dispatch.discovery import discovered
+from weft.dtensor.dispatch.pricing import choose
 from weft.dtensor.dispatch.variants import by_functional
-from weft.dtensor.layout.boxes import Layout, check_dense, is_open, is_shard, layout_of, shard_dim
-from weft.dtensor.move.transfers import transition_bytes
+from weft.dtensor.layout.boxes import Layout, check_dense, is_open, layout_of
+from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 
@@ -64,6 +66,9 @@ class CallPlan:
             back.
         decomposed: a function of DTensors that computes the op, instead of all this.
         op: the op that it is the plan of; for a torch function, the op that the function runs.
+        way: the fused op that was the cheapest, along mesh dim `way_dim`, which does what is left
+            after the moves; the caller runs it.
+        considered: the candidates of each mesh dim, for `weft.explain`; only where some are fused.
     """
 
     local: Op
@@ -79,6 +84,9 @@ class CallPlan:
     writes: tuple[int, ...] = ()
     decomposed: Op | None = None
     op: Op | None = None
+    way: Way | None = None
+    way_dim: int = 0
+    considered: Sequence[Any] = ()
 
     def only_computes(self) -> bool:
         """Whether there is nothing to do but run `local` and wrap its result(s)."""
@@ -100,7 +108,17 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan
         if not isinstance(tensor, DTensor):
             check_dense(str(func), tensor)
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
-    plain = [not isinstance(t, DTensor) for t in tensors]
+    return _plan_of_call(call, [not isinstance(t, DTensor) for t in tensors])
+
+
+@cached
+def plan_of(op: Op, *layouts: Layout | None) -> CallPlan:
+    """The plan of an op of ours on DTensors of these layouts, kept as the layouts are."""
+    return _plan_of_call(Call(op, layouts, {}), [False] * len(layouts))
+
+
+def _plan_of_call(call: Call, plain: list[bool]) -> CallPlan:
+    func, mesh = call.op, call.mesh
     if any(layout.mesh != mesh for layout in call.inputs):
         return CallPlan(func, decomposed=of_one_mesh(func, call))
     writes = written(call)
@@ -141,7 +159,10 @@ def _planned(
         for meta, placements in zip(call.outputs, decision.outputs, strict=True)
     ]
     if call.inputs[0].index is None:
-        return _outside(call, writes, results)
+        plan = _outside(call, writes, results)
+        plan.way = decision.way
+        plan.result = results[0] if decision.way else plan.result
+        return plan
     if decision.localize is None:
         local = _refusal(call, targets) or _local_op(call)
     else:
@@ -160,6 +181,9 @@ def _planned(
         dynamic=call.output_tree is _DYNAMIC,
         inverse=_LAZY.get(call.op),
         is_view=_is_view(call),
+        way=decision.way,
+        way_dim=decision.way_dim,
+        considered=decision.considered,
     )
     if plan.dynamic:
         return plan
@@ -488,47 +512,3 @@ def _unknown(call: Call, writes: list[int]) -> Choices:
         how = "a rule was found by probing it" if found else "no sharding rule for it"
         settings.record(call.name, "discovered" if found else "replicated", how, str(call))
     return Choices([call.whole, *found])
-
-
-def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
-    """Take the cheapest strategy for each mesh dim."""
-    taken: list[Strategy] = []
-    for mesh_dim in range(call.mesh.ndim):
-        prices = [_price(call, s, mesh_dim, writes, plain) for s in choices.strategies]
-        known = [price for price in prices if price is not None]
-        if not known:
-            raise RuntimeError(
-                f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
-                f"Replicate() first."
-            )
-        taken.append(choices.strategies[prices.index(min(known))])
-    inputs, outputs = zip(*taken, strict=True)
-    return Chosen([*zip(*inputs, strict=True)], [*zip(*outputs, strict=True)], choices.localize)
-
-
-def _price(
-    call: Call, strategy: Strategy, mesh_dim: int, writes: list[int], plain: list[bool]
-) -> tuple[float, int] | None:
-    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is impossible."""
-    total, changes = 0.0, 0
-    for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
-        old = layout.placements[mesh_dim]
-        if old == wanted:
-            continue
-        if plain[i] and (i in writes or layout.shape == ()):
-            return None
-        if isinstance(wanted, Partial) and not isinstance(old, Replicate):
-            return None
-        if is_shard(wanted) and shard_dim(wanted) >= len(layout.shape):
-            return None
-        total += transition_bytes(layout, mesh_dim, wanted)
-        if i in writes:  # and back
-            there = list(layout.placements)
-            there[mesh_dim] = wanted
-            total += transition_bytes(layout.with_placements(there), mesh_dim, old)
-        changes += 1
-    if len(writes) == len(strategy.outputs) and any(
-        strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
-    ):
-        return None  # an in-place result keeps the placement of the tensor that is written
-    return total, changes

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives import chunk_sizes
-from weft.dtensor.fused.linear import is_dtensor
+from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,

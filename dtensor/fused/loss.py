@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
-from weft.dtensor.fused.linear import is_dtensor
+from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,

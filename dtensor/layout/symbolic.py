@@ -98,6 +98,15 @@ def relate(
             bool(n == own * count)  # asking for the value adds the guard, whichever it is
 
 
+def present(number: float) -> float:
+    """A number as it is at present, without a condition of the graph on it.
+
+    For what a graph for other sizes may do in the same way: it is right, if not the cheapest.
+    """
+    is_symbol = isinstance(number, (torch.SymInt, torch.SymFloat))
+    return float(cast(Any, number).node.hint) if is_symbol else number
+
+
 _Cached = TypeVar("_Cached", bound=Callable[..., Any])
 
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Call, Choices, Chosen, Meta, Strategy, leaves, rule
-from weft.dtensor.dispatch.planning import choose, written
+from weft.dtensor.dispatch.planning import written
+from weft.dtensor.dispatch.pricing import choose
 from weft.dtensor.layout.boxes import Layout, Shape, is_inexact, is_shard, moved, shard_dim
 
 # f(sum of terms) = sum of f(term)

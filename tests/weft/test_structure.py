@@ -156,7 +156,7 @@ def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
 
 
 # The stand-in for ColossalAI's class has the name of that.
-_OF_TWO_KINDS = {"DTensor", "linear"}
+_OF_TWO_KINDS = {"DTensor"}
 
 
 def test_a_name_has_one_meaning_in_dtensor() -> None:
