@@ -98,16 +98,16 @@ def matmul(input: Any, other: Any, *, out: Any = None) -> Any:
         return NotImplemented
     if len(other._layout.shape) > 2:
         return bmm(input, other)
-    return linear(input, other.t()) if _gains(input, _as_weight(other)) else NotImplemented
+    return linear(input, other.t()) if _gains(input, other) else NotImplemented
 
 
 def mm(input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
     """`torch.mm`."""
-    if out_dtype is not None or not is_dtensor(input) or len(input._layout.shape) != 2:
+    if out is not None or not (isinstance(input, DTensor) and isinstance(mat2, DTensor)):
         return NotImplemented
-    if not is_dtensor(mat2) or len(mat2._layout.shape) != 2:
+    if not _gains(input, mat2) or out_dtype is not None or len(input._layout.shape) != 2:
         return NotImplemented
-    return matmul(input, mat2, out=out)
+    return linear(input, mat2.t())
 
 
 def addmm(
@@ -119,7 +119,7 @@ def addmm(
         return NotImplemented
     if not all(map(is_dtensor, (input, mat1, mat2))) or input.ndim != 1:
         return NotImplemented
-    if mat1.ndim != 2 or mat2.ndim != 2 or not _gains(mat1, transposed(mat2._layout), input):
+    if mat1.ndim != 2 or mat2.ndim != 2 or not _gains(mat1, mat2, input):
         return NotImplemented
     return linear(mat1, mat2.t(), input)
 
@@ -138,19 +138,17 @@ def _any_grad(*tensors: DTensor) -> bool:
     return any(map(needs_grad, tensors))
 
 
-def _as_weight(w: DTensor) -> Layout | None:
-    """The layout in which `F.linear` takes it; None if it is no matrix."""
-    return transposed(w._layout) if len(w._layout.shape) == 2 else None
-
-
-def _gains(x: DTensor, w: Layout | None, bias: DTensor | None = None) -> bool:
-    """Whether x @ w.T + bias gains from being one op: is it batched, or fused in forward or
+def _gains(x: DTensor, w: DTensor, bias: DTensor | None = None) -> bool:
+    """Whether x @ w + bias gains from being one op: is it batched, or fused in forward or
     backward?
     """
-    if w is None:
-        return False
-    gain = _gain_of_linear(x._layout, w, None if bias is None else bias._layout)
+    gain = _gain_of_matrix(x._layout, w._layout, None if bias is None else bias._layout)
     return gain == "forward" or (gain == "backward" and _is_grad_enabled() and needs_grad(x))
+
+
+@cached
+def _gain_of_matrix(x: Layout, w: Layout, bias: Layout | None) -> str | None:
+    return _gain_of_linear(x, transposed(w), bias) if len(w.shape) == 2 else None
 
 
 @cached

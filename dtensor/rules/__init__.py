@@ -2,9 +2,10 @@
 
 May import the rooms `layout`, `move`, `tracing`, `dispatch` of `dtensor`, and `dtensor.tensor`.
 Start with `pointwise`, then `reduce`, `matmul`, `products` (and what is
-fused of them), `view`; `index`, `window`, `norm`, `nn`, `random`.
+fused of them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `random`.
 """
 
+from weft.dtensor.rules import attention as attention
 from weft.dtensor.rules import index as index
 from weft.dtensor.rules import matmul as matmul
 from weft.dtensor.rules import nn as nn

@@ -41,7 +41,7 @@ from weft.dtensor.parallel import (
 )
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
-_LETTERS = {"all_gather": "g", "reduce_scatter": "s", "all_reduce": "r"}
+_LETTERS = {"all_gather": "g", "all_to_all": "a", "reduce_scatter": "s", "all_reduce": "r"}
 _FUSED = {
     "all_gather_matmul": "G",
     "matmul_reduce_scatter": "S",
