@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
-from weft.dtensor.dispatch.call import PENDING, Call, Choices, Chosen, Strategy
+from weft.dtensor.dispatch.call import PENDING, Call, Choices, Chosen, Strategy, Way
 from weft.dtensor.layout.boxes import Layout, is_shard, layout_of, shard_dim, show
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import transition_bytes
@@ -67,7 +67,7 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
     considered: list[tuple[Candidate, list[Candidate]]] = []
     way, way_dim = None, 0
     for mesh_dim in range(call.mesh.ndim):
-        running = way is not None and way.name != PENDING
+        running = _is_at_once(way)
         offers = [_priced(call, s, mesh_dim, writes, plain, running) for s in choices.strategies]
         if choices.stays is not None:
             offers = _with_weight_in_place(call, offers, choices.stays, mesh_dim)
@@ -78,7 +78,7 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
                 f"Replicate() first."
             )
         taken.append(best.strategy)
-        if best.strategy.way is not None and (way is None or way.name == PENDING):
+        if best.strategy.way is not None and not running:
             way, way_dim = best.strategy.way, mesh_dim
         if fused:
             considered.append((best, offers))
@@ -153,10 +153,18 @@ def _moving_us(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     return collective_us(nbytes, cost.typical(layout.mesh.device_type)) if nbytes else 0.0
 
 
+def _is_at_once(way: Way | None) -> bool:
+    """Whether it is a fused op that runs now, not one that may reduce a sum later."""
+    return way is not None and way.name != PENDING
+
+
 def _with_weight_in_place(
     call: Call, offers: list[Candidate], stays: int, mesh_dim: int
 ) -> list[Candidate]:
-    """Without those that move the weight, where a fused op leaves it where it is."""
+    """Without those that move the weight, where a fused op leaves it where it is.
+
+    They may be cheaper now, but its gradient would have to move back.
+    """
     here = call.inputs[stays].placements[mesh_dim]
     in_place = [o.strategy.inputs[stays] == here for o in offers]
     if not any(

@@ -49,7 +49,7 @@ def attention_plan(
     strategies.append(strategy(Replicate(), Replicate()))
     if any(_SEQUENCE in t.placements for t in (q, k, v)) and q.ndim == 4:
         for name, price in ((RING, _ring_us), (ULYSSES, _ulysses_us)):
-            us = partial(price, is_causal=is_causal, fits=_fits(q, k, v, enable_gqa))
+            us = partial(price, is_causal=is_causal, fits=_heads_differ(q, k, v, enable_gqa))
             strategies.append(strategy(_SEQUENCE, _SEQUENCE, Way(name, us)))
     return choose(call, Choices(strategies), [], [False] * len(call.inputs))
 
@@ -75,7 +75,7 @@ def _mask_placement(mask: Layout, q: Layout, placement: Placement) -> Placement:
     return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
 
 
-def _fits(q: Layout, k: Layout, v: Layout, enable_gqa: bool) -> str:
+def _heads_differ(q: Layout, k: Layout, v: Layout, enable_gqa: bool) -> str:
     if k.shape != v.shape:
         return "keys and values differ in shape"
     return "" if q.shape[1] == k.shape[1] or enable_gqa else "q and k differ in heads"
