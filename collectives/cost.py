@@ -101,6 +101,18 @@ class Machine:
 # For virtual ranks, whose measurements would mean nothing and who must all choose alike.
 _NOMINAL = Machine({str(torch.float32): 1e5}, 1e4, 10.0, 1e3, 200.0)
 
+# What layouts are chosen by: a node of 8 H100 on NVLink; one host whose ranks are processes.
+_TYPICAL = {
+    "cuda": Machine({"torch.float32": 4e8, "torch.bfloat16": 6e8}, 3e5, 4.0, 2e5, 20.0),
+    "cpu": Machine({"torch.float32": 4e4}, 6e3, 5.0, 1e3, 200.0),
+}
+
+
+def typical(device_type: str) -> Machine:
+    """Rates that are the same everywhere, for choices that all machines must make alike."""
+    return _TYPICAL.get(device_type, _TYPICAL["cpu"])
+
+
 _machines: dict[tuple[Group, str], Machine] = {}
 kept_by_group.append(_machines)
 

@@ -118,7 +118,7 @@ def _run_locally(
             continue
         mesh = mesh or arg.device_mesh
         if in_placements is not None:
-            arg = _placed(arg, placements, redistribute_inputs, i)
+            arg = _placed_for_map(arg, placements, redistribute_inputs, i)
         if in_grad_placements is not None and of_grad is None:
             raise ValueError(f"local_map: in_grad_placements of the DTensor argument {i} are None")
         local.append(arg.to_local(grad_placements=of_grad))
@@ -153,7 +153,7 @@ def _one_each(
     return placements
 
 
-def _placed(arg: DTensor, placements: PlacementType, redistribute: bool, i: int) -> DTensor:
+def _placed_for_map(arg: DTensor, placements: PlacementType, redistribute: bool, i: int) -> DTensor:
     if placements is None:
         raise ValueError(f"local_map: in_placements of the DTensor argument {i} are None")
     if arg.placements == tuple(placements):

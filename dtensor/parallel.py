@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.dtensor import DTensor, Replicate, Shard, distribute_module
 from weft.dtensor.api import distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
-from weft.dtensor.fused.linear import allow_in_graphs, linear_gathering_again
+from weft.dtensor.fused.products import allow_in_graphs, linear_gathering_again
 from weft.dtensor.layout.boxes import mesh_or_current
 
 __all__ = [
@@ -256,7 +256,10 @@ class _WeightSharding(ParallelStyle):
         return False
 
     def __repr__(self) -> str:
-        return _shown(self, "input_layouts", "output_layouts", "use_local_output")
+        return _shown(self, *_SHOWN)
+
+
+_SHOWN = "input_layouts", "output_layouts", "use_local_output"
 
 
 class ColwiseParallel(_WeightSharding):
@@ -300,6 +303,9 @@ class ColwiseParallel(_WeightSharding):
         if not self.keep_gathered and isinstance(module, nn.Linear) and _is_plain(module):
             vars(module)["forward"] = partial(_gathering_again, module)
         return super()._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return _shown(self, *_SHOWN, "keep_gathered")
 
     def _linear_takes(self, module: nn.Module, x: DTensor) -> bool:
         # A subclass may do more with its input than multiply it.

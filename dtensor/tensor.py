@@ -517,21 +517,30 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: DTensor, grad_placements: Placements, target: Layout | None
+    ) -> torch.Tensor:
         ctx.layout = tensor._layout.with_placements(grad_placements)
+        if target is not None:
+            return local_as(tensor, target)
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return as_global(grad, ctx.layout), None
+        return as_global(grad, ctx.layout), None, None
 
 
-def local_part(tensor: DTensor, grad_placements: Placements) -> torch.Tensor:
-    """`tensor.to_local` for placements that are already normalized."""
+def local_part(
+    tensor: DTensor, grad_placements: Placements, target: Layout | None = None
+) -> torch.Tensor:
+    """`tensor.to_local` for placements that are already normalized, as `target` places it.
+
+    The gradient is not moved back: it is placed as `grad_placements` say.
+    """
     if needs_grad(tensor):
-        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements))
-    return tensor._local_tensor
+        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements, target))
+    return tensor._local_tensor if target is None else local_as(tensor, target)
 
 
 def local_as(tensor: torch.Tensor, target: Layout) -> torch.Tensor:
@@ -577,10 +586,10 @@ def redistributed(
     if needs_grad(tensor):
         return cast(DTensor, record(_Redistribute, tensor, target, backward_dtype, async_op))
     local = tensor._local_tensor.to(target.dtype)
-    return _moved(local, layout.with_dtype(target.dtype), target, async_op)
+    return _as_placed(local, layout.with_dtype(target.dtype), target, async_op)
 
 
-def _moved(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
+def _as_placed(local: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> DTensor:
     if source == target:
         return wrap(local, target)
     result = move_async(local, source, target) if async_op else move(local, source, target)
@@ -604,7 +613,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = layout.reduced()
         local = tensor._local_tensor.to(target.dtype)
         source = layout.with_dtype(target.dtype)
-        return _moved(local.view_as(local), source, target, async_op)
+        return _as_placed(local.view_as(local), source, target, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:

@@ -192,7 +192,8 @@ class Decision:
     """One call of an op: which engine ran it, and why.
 
     `collective` is what a redistribution amounts to; empty for other ops. `ranks` is the size of
-    the group; 0 where it is not told.
+    the group; 0 where it is not told. `candidates` are the layouts and fused ops that a call of
+    DTensors chose from, one a line, with their predicted times or why they are impossible.
     """
 
     op: str
@@ -201,14 +202,16 @@ class Decision:
     shapes: str = ""
     collective: str = ""
     ranks: int = 0
+    candidates: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shapes = f"({self.shapes})" if self.shapes else ""
-        return f"{self.op}{shapes}: {self.engine}, {self.why}"
+        line = f"{self.op}{shapes}: {self.engine}, {self.why}"
+        return "\n    ".join([line, *self.candidates])
 
 
 class Explanation(tuple[Decision, ...]):
-    """What `weft.explain` saw, in order. Prints as one line a call."""
+    """What `weft.explain` saw, in order. Prints as a line a call, candidates below it."""
 
     result: Any
 
@@ -222,11 +225,17 @@ def tracing() -> bool:
 
 
 def record(
-    op: str, engine: str, why: str, shapes: str = "", collective: str = "", ranks: int = 0
+    op: str,
+    engine: str,
+    why: str,
+    shapes: str = "",
+    collective: str = "",
+    ranks: int = 0,
+    candidates: tuple[str, ...] = (),
 ) -> None:
     """Tell listeners (`weft.explain`) that `engine` runs `op`."""
     for listener in _listeners.get():
-        listener(Decision(op, engine, why, shapes, collective, ranks))
+        listener(Decision(op, engine, why, shapes, collective, ranks, candidates))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def backward(
     inputs: Sequence[Any] | None = None,
 ) -> None:
     """`torch.autograd.backward`, with the arguments in the form in which torch passes them on."""
-    _run(
+    _run_backward(
         autograd.backward, tensors, grad_tensors, retain_graph, create_graph, inputs or (),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def grad(
     """`torch.autograd.grad`, with the arguments in the form in which torch passes them on."""
     if is_grads_batched:
         return NotImplemented
-    found = _run(
+    found = _run_backward(
         autograd.grad, outputs, grad_outputs, retain_graph, create_graph, inputs,
         allow_unreachable=materialize_grads if allow_unused is None else allow_unused,
         accumulate_grad=False,
@@ -80,7 +80,7 @@ def grad(
     )
 
 
-def _run(
+def _run_backward(
     function: Any,
     tensors: Sequence[Any],
     given: Any,

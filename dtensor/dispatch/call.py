@@ -30,11 +30,30 @@ from weft.dtensor.layout.boxes import (
 Op = Callable[..., Any]
 
 
+class Way(NamedTuple):
+    """How a fused op serves a strategy along one mesh dim; `fused` has what runs it.
+
+    Attributes:
+        name: of the fused op; `PENDING` for a sum whose reduction is fused later, if it can be.
+        price: us that (call, mesh dim) takes beyond its computation, or why it is impossible.
+    """
+
+    name: str
+    price: Callable[[Call, int], float | str]
+
+
+PENDING = "pending"
+
+
 class Strategy(NamedTuple):
-    """For one mesh dim: how each tensor argument must be placed, and how each result then is."""
+    """For one mesh dim: how each tensor argument must be placed, and how each result then is.
+
+    Without a `way` the arguments are moved first, and the op then runs on each rank's parts.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+    way: Way | None = None
 
 
 Localize = Callable[["Call", list[Layout], list[Layout]], Op]
@@ -47,19 +66,25 @@ class Choices:
     Attributes:
         strategies: alternatives for each mesh dim; the cheapest is taken, the first among equals.
         localize: makes the local op from the chosen layouts, if it is not the op itself.
+        stays: position of an argument that is not moved where a fused op can do without: the weight
+            of a linear, which a plan has placed.
     """
 
     strategies: list[Strategy]
     localize: Localize | None = None
+    stays: int | None = None
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A rule's decision for all mesh dims at once."""
+    """A rule's decision for all mesh dims at once; `way` is that of mesh dim `way_dim`."""
 
     inputs: list[Placements]
     outputs: list[Placements]
     localize: Localize | None = None
+    way: Way | None = None
+    way_dim: int = 0
+    considered: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)

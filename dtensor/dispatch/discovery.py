@@ -71,7 +71,7 @@ def discovered(call: Call, writes: Sequence[int]) -> tuple[list[Strategy], bool]
         return [], False
     strategies: list[Strategy] = []
     refuses = False
-    for placement, dims in _candidates(call):
+    for placement, dims in _cuts_to_try(call):
         outputs, refused = _probed(call, dims, writes, _leaves_empty(call, dims))
         if outputs is None:
             continue
@@ -129,7 +129,7 @@ def _may_probe(call: Call) -> bool:
     return not any(not (is_inexact(t.dtype) or t.dtype == torch.bool) for t in call.inputs)
 
 
-def _candidates(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
+def _cuts_to_try(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
     """For each shard of a tensor: the others cut along a dim of the same size, or replicated."""
     seen: set[tuple[int | None, ...]] = set()
     count = 0
@@ -228,7 +228,7 @@ def _probe(
     for seed, draw in enumerate([*numbers, *masks]):
         rng = torch.Generator().manual_seed(seed)
         tensors = [draw(rng, shape, t.dtype) for shape, t in zip(shapes, call.inputs, strict=True)]
-        whole = _run(call, tensors, writes)
+        whole = _run_copies(call, tensors, writes)
         if whole is None and seed >= len(numbers):
             return None, False  # a small `source` has too few values for the mask, say
         if whole is None:  # not every op takes NaN
@@ -288,7 +288,7 @@ def _compare(
             for t, d in zip(tensors, dims, strict=True)
         ]
         start += length
-        part = _run(call, mine, writes)
+        part = _run_copies(call, mine, writes)
         if part is None or len(part) != len(whole):
             return None
         parts.append(part)
@@ -337,7 +337,7 @@ def _varies(result: torch.Tensor) -> bool:
     return bool((flat != flat[0]).any()) and not bool((flat != flat).all())
 
 
-def _run(
+def _run_copies(
     call: Call, tensors: list[torch.Tensor], writes: tuple[int, ...]
 ) -> list[torch.Tensor] | None:
     """Results, or what is written, of the op on these tensors; None where it refuses them."""

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from weft.collectives.ranks.group import forget_meshes, is_plain
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.call import Op, leaves, map_tree
-from weft.dtensor.dispatch.planning import Plan, make_plan, quickest
+from weft.dtensor.dispatch.planning import CallPlan, make_plan, quickest
 from weft.dtensor.dispatch.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.dispatch.views import CopiedView, NoViewError, as_copies
 from weft.dtensor.layout.boxes import Layout, check_dense, layout_of
@@ -37,7 +37,7 @@ from weft.dtensor.tracing.graph_breaks import unless_traced
 
 _MAX_PLANS = 8192
 # The first entry of a key is the id of an op, or a torch function that `learn` knows; see `_read`.
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], CallPlan] = {}
 forget_meshes.append(_plans.clear)
 
 
@@ -213,7 +213,7 @@ def dispatch(
             run = plan.local
             result = run(*local_args, **local_kwargs) if local_kwargs else run(*local_args)
         except NoViewError:
-            return _follow(plan, args, kwargs or {}, local_args, local_kwargs)
+            return _run_with_moves(plan, args, kwargs or {}, local_args, local_kwargs)
         if isinstance(layout, Layout):
             return wrap(result, layout)
         return type(layout)([wrap(*pair) for pair in zip(result, layout, strict=True)])
@@ -226,19 +226,33 @@ def dispatch(
         if known or layout is None:  # autograd has not seen the write, or does not count it
             torch._C._increment_version(result if layout is None else (result,))
         return result if known or layout is not None else None
-    return NotImplemented if known else _follow(plan, args, kwargs or {}, local_args, local_kwargs)
+    return (
+        NotImplemented
+        if known
+        else _run_with_moves(plan, args, kwargs or {}, local_args, local_kwargs)
+    )
+
+
+def run_plan(plan: CallPlan, *args: DTensor | None) -> Any:
+    """Run the plan of an op of ours, as `plan_of` has made it, below autograd."""
+    check_all()
+    given = [a for a in args if a is not None]
+    own = [a._local_tensor for a in given]
+    if plan.simple:
+        return wrap(plan.local(*own), plan.result)
+    return _run_with_moves(plan, given, {}, own, {})
 
 
 _is_inference_mode = torch.is_inference_mode_enabled
 # In place of a plan: look again, with a key that contains the values of the floats.
-_BY_VALUE = Plan(lambda: None)
+_BY_VALUE = CallPlan(lambda: None)
 
 
 def _floats_in(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
     return [a for a in leaves([args, kwargs]) if type(a) in (float, complex)]
 
 
-def _remember(key: tuple[Any, ...], plan: Plan) -> None:
+def _remember(key: tuple[Any, ...], plan: CallPlan) -> None:
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -262,9 +276,9 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
         getattr(op, "_opname", "").strip("_") not in (name, _OPERATORS.get(name))
         or torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         or len(op_args) < len(args)
-        or not all(map(_same, args, op_args))
+        or not all(map(_passed_on, args, op_args))
         or not all(type(a) in _CONSTANTS for a in (*rest, *kwargs.values(), *op_kwargs.values()))
-        or not _same(result, args[0] if op_result is None else op_result)
+        or not _passed_on(result, args[0] if op_result is None else op_result)
     ):
         return False
     plan = _plans.get(_read(op, op_args, op_kwargs, False)[0])
@@ -292,17 +306,17 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def _same(a: Any, b: Any) -> bool:
+def _passed_on(a: Any, b: Any) -> bool:
     """Whether a function passed `a` on to its op unchanged (a dim may become a list of it)."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_passed_on, a, b))
     if type(a) is int and isinstance(b, list):
         return [a] == b
     return a is b or (type(a) is type(b) and type(a) in (int, float, bool) and bool(a == b))
 
 
-def _follow(
-    plan: Plan,
+def _run_with_moves(
+    plan: CallPlan,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     local_args: list[Any],
@@ -322,13 +336,13 @@ def _follow(
         for hook in before_write:
             hook(written)
         for position in plan.writes:
-            _settle(tensors[position])
+            _compute_now(tensors[position])
     moved: list[torch.Tensor] = []
     if plan.moves is not None:
         for target, tensor in zip(plan.moves, tensors, strict=True):
             if isinstance(tensor, DTensor):
                 check_explicit(lambda: plan.title, tensor._layout, target)
-        moved = list(_moved(plan.moves, tensors))
+        moved = list(_moved_arguments(plan.moves, tensors))
         each = iter(moved)
         local_args, local_kwargs = map_tree(
             [list(args), kwargs], lambda a: next(each) if isinstance(a, torch.Tensor) else a
@@ -346,7 +360,7 @@ def _follow(
     return _wrap_tree(result, plan.result, tensors)
 
 
-def _as_expected(result: Any, plan: Plan) -> bool:
+def _as_expected(result: Any, plan: CallPlan) -> bool:
     """Whether the local results have the shapes and dtypes that meta tensors predicted.
 
     If so, this is not checked again. If not, replicated results are taken as they are.
@@ -391,7 +405,7 @@ def _wrap_tree(result: Any, layouts: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _view(
-    plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    plan: CallPlan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]
 ) -> Any:
     """Run a view op: an alias of the local tensor if possible, else a copy that writes back."""
     source: DTensor = args[0]
@@ -414,7 +428,7 @@ def _blank(layout: Any) -> Any:
     return wrap(torch.empty(0, device=device), layout) if isinstance(layout, Layout) else layout
 
 
-def _settle(tensor: torch.Tensor) -> None:
+def _compute_now(tensor: torch.Tensor) -> None:
     """Compute a deferred local tensor before it is written."""
     if not isinstance(tensor, DTensor) or isinstance(tensor._pending, (CopiedView, type(None))):
         return
@@ -422,7 +436,7 @@ def _settle(tensor: torch.Tensor) -> None:
     tensor._pending = None
 
 
-def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: Plan, position: int) -> None:
+def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: CallPlan, position: int) -> None:
     """After a write, bring the result back to the tensor, and to the base of a copied view."""
     if not isinstance(tensor, DTensor):
         return
@@ -433,7 +447,9 @@ def _store(tensor: torch.Tensor, moved: torch.Tensor | None, plan: Plan, positio
         tensor._pending.store()
 
 
-def _moved(moves: list[Layout | None], tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _moved_arguments(
+    moves: list[Layout | None], tensors: list[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     for target, tensor in zip(moves, tensors, strict=True):
         if target is None or (isinstance(tensor, DTensor) and target == tensor._layout):
             yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor

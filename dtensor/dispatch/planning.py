@@ -1,8 +1,8 @@
 """Planning: how each rank does its part of one kind of call.
 
 The op runs once on meta tensors, which gives the global results. A rule (in `rules`) offers
-strategies for one mesh dim, and each mesh dim takes the one that moves the fewest bytes. All of
-this follows from the call alone, so it is the same on every rank.
+strategies for one mesh dim, fused ops among them, and each mesh dim takes the cheapest
+(`pricing.py`). All of this follows from the call alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 
 from weft import settings
 from weft.collectives.ranks.group import unwatched
@@ -28,6 +28,7 @@ from weft.dtensor.dispatch.call import (
     Op,
     Rule,
     Strategy,
+    Way,
     leaves,
     map_tree,
     rules,
@@ -35,15 +36,16 @@ from weft.dtensor.dispatch.call import (
 )
 from weft.dtensor.dispatch.cross_mesh import of_one_mesh
 from weft.dtensor.dispatch.discovery import discovered
+from weft.dtensor.dispatch.pricing import choose
 from weft.dtensor.dispatch.variants import by_functional
-from weft.dtensor.layout.boxes import Layout, check_dense, is_open, is_shard, layout_of, shard_dim
-from weft.dtensor.move.transfers import transition_bytes
+from weft.dtensor.layout.boxes import Layout, check_dense, is_open, layout_of
+from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class CallPlan:
     """What one kind of call does on this rank.
 
     Attributes:
@@ -64,6 +66,9 @@ class Plan:
             back.
         decomposed: a function of DTensors that computes the op, instead of all this.
         op: the op that it is the plan of; for a torch function, the op that the function runs.
+        way: the fused op that was the cheapest, along mesh dim `way_dim`, which does what is left
+            after the moves; the caller runs it.
+        considered: the candidates of each mesh dim, for `weft.explain`; only where some are fused.
     """
 
     local: Op
@@ -79,6 +84,9 @@ class Plan:
     writes: tuple[int, ...] = ()
     decomposed: Op | None = None
     op: Op | None = None
+    way: Way | None = None
+    way_dim: int = 0
+    considered: Sequence[Any] = ()
 
     def only_computes(self) -> bool:
         """Whether there is nothing to do but run `local` and wrap its result(s)."""
@@ -92,7 +100,7 @@ class Plan:
         )
 
 
-def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
     """The plan of one kind of call, the same on every rank."""
     tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     mesh = next(t._layout.mesh for t in tensors if isinstance(t, DTensor))
@@ -100,19 +108,29 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         if not isinstance(tensor, DTensor):
             check_dense(str(func), tensor)
     call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
-    plain = [not isinstance(t, DTensor) for t in tensors]
+    return _plan_of_call(call, [not isinstance(t, DTensor) for t in tensors])
+
+
+@cached
+def plan_of(op: Op, *layouts: Layout | None) -> CallPlan:
+    """The plan of an op of ours on DTensors of these layouts, kept as the layouts are."""
+    return _plan_of_call(Call(op, layouts, {}), [False] * len(layouts))
+
+
+def _plan_of_call(call: Call, plain: list[bool]) -> CallPlan:
+    func, mesh = call.op, call.mesh
     if any(layout.mesh != mesh for layout in call.inputs):
-        return Plan(func, decomposed=of_one_mesh(func, call))
+        return CallPlan(func, decomposed=of_one_mesh(func, call))
     writes = written(call)
     outside = call.inputs[0].index is None
     if outside and writes:
         return _outside(call, writes, [])
     other_way = by_functional(func, call)
     if other_way is not None:
-        return Plan(func, decomposed=other_way)
+        return CallPlan(func, decomposed=other_way)
     find = _rule_of(func, call.name)
     if find is None and (parts := _composite(func)):
-        return Plan(func, decomposed=parts)
+        return CallPlan(func, decomposed=parts)
     _learn_outputs(call)
     if outside and (find is None or call.output_tree is _DYNAMIC):
         return _outside(call, writes, [])
@@ -121,7 +139,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if isinstance(decision, Decomposed):
         if outside:
             return _outside(call, writes, [])
-        return Plan(func, decomposed=decision.function)
+        return CallPlan(func, decomposed=decision.function)
     if isinstance(decision, Choices):
         decision = choose(call, decision, writes, plain)
     return _planned(call, decision, writes, plain, known)
@@ -129,7 +147,7 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
 
 def _planned(
     call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
-) -> Plan:
+) -> CallPlan:
     """The plan of a call whose placements are decided: by a rule if `known`, else by trying it."""
     targets = [
         layout.with_placements(placements)
@@ -141,7 +159,10 @@ def _planned(
         for meta, placements in zip(call.outputs, decision.outputs, strict=True)
     ]
     if call.inputs[0].index is None:
-        return _outside(call, writes, results)
+        plan = _outside(call, writes, results)
+        plan.way = decision.way
+        plan.result = results[0] if decision.way else plan.result
+        return plan
     if decision.localize is None:
         local = _refusal(call, targets) or _local_op(call)
     else:
@@ -152,7 +173,7 @@ def _planned(
         local = agreed(local, call.inputs[0], str(call), *fault)
     if torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ()):
         local = with_equal_state(local, call.mesh)
-    plan = Plan(
+    plan = CallPlan(
         local,
         moves if any(moves) else None,
         title=str(call),
@@ -160,6 +181,9 @@ def _planned(
         dynamic=call.output_tree is _DYNAMIC,
         inverse=_LAZY.get(call.op),
         is_view=_is_view(call),
+        way=decision.way,
+        way_dim=decision.way_dim,
+        considered=decision.considered,
     )
     if plan.dynamic:
         return plan
@@ -216,7 +240,7 @@ def _composite(func: Op) -> Op | None:
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
+def _outside(call: Call, writes: list[int], results: list[Layout]) -> CallPlan:
     """The plan of a process outside of the mesh: it computes nothing and gets empty results.
 
     They are placed as inside the mesh if that is known, so that they can be redistributed.
@@ -239,7 +263,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
     if writes:
         returned = _returned(call, writes)
         result = returned[0] if returned and len(returned) == 1 else returned
-        return Plan(nothing, result=result, writes=tuple(writes))
+        return CallPlan(nothing, result=result, writes=tuple(writes))
 
     def empty(layout: Layout) -> Any:
         device = call.mesh.device_type
@@ -249,7 +273,7 @@ def _outside(call: Call, writes: list[int], results: list[Layout]) -> Plan:
         each = iter(results)
         return map_tree(call.output_tree, lambda a: empty(next(each)) if isinstance(a, Meta) else a)
 
-    return Plan(nothing, decomposed=run)
+    return CallPlan(nothing, decomposed=run)
 
 
 _DYNAMIC = object()
@@ -321,7 +345,7 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     if name in _INDEXED and (
         integers & set(cut)
         # If a rank has nothing to pick from, torch may not look at the indices.
-        or (integers & {t.dtype for t in targets} and any(map(_leaves_empty, targets)))
+        or (integers & {t.dtype for t in targets} and any(map(_is_empty_somewhere, targets)))
     ):
         return _INDEXED[name], "an index is out of range"
     divides = name in _DIVIDING and isinstance(call.args[1], Layout)
@@ -360,7 +384,7 @@ def _refusal(call: Call, targets: list[Layout]) -> Op | None:
     return None
 
 
-def _leaves_empty(layout: Layout) -> bool:
+def _is_empty_somewhere(layout: Layout) -> bool:
     """Whether some rank holds nothing of a tensor that others hold parts of."""
     if not layout.cut_dims or any(map(is_open, layout.shape)):
         return False
@@ -488,47 +512,3 @@ def _unknown(call: Call, writes: list[int]) -> Choices:
         how = "a rule was found by probing it" if found else "no sharding rule for it"
         settings.record(call.name, "discovered" if found else "replicated", how, str(call))
     return Choices([call.whole, *found])
-
-
-def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
-    """Take the cheapest strategy for each mesh dim."""
-    taken: list[Strategy] = []
-    for mesh_dim in range(call.mesh.ndim):
-        prices = [_price(call, s, mesh_dim, writes, plain) for s in choices.strategies]
-        known = [price for price in prices if price is not None]
-        if not known:
-            raise RuntimeError(
-                f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
-                f"Replicate() first."
-            )
-        taken.append(choices.strategies[prices.index(min(known))])
-    inputs, outputs = zip(*taken, strict=True)
-    return Chosen([*zip(*inputs, strict=True)], [*zip(*outputs, strict=True)], choices.localize)
-
-
-def _price(
-    call: Call, strategy: Strategy, mesh_dim: int, writes: list[int], plain: list[bool]
-) -> tuple[float, int] | None:
-    """(bytes, tensors that change) of a strategy on one mesh dim; None if it is impossible."""
-    total, changes = 0.0, 0
-    for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
-        old = layout.placements[mesh_dim]
-        if old == wanted:
-            continue
-        if plain[i] and (i in writes or layout.shape == ()):
-            return None
-        if isinstance(wanted, Partial) and not isinstance(old, Replicate):
-            return None
-        if is_shard(wanted) and shard_dim(wanted) >= len(layout.shape):
-            return None
-        total += transition_bytes(layout, mesh_dim, wanted)
-        if i in writes:  # and back
-            there = list(layout.placements)
-            there[mesh_dim] = wanted
-            total += transition_bytes(layout.with_placements(there), mesh_dim, old)
-        changes += 1
-    if len(writes) == len(strategy.outputs) and any(
-        strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
-    ):
-        return None  # an in-place result keeps the placement of the tensor that is written
-    return total, changes

@@ -1,5 +1,6 @@
 """Calls that run as fused kernels, caught above autograd.
 
 May import the rooms `layout`, `move`, `tracing`, `dispatch` and `rules` of `dtensor`. Read
-`functional` (which calls are caught), `linear`, `attention`, `loss`, `context_parallel`.
+`functional` (which calls are caught), `products` (those that multiply), `linear` (how they run),
+`attention`, `loss`, `context_parallel`.
 """

@@ -1,4 +1,4 @@
-"""Attention of DTensors: on each rank's batch, heads or rows, or by ring attention."""
+"""Attention of DTensors as `rules.attention` has placed it: ring or Ulysses or neither."""
 
 from __future__ import annotations
 
@@ -7,49 +7,25 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Partial, Replicate
 from torch.nn import functional
 
+from weft import settings
 from weft.collectives import chunk_sizes
-from weft.dtensor.fused.linear import is_dtensor
+from weft.dtensor.dispatch.call import Chosen
+from weft.dtensor.dispatch.pricing import told
+from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
     contiguous_stride,
     is_shard,
     layout_of,
-    shard_dim,
 )
 from weft.dtensor.move.explicit import check_explicit
+from weft.dtensor.rules.attention import RING, attention_plan
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed
-from weft.kernels import ring_attention
-
-
-def _attention_dim(
-    dim: int, q: Layout, k: Layout, v: Layout, whole_rows: bool
-) -> tuple[Placement, Placement]:
-    """How q, and how k and v, are placed along one mesh dim."""
-    n_batch = len(q.shape) - 2
-    placements = [t.placements[dim] for t in (q, k, v)]
-    for p in placements:
-        if type(p) is Shard and p.dim < n_batch:
-            heads = {t.shape[p.dim] for t in (q, k, v)}
-            every = zip(q.placements, k.placements, v.placements, strict=True)
-            cuts = math.prod(n for n, ps in zip(q.place.sizes, every, strict=True) if p in ps)
-            # Fewer heads of keys: each rank has those of its queries if all are cut evenly.
-            if len(heads) == 1 or all(n % cuts == 0 for n in heads):
-                return p, p
-    if whole_rows and placements[0] == Shard(n_batch):
-        return Shard(n_batch), Replicate()
-    return Replicate(), Replicate()
-
-
-def _mask_placement(mask: Layout, q: Layout, placement: Placement) -> Placement:
-    if not is_shard(placement):
-        return Replicate()
-    own = shard_dim(placement) - (len(q.shape) - len(mask.shape))
-    return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
+from weft.kernels import ring_attention, ulysses_attention
 
 
 def attention(
@@ -74,24 +50,24 @@ def attention(
         return _attention_step_by_step(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-    around = [d for d in range(q.mesh.ndim) if _cut_by_sequence(d, q, k, v)]
-    heads_fit = q.shape[1:2] == k.shape[1:2] or enable_gqa
-    if len(around) == 1 and attn_mask is None and k.shape == v.shape and heads_fit:
-        return _attention_around(around[0], query, key, value, is_causal, scale)
-    pairs = [_attention_dim(d, q, k, v, not is_causal) for d in range(q.mesh.ndim)]
-    rows, shared = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    mask = None if attn_mask is None else attn_mask._layout
+    plan = attention_plan(q, k, v, mask, is_causal, enable_gqa)
+    if settings.tracing() and plan.considered:
+        why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
+        shapes, lines = ", ".join(map(repr, (q, k, v))), told(plan.considered)
+        settings.record("attention", "shards", why, shapes, candidates=lines)
+    rows = plan.outputs[0]
     if q.index is None:
         return outside_result(_layout_of_result(rows, q, v), query, key, value, attn_mask)
+    if plan.way is not None:
+        return _attention_around(plan, query, key, value, is_causal, scale)
     # The rows of q on this rank give one term of the gradients of k, v and the mask.
-    of_shared = _grad_placements(rows, shared)
-    q_local = local_part(_placed(query, rows), rows)
-    k_local = local_part(_placed(key, shared), of_shared)
-    v_local = local_part(_placed(value, shared), of_shared)
-    mask_local = None
-    if attn_mask is not None:
-        mask = attn_mask._layout
-        placed = tuple(_mask_placement(mask, q, p) for p in rows)
-        mask_local = local_part(_placed(attn_mask, placed), _grad_placements(rows, placed))
+    given = [t for t in (query, key, value, attn_mask) if t is not None]
+    q_local, k_local, v_local, *masks = (
+        local_part(_placed(t, placed), _grad_placements(rows, placed))
+        for t, placed in zip(given, plan.inputs, strict=True)
+    )
+    mask_local = masks[0] if masks else None
     if q_local.numel():
         y = functional.scaled_dot_product_attention(
             q_local,
@@ -135,28 +111,20 @@ def _placed(tensor: DTensor, placements: Placements) -> DTensor:
     return redistributed(tensor, target)
 
 
-def _cut_by_sequence(dim: int, q: Layout, k: Layout, v: Layout) -> bool:
-    """Whether query, key and value (batch, heads, sequence, width) share a mesh dim by sequence."""
-    if len(q.shape) != 4 or q.place.sizes[dim] == 1 or not q.place.ascends[dim]:
-        return False
-    return all(t.placements[dim] == Shard(2) for t in (q, k, v))
-
-
 def _attention_around(
-    dim: int, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
+    plan: Chosen, query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None
 ) -> Any:
-    """Attention to keys that are sharded along mesh dim `dim`, by ring attention."""
-    q, k, v = query._layout, key._layout, value._layout
-    rows = tuple(
-        Shard(2) if d == dim else _attention_dim(d, q, k, v, False)[0] for d in range(q.mesh.ndim)
-    )
-    if q.index is None:
-        return outside_result(_layout_of_result(rows, q, v), query, key, value)
+    """Attention to keys that are sharded along a mesh dim, by the fused op of the plan."""
+    assert plan.way is not None
+    q, k, v, dim = query._layout, key._layout, value._layout, plan.way_dim
+    rows = plan.outputs[0]
     parts = [local_part(_placed(t, rows), rows) for t in (query, key, value)]
     world_size = q.place.sizes[dim]
     whole = tuple(Replicate() if d == dim else p for d, p in enumerate(rows))
-    check_explicit(lambda: "ring attention", k.with_placements(rows), k.with_placements(whole))
-    y = ring_attention(
+    name = plan.way.name
+    check_explicit(lambda: name, k.with_placements(rows), k.with_placements(whole))
+    attend = ring_attention if name == RING else ulysses_attention
+    y = attend(
         parts[0],
         parts[1],
         parts[2],

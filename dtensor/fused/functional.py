@@ -20,8 +20,8 @@ from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused.attention import attention, stride_like
-from weft.dtensor.fused.linear import addmm, einsum, is_dtensor, linear, matmul, mm
 from weft.dtensor.fused.loss import cross_entropy
+from weft.dtensor.fused.products import addmm, bmm, einsum, is_dtensor, linear, matmul, mm
 from weft.dtensor.layout.boxes import is_shard, layout_of, shard_dim
 from weft.dtensor.rules.nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
@@ -268,6 +268,8 @@ _handlers: dict[Any, _Handler] = {
     torch.Tensor.__matmul__: matmul,
     torch.mm: mm,
     torch.Tensor.mm: mm,
+    torch.bmm: bmm,
+    torch.Tensor.bmm: bmm,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
     torch.einsum: einsum,

@@ -186,14 +186,16 @@ class _Parts:
             grads = list(map(_grad_of, flat))
         if not (
             len(groups) == len(self._params)
-            and all(map(_same, groups, self._params))
-            and _same(list(map(_layout_of, flat)), self._layouts)
+            and all(map(_same_objects, groups, self._params))
+            and _same_objects(list(map(_layout_of, flat)), self._layouts)
             and set(map(type, grads)) == {DTensor}
-            and _same(list(map(_layout_of, grads)), self._layouts)
-            and _same(list(map(_local_of, self.written)), self._locals)
+            and _same_objects(list(map(_layout_of, grads)), self._layouts)
+            and _same_objects(list(map(_local_of, self.written)), self._locals)
             and list(map(_address_of, map(_local_of, flat))) == self._addresses
             and _stateless(optimizer) == self._stateless
-            and _same(_values_of(optimizer.state.get(p, {}) for p in self._stateful), self._values)
+            and _same_objects(
+                _values_of(optimizer.state.get(p, {}) for p in self._stateful), self._values
+            )
         ):
             return False
         for part, grad in zip(self._own, map(_local_of, grads), strict=True):
@@ -211,7 +213,7 @@ class _Parts:
             return False
         for part in self._own:
             part.grad = None
-        return _same(_values_of(self._own_states), self._own_values)
+        return _same_objects(_values_of(self._own_states), self._own_values)
 
 
 # A state that has been replaced stays alive here until the next step.
@@ -228,7 +230,7 @@ def _stateless(optimizer: Any) -> list[bool]:
     return [kind is torch.optim.SGD and g["momentum"] == 0 for g in optimizer.param_groups]
 
 
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether these are the same objects."""
     return len(a) == len(b) and all(map(is_, a, b))
 

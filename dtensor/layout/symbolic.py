@@ -63,7 +63,9 @@ def layout_in_graph(
 ) -> Layout:
     """`layout_of`, for symbolic sizes; those that cannot stay open are specialized."""
     strided = {shard_dim(p) for p in placements if is_shard(p) and pieces_of(p) > 1}
-    for dim, (n, parts) in enumerate(zip(shape, _parts(mesh, placements, len(shape)), strict=True)):
+    for dim, (n, parts) in enumerate(
+        zip(shape, _parts_of_dims(mesh, placements, len(shape)), strict=True)
+    ):
         if is_open(n) and (dim in strided or n % parts != 0):
             int(n)
     sizes, strides = tuple(map(_settled, shape)), tuple(map(_settled, stride))
@@ -77,7 +79,7 @@ def _settled(n: int) -> int:
     return n if known is None else known
 
 
-def _parts(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
+def _parts_of_dims(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
     """Into how many parts each tensor dim is cut."""
     parts = [1] * ndim
     for placement, size in zip(placements, place_of(mesh).sizes, strict=True):
@@ -91,9 +93,18 @@ def relate(
 ) -> None:
     """Add a guard to the graph for each open size: whether all ranks hold as much as this one."""
     if any(map(is_open, shape)) and place_of(mesh).index is not None:
-        parts = _parts(mesh, placements, len(shape))
+        parts = _parts_of_dims(mesh, placements, len(shape))
         for n, own, count in zip(shape, local_shape, parts, strict=True):
             bool(n == own * count)  # asking for the value adds the guard, whichever it is
+
+
+def present(number: float) -> float:
+    """A number as it is at present, without a condition of the graph on it.
+
+    For what a graph for other sizes may do in the same way: it is right, if not the cheapest.
+    """
+    is_symbol = isinstance(number, (torch.SymInt, torch.SymFloat))
+    return float(cast(Any, number).node.hint) if is_symbol else number
 
 
 _Cached = TypeVar("_Cached", bound=Callable[..., Any])

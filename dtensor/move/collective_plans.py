@@ -28,7 +28,7 @@ from weft.dtensor.layout.boxes import (
     runs_of,
     shard_dim,
 )
-from weft.dtensor.move.transfers import STEP_BYTES, Plan, Step, bytes_moved, overlap, plan
+from weft.dtensor.move.transfers import STEP_BYTES, MovePlan, Step, bytes_moved, overlap, plan
 
 # How much longer a byte takes between hosts than inside one.
 _BETWEEN_HOSTS = 5
@@ -38,13 +38,13 @@ _Cuts = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
-def collective_plan(source: Layout, target: Layout) -> Plan:
+def collective_plan(source: Layout, target: Layout) -> MovePlan:
     """The cheapest steps through process groups, some of which may span hosts.
 
     A step changes one mesh dim, within that dim's groups, or all at once, among all ranks.
     """
     if source is target:
-        return Plan(source, target, ())
+        return MovePlan(source, target, ())
     check_partials(source.placements, source.dtype)
     pairs = list(zip(source.placements, target.placements, strict=False))
     if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
@@ -77,7 +77,7 @@ def collective_plan(source: Layout, target: Layout) -> Plan:
     while (last := came_from[stops[-1]]) is not None:
         stops.append(last)
     layouts = map(ways.layout, reversed(stops))
-    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
+    return MovePlan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(layouts))))
 
 
 forget_meshes.append(collective_plan.cache_clear)
@@ -118,7 +118,7 @@ class _Ways:
         self.start, self.goal = (
             tuple(map(list.index, self.choices, end.placements)) for end in (source, target)
         )
-        self.options = list(map(_options, self.choices, target.placements, self.sizes))
+        self.options = list(map(_options_of, self.choices, target.placements, self.sizes))
         self.slowness = [_slowness(source, dim) for dim in range(len(self.sizes))]
         # Bytes that a rank holds at the goal, on average.
         self.wanted = source.global_bytes / math.prod(o.parts for o in self._at(self.goal))
@@ -180,7 +180,9 @@ class _Ways:
     def _shared(self, here: Shape) -> Iterator[int]:
         """How many of the goal's elements each rank holds."""
         dims = zip(self.source.shape, self._cuts(here), self._cuts(self.goal), strict=True)
-        return map(math.prod, zip(*[_shared(n, self.sizes, a, b) for n, a, b in dims], strict=True))
+        return map(
+            math.prod, zip(*[_in_both(n, self.sizes, a, b) for n, a, b in dims], strict=True)
+        )
 
     def _cuts(self, here: Shape) -> list[_Cuts]:
         cuts: list[_Cuts] = [()] * self.source.ndim
@@ -197,7 +199,7 @@ def _choices(old: Placement, new: Placement, shards: list[int]) -> list[Placemen
     return [old] if old == new and isinstance(old, Partial) else distinct([old, Replicate(), new])
 
 
-def _options(choices: list[Placement], goal: Placement, size: int) -> list[_Option]:
+def _options_of(choices: list[Placement], goal: Placement, size: int) -> list[_Option]:
     """The choices of a mesh dim of `size`."""
     cuts = list(map(shard_dim, choices))
     most = size if max(cuts) >= 0 else 1
@@ -226,7 +228,7 @@ def _held(length: int, sizes: Shape, cuts: _Cuts) -> list[Runs]:
 
 
 @lru_cache(maxsize=256)
-def _shared(length: int, sizes: Shape, here: _Cuts, there: _Cuts) -> list[int]:
+def _in_both(length: int, sizes: Shape, here: _Cuts, there: _Cuts) -> list[int]:
     """How many indices of a tensor dim each rank of a mesh of `sizes` holds under both cuts."""
     return list(map(overlap, _held(length, sizes, here), _held(length, sizes, there)))
 

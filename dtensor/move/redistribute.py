@@ -41,7 +41,7 @@ from weft.dtensor.layout.boxes import (
 )
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import name_of
-from weft.dtensor.move.transfers import Piece, Plan, Slices, Step, plan
+from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,11 +71,11 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
         names = name_of(source), name_of(target)
         moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
         return moved
-    return _moved(local, source, target)
+    return _move_now(local, source, target)
 
 
 @profiled("redistribute")
-def _moved(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+def _move_now(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     check_all()  # a step that reaches no peer does not
     if settings.check_calls():
         check_call(spanning_group(target.mesh), lambda: f"redistribute of {source} -> {target}")
@@ -160,7 +160,7 @@ def redistribute_plan(
     *,
     dst_mesh: DeviceMesh | None = None,
     by_groups: bool = False,
-) -> Plan:
+) -> MovePlan:
     """How a redistribution would run, without running it.
 
     Args:
@@ -199,7 +199,7 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
         engine = "local" if group is None else "pull" if group.backend else "generic"
         settings.record("redistribute", engine, str(step), collective=step.collective)
     if group is None:
-        return _keep(step, local, pieces)
+        return _keep_own(step, local, pieces)
     if group.backend is None:
         return _all_to_all(step, local, pieces, group, bool(channel))
     if not channel and _has_kernel(step, local, group):
@@ -216,13 +216,13 @@ def _finish(running: Running) -> torch.Tensor:
         return result
 
 
-def _keep(step: Step, local: torch.Tensor, pieces: tuple[Piece, ...]) -> Running:
+def _keep_own(step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...]) -> Running:
     yield
     return _combine(step, local, pieces, [[local[p.source] for _ in p.holders] for p in pieces])
 
 
 def _pull(
-    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group, channel: str
+    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], group: Group, channel: str
 ) -> Running:
     ranks = step.source.place.ranks
     with exchange(
@@ -260,7 +260,7 @@ def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
 
 
 def _pull_by_kernel(
-    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group
+    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], group: Group
 ) -> Running:
     from weft.collectives.kernels import pull
 
@@ -284,7 +284,7 @@ def _pull_by_kernel(
     return out
 
 
-def _box(step: Step, piece: Piece, group: Group) -> Box:
+def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
     """`piece` as the kernel takes it."""
     from weft.collectives.kernels.pull import Box
 
@@ -307,7 +307,7 @@ def _box(step: Step, piece: Piece, group: Group) -> Box:
 def _combine(
     step: Step,
     local: torch.Tensor,
-    pieces: tuple[Piece, ...],
+    pieces: tuple[PulledPiece, ...],
     blocks: Blocks,
 ) -> torch.Tensor:
     shape = step.target.local_shape
@@ -345,7 +345,7 @@ def _reduced(step: Step, terms: list[torch.Tensor], acc: torch.Tensor) -> torch.
 
 
 def _all_to_all(
-    step: Step, local: torch.Tensor, pieces: tuple[Piece, ...], group: Group, later: bool
+    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], group: Group, later: bool
 ) -> Running:
     source_ranks, target_ranks = step.source.place.ranks, step.target.place.ranks
     me = group.ranks[group.rank]

@@ -50,7 +50,7 @@ _MAX_MIDDLES = 256
 
 
 @dataclass(frozen=True)
-class Piece:
+class PulledPiece:
     """A block that one rank takes: the same block of each of `holders`, reduced in this order."""
 
     holders: tuple[int, ...]  # indices in the flattened source mesh
@@ -67,7 +67,7 @@ class Step:
     target: Layout
 
     @cached_property
-    def pieces(self) -> list[tuple[Piece, ...]]:
+    def pieces(self) -> list[tuple[PulledPiece, ...]]:
         """What each rank of the flattened target mesh takes."""
         return _pieces(self.source, self.target)
 
@@ -163,7 +163,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MovePlan:
     """How a redistribution would run. Printable; making it does not communicate.
 
     Attributes:
@@ -244,7 +244,7 @@ def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
     ]
 
 
-def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
+def _pieces(source: Layout, target: Layout) -> list[tuple[PulledPiece, ...]]:
     """What each rank takes in one pull; mesh dims that stay Partial are left alone."""
     kept, summed, born = _partial_dims(source, target)
     same_mesh = source.mesh == target.mesh
@@ -254,9 +254,9 @@ def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
         first = tuple(0 if dim in summed else i for dim, i in enumerate(coordinate))
         families.setdefault(first, []).append(index)
 
-    every: list[tuple[Piece, ...]] = []
+    every: list[tuple[PulledPiece, ...]] = []
     for receiver, coordinate in enumerate(target.place.coordinates):
-        pieces: list[Piece] = []
+        pieces: list[PulledPiece] = []
         if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
             by_box: dict[Box, list[tuple[int, list[int]]]] = {}
             for first, members in families.items():
@@ -269,7 +269,7 @@ def _pieces(source: Layout, target: Layout) -> list[tuple[Piece, ...]]:
                 if not cuts:
                     continue
                 chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
-                pieces += [Piece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
+                pieces += [PulledPiece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
         every.append(tuple(pieces))
     return every
 
@@ -345,14 +345,14 @@ def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
 
 
 @lru_cache(maxsize=4096)
-def plan(source: Layout, target: Layout) -> Plan:
+def plan(source: Layout, target: Layout) -> MovePlan:
     """The cheapest way from `source` to `target`: one pull, or reduce shards, then pull.
 
     Raises:
         ValueError: Partial reductions that do not commute, or that the dtype does not have.
     """
     if source is target:
-        return Plan(source, target, ())
+        return MovePlan(source, target, ())
     check_partials(source.placements, source.dtype)
     stops = [source, target]
     kept, summed, _ = _partial_dims(source, target)
@@ -375,7 +375,7 @@ def plan(source: Layout, target: Layout) -> Plan:
                 stops, least = [source, middle, target], cost
                 if cost <= bound + STEP_BYTES:
                     break
-    return Plan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
+    return MovePlan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
 
 
 forget_meshes.append(plan.cache_clear)

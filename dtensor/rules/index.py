@@ -22,7 +22,7 @@ def _together(call: Call, touched: Collection[int]) -> list[Strategy]:
     return [call.whole, *map(call.with_all, shards)]
 
 
-def _partials(call: Call) -> list[Strategy]:
+def _terms_joined(call: Call) -> list[Strategy]:
     """Terms of sums, which the op joins or picks like any values."""
     return list(map(call.with_all, call.sums(*call.inputs)))
 
@@ -33,7 +33,7 @@ def cat(call: Call) -> Choices:
     ndim = max(layout.ndim for layout in call.inputs)
     if any(layout.ndim != ndim for layout in call.inputs):  # torch takes empty ones of one dim
         return Choices([call.whole])
-    return Choices(_together(call, [from_front(call.bound["dim"], ndim)]) + _partials(call))
+    return Choices(_together(call, [from_front(call.bound["dim"], ndim)]) + _terms_joined(call))
 
 
 @rule("stack")
@@ -43,7 +43,7 @@ def stack(call: Call) -> Choices:
     dim = from_front(call.bound["dim"], call.inputs[0].ndim + 1)
     shards = [(p, shard_dim(p)) for p in call.placements if is_shard(p)]
     alike = [Strategy((p,) * count, (moved(p, d + (d >= dim)),)) for p, d in shards]
-    return Choices([call.whole, *alike, *_partials(call)])
+    return Choices([call.whole, *alike, *_terms_joined(call)])
 
 
 @rule(
@@ -70,7 +70,7 @@ def along_dim(call: Call) -> Choices:
     if call.name in ("flip", "roll", "rot90"):  # they only put values elsewhere
         strategies += [call.with_all(p) for p in call.placements if isinstance(p, Partial)]
     elif call.name == "cumsum":
-        strategies += _partials(call)
+        strategies += _terms_joined(call)
     return Choices(strategies)
 
 
@@ -152,7 +152,7 @@ def weight_norm(call: Call) -> Choices:
 def triangle(call: Call) -> Choices:
     """Batch dims may be sharded; the dims of the matrix may not, as a shard has other diagonals."""
     ndim = call.inputs[0].ndim
-    return Choices(_together(call, [ndim - 2, ndim - 1]) + _partials(call))
+    return Choices(_together(call, [ndim - 2, ndim - 1]) + _terms_joined(call))
 
 
 @rule("index_select")
@@ -289,10 +289,10 @@ def constant_pad(call: Call) -> Choices:
             return op
         return lambda x, pad, *_, **__: op(x, pad, 0)
 
-    return Choices(_together(call, padded) + _partials(call), localize)
+    return Choices(_together(call, padded) + _terms_joined(call), localize)
 
 
 @rule("one_hot")
-def one_hot(call: Call) -> Choices:
+def one_hot_rule(call: Call) -> Choices:
     """The classes are a new last dim. Terms of an index are none."""
     return Choices(call.kept({d: d for d in range(call.inputs[0].ndim)}))

@@ -36,7 +36,7 @@ def contraction(
         inputs: list[Placement] = [replicate] * count
         inputs[offset], inputs[offset + 1] = a, b
         if bias is not None:
-            inputs[bias] = _summand(call.inputs[bias], call.outputs[0].shape, c)
+            inputs[bias] = summand_placement(call.inputs[bias], call.outputs[0].shape, c)
         return Strategy(tuple(inputs), (c,))
 
     def at(letters: str, letter: str, like: Placement) -> Placement:
@@ -80,7 +80,7 @@ def _fit(first: Layout, a: Placement, second: Layout, b: Placement) -> bool:
     return first.shape[shard_dim(a)] == second.shape[shard_dim(b)]
 
 
-def _summand(summand: Layout, out: tuple[int, ...], placement: Placement) -> Placement:
+def summand_placement(summand: Layout, out: tuple[int, ...], placement: Placement) -> Placement:
     """How the summand is placed so that it can be added to each rank's part of the result."""
     if not is_shard(placement):
         return placement
@@ -205,14 +205,14 @@ def grouped_product(call: Call) -> Choices:
                 return factors[0].new_zeros(shape, dtype=dtype)
             ends: Any = (args[2] - start).clamp(0, size) if divided else None
             if not by_group:
-                return op(*map(_aligned, factors), ends, *rest, **kwargs)
+                return op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
             # The rows of this rank's groups come first. The host never reads where they begin.
             before = ends[groups - 1] if groups else 0
             ends = ends[groups : groups + count] - before
             index = torch.arange(size, device=ends.device)
             rows = (index + before) % size
             factors[at] = factors[at].index_select(dim, rows)
-            result = op(*map(_aligned, factors), ends, *rest, **kwargs)
+            result = op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
             result = result.masked_fill((index >= ends[-1]).unsqueeze(1 - dim), 0)
             return result.new_zeros(shape).index_copy_(dim, rows, result)
 
@@ -224,7 +224,7 @@ def grouped_product(call: Call) -> Choices:
     return Choices(plain, localize)
 
 
-def _aligned(t: torch.Tensor) -> torch.Tensor:
+def _with_aligned_rows(t: torch.Tensor) -> torch.Tensor:
     """`t` with rows, or columns, that begin at multiples of 16 bytes, which parts may not."""
     step = 16 // t.element_size()
     for own in (t, t.mT):
@@ -232,37 +232,3 @@ def _aligned(t: torch.Tensor) -> torch.Tensor:
             return t
     size = t.shape[-1]
     return torch.nn.functional.pad(t.contiguous(), (0, -size % step))[..., :size]
-
-
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """(..., K) @ (N, K).T + (N,): `F.linear` as one op."""
-    return torch.nn.functional.linear(x, w, bias)
-
-
-def linear_input_grad(grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """(..., N) @ (N, K): gradient of `linear` with respect to x."""
-    return grad.matmul(w)
-
-
-def linear_weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """(..., N), (..., K) -> (N, K): gradient of `linear` with respect to w."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-@rule("linear")
-def _linear_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
-    bias = 2 if len(call.inputs) == 3 else None
-    return contraction(call, batch + "k", "nk", batch + "n", bias=bias)
-
-
-@rule("linear_input_grad")
-def _linear_input_grad_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
-    return contraction(call, batch + "n", "nk", batch + "k")
-
-
-@rule("linear_weight_grad")
-def _linear_weight_grad_rule(call: Call) -> Choices:
-    batch = string.ascii_uppercase[: call.inputs[0].ndim - 1]
-    return contraction(call, batch + "n", batch + "k", "nk")

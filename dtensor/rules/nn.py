@@ -116,7 +116,7 @@ def rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, 
 
 
 @rule("embedding")
-def embedding(call: Call) -> Choices:
+def embedding_rule(call: Call) -> Choices:
     """(weight, indices): rows of a weight that is sharded by rows are a Partial sum."""
     indices = call.inputs[1]
     last = len(indices.shape)

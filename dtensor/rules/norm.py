@@ -51,7 +51,7 @@ def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> li
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(call: Call) -> Choices:
+def layer_norm_rule(call: Call) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
     if call.name == "native_layer_norm":
         _narrow(call)
@@ -199,7 +199,7 @@ def _train(call: Call, x: DTensor, weight: Any, bias: Any, *others: Any) -> tupl
         out = torch.native_batch_norm(local, w, b, mean, var, False, 0.0, eps)[0]
     saved = call.outputs[1]
     kept = [t.to(saved.dtype) for t in (mean, (var + eps).rsqrt())]
-    results: list[Any] = [_placed(out, source, call.outputs[0])]
+    results: list[Any] = [_wrapped_like(out, source, call.outputs[0])]
     results += [wrap(t, each.with_dtype(saved.dtype)) for t in kept]
     # Those of cuDNN and MIOpen return a reserve next, functional ones the running statistics.
     for meta in call.outputs[3:]:
@@ -217,7 +217,7 @@ def _of_channels(tensor: torch.Tensor, each: Layout) -> torch.Tensor:
     return local_as(tensor, each.with_dtype(tensor.dtype)).to(each.dtype)
 
 
-def _placed(local: torch.Tensor, like: Layout, meta: Layout | Meta) -> DTensor:
+def _wrapped_like(local: torch.Tensor, like: Layout, meta: Layout | Meta) -> DTensor:
     lies = like.mesh, like.placements
     return wrap(local, layout_of(*lies, meta.shape, meta.stride, meta.dtype))
 
@@ -275,7 +275,7 @@ def _train_backward(
         slope = scale if weight is None else scale * _of_channels(weight, each)
         back = centred.mul_(broadcast(weighed * scale * scale / -count)).add_(g)
         back.sub_(broadcast(total / count)).mul_(broadcast(slope))
-        results[0] = _placed(back.to(x.dtype), source, x._layout)
+        results[0] = _wrapped_like(back.to(x.dtype), source, x._layout)
     of_weights = x.dtype if weight is None else weight.dtype
     for i, found in ((1, weighed * scale), (2, total)):
         if mask[i]:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Call, Choices, Chosen, Meta, Strategy, leaves, rule
-from weft.dtensor.dispatch.planning import choose, written
+from weft.dtensor.dispatch.planning import written
+from weft.dtensor.dispatch.pricing import choose
 from weft.dtensor.layout.boxes import Layout, Shape, is_inexact, is_shard, moved, shard_dim
 
 # f(sum of terms) = sum of f(term)
@@ -31,7 +32,7 @@ _LARGER_OR_SMALLER = {"maximum": "max", "max": "max", "minimum": "min", "min": "
 _OPPOSITE = {"max": Partial("min"), "min": Partial("max")}
 
 
-def _aligned(layout: Layout, out: Shape, dim: int) -> int | None:
+def _dim_of(layout: Layout, out: Shape, dim: int) -> int | None:
     """The dim of `layout` that matches dim `dim` of the result; None if that is broadcast."""
     own = dim - (len(out) - len(layout.shape))
     return own if own >= 0 and layout.shape[own] == out[dim] else None
@@ -50,17 +51,17 @@ def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
             if not is_shard(placement):
                 continue
             as_output = moved(placement, shard_dim(placement) + shift)
-            if as_output in seen or _aligned(layout, out, shard_dim(as_output)) is None:
+            if as_output in seen or _dim_of(layout, out, shard_dim(as_output)) is None:
                 continue
             seen.append(as_output)
             inputs: list[Placement] = []
             for other in call.inputs:
-                own = _aligned(other, out, shard_dim(as_output))
+                own = _dim_of(other, out, shard_dim(as_output))
                 inputs.append(Replicate() if own is None else moved(placement, own))
             yield Strategy(tuple(inputs), (as_output,) * len(call.outputs))
 
 
-def _partials(call: Call) -> Iterator[Strategy]:
+def _terms_kept(call: Call) -> Iterator[Strategy]:
     """Strategies that leave sums and averages Partial, where the op is linear in them."""
     name, count, replicate = _name(call), len(call.inputs), Replicate()
     numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
@@ -106,7 +107,7 @@ def pointwise(call: Call) -> Choices:
     out = call.outputs[0].shape
     if call.name == "div" and not is_inexact(call.outputs[0].dtype):
         return Choices([call.whole, *shard_strategies(call, out)])
-    strategies = [*shard_strategies(call, out), *_partials(call), *_extrema(call)]
+    strategies = [*shard_strategies(call, out), *_terms_kept(call), *_extrema(call)]
     return Choices([call.whole, *strategies])
 
 
@@ -146,7 +147,7 @@ def shift(call: Call) -> Choices:
     return Choices(choices.strategies, localize)
 
 
-def _keep(call: Call, linear: bool) -> Choices:
+def _placed_as_first(call: Call, linear: bool) -> Choices:
     strategies = [call.whole]
     for placement in call.inputs[0].placements:
         if is_shard(placement) or (
@@ -165,7 +166,7 @@ def _may_stay(call: Call, placement: Partial) -> bool:
 @rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero")
 def keep(call: Call) -> Choices:
     """The same values, or zeros: every placement stays."""
-    return _keep(call, linear=True)
+    return _placed_as_first(call, linear=True)
 
 
 @rule("empty_like", "zeros_like", "ones_like", "full_like", "fill")
@@ -173,7 +174,7 @@ def fill(call: Call) -> Choices:
     """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
         return pointwise(call)
-    choices = _keep(call, linear=call.name in ("empty_like", "zeros_like"))
+    choices = _placed_as_first(call, linear=call.name in ("empty_like", "zeros_like"))
     # `*_like` reads no values: a Partial need not be reduced (for the first gradient of a loss).
     if not call.name.startswith("fill"):
         for placement in call.inputs[0].placements:
@@ -183,7 +184,7 @@ def fill(call: Call) -> Choices:
 
 
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-def new(call: Call) -> Choices | Chosen:
+def new_rule(call: Call) -> Choices | Chosen:
     """Sharded as the source where the shape is the same, else replicated."""
     source, shape = call.inputs[0], call.outputs[0].shape
     same = shape == source.shape
@@ -234,7 +235,7 @@ def foreach(call: Call) -> Chosen:
             if items and (len(items) == length or len(items) == 1)
         ]
         row = [layouts[number][at] for number, at in rows]
-        part = _part(call, linear, row)
+        part = _call_at(call, linear, row)
         of_written = Meta(row[0].shape, row[0].stride, row[0].dtype)
         part.outputs = call.outputs[position::length] or [of_written]
         writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in writable]
@@ -251,7 +252,7 @@ def foreach(call: Call) -> Chosen:
     return Chosen(flat, outputs)
 
 
-def _part(call: Call, name: str, row: list[Layout]) -> Call:
+def _call_at(call: Call, name: str, row: list[Layout]) -> Call:
     """The call of one position of the lists."""
     firsts = [next(leaves(a), None) for a in call.args]
     numbers = [a for a in firsts if isinstance(a, (int, float, complex))]

@@ -86,7 +86,7 @@ def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> lis
     ]
 
 
-def _partials(call: Call, kind: str) -> list[Strategy]:
+def _terms_of_kind(call: Call, kind: str) -> list[Strategy]:
     return [
         Strategy((p,), (p,))
         for p in distinct(call.inputs[0].placements)
@@ -196,7 +196,7 @@ def extremum(call: Call) -> Choices:
         kind = _EXTREMA[call.name]
         strategies += _reduced_shards(call, dims, Partial(kind))
         if call.outputs[0].dtype == call.inputs[0].dtype:
-            strategies += _partials(call, kind)
+            strategies += _terms_of_kind(call, kind)
     return Choices(strategies)
 
 

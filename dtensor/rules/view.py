@@ -132,7 +132,7 @@ def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
 
 
 @rule("as_strided", "as_strided_copy", "as_strided_scatter")
-def as_strided(call: Call) -> Choices:
+def as_strided_rule(call: Call) -> Choices:
     """Reads the whole tensor's memory: replicated, with the same strides on every rank.
 
     With the tensor's own sizes and strides it reads nothing else, and each shard is itself.
@@ -194,7 +194,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _candidates(new: Shape, dims: range, period: int) -> Iterator[Placement]:
+def _shards_of(new: Shape, dims: range, period: int) -> Iterator[Placement]:
     yield from map(Shard, dims)
     for d in dims:
         inner = math.prod(new[e] for e in dims if e > d)
@@ -210,7 +210,7 @@ def _viewed(
     pattern = _pattern(old, old_dims, placement, parts)
     if pattern is None:
         return None
-    for option in _candidates(new, new_dims, pattern[0]):
+    for option in _shards_of(new, new_dims, pattern[0]):
         if _pattern(new, new_dims, option, parts) == pattern:
             return option
     return None
@@ -240,7 +240,7 @@ def view(call: Call) -> Choices | Chosen:
         parts = source.place.sizes[mesh_dim]
         result: Placement | None = placement
         if is_shard(placement):
-            result = _follow(placement, parts, old, new)
+            result = _followed(placement, parts, old, new)
             rest = source.placements[mesh_dim + 1 :]
             if result is not None and any(is_shard(p) for p in rest):
                 # Later mesh dims cut what is left: it must be the same on all ranks.
@@ -260,7 +260,7 @@ def view(call: Call) -> Choices | Chosen:
     return Chosen([tuple(inputs)], [tuple(outputs)], _localize_view)
 
 
-def _follow(placement: Placement, parts: int, old: Shape, new: Shape) -> Placement | None:
+def _followed(placement: Placement, parts: int, old: Shape, new: Shape) -> Placement | None:
     if 0 in old:
         return None
     for old_dims, new_dims in _groups(old, new):

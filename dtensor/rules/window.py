@@ -147,7 +147,7 @@ def _convolved(
     return zero if bias is None else zero + bias.view(-1, *[1] * (len(shape) - 2))
 
 
-def _gradients(
+def _window_gradients(
     grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, options: list[Any]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, w and bias, None where the mask (the last option) has False."""
@@ -225,7 +225,7 @@ def convolution_backward(call: Call) -> Choices:
         rest = _options(call, x, 4)
 
         if not cut:
-            return lambda grad, local, weight, *_: _gradients(grad, local, weight, rest)
+            return lambda grad, local, weight, *_: _window_gradients(grad, local, weight, rest)
         windows = _Windows(call, w)
         slab = _pulled(x, cut, of_y, windows.inside)
         seen = _pulled(of_y, cut, x, windows.above)
@@ -252,7 +252,7 @@ def convolution_backward(call: Call) -> Choices:
                 take.append(slice(first - start, max(first, last) - start))
                 put.append(slice(first - own[0], max(first, last) - own[0]))
             like = grad.new_empty(shape)
-            whole = _gradients(pulled, like, weight, [*options, [True, False, False]])[0]
+            whole = _window_gradients(pulled, like, weight, [*options, [True, False, False]])[0]
             assert whole is not None
             result[tuple(put)] = whole[tuple(take)]
             return result
@@ -265,7 +265,7 @@ def convolution_backward(call: Call) -> Choices:
             if grad.numel():
                 padded = _padded(padded, of_y, windows, cut, slab)
             only = [False, mask[1], mask[2]]
-            return first, *_gradients(grad, padded, weight, [*options, only])[1:]
+            return first, *_window_gradients(grad, padded, weight, [*options, only])[1:]
 
         return run
 

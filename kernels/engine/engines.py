@@ -302,12 +302,24 @@ def _on_cpu(
     """
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
-    beyond_us = moved.us + signals.us
+    beyond_us = fused_us(problem.moved_bytes, rates)
     generic = _by_process_group(problem, group, device, rates)
     return {
         "host": Price(matmul.us + beyond_us, beyond_us, (matmul, moved, signals)),
-        "generic": replace(generic, beyond_us=beyond_us + moved.us),
+        "generic": replace(generic, beyond_us=collective_us(problem.moved_bytes, rates)),
     }
+
+
+def fused_us(nbytes: float, rates: cost.Machine, hidden_us: float = 0.0) -> float:
+    """What a fused op takes beyond its computation, which hides `hidden_us` of the transfers."""
+    return max(rates.memory_us(nbytes, syncs=0) - hidden_us, 0.0) + rates.memory_us(0, syncs=2)
+
+
+def collective_us(nbytes: float, rates: cost.Machine) -> float:
+    """What a collective of its own takes through symmetric memory: it reads what a fused op would,
+    and writes it once more before the computation can begin.
+    """
+    return rates.memory_us(2 * nbytes, syncs=2)
 
 
 def _matmul(problem: Problem, rates: cost.Machine) -> Part:

@@ -38,7 +38,7 @@ def test_dtensors(causal: bool) -> None:
         return functional.scaled_dot_product_attention(*ours, is_causal=causal, enable_gqa=True)
 
     told = weft.explain(attend)
-    assert [d.op for d in told] == ["ring_attention"], list(told)
+    assert [d.op for d in told if not d.candidates] == ["ring_attention"], list(told)
     y = told.result
     assert y.placements == (Shard(2),)
     y.backward(distribute_tensor(grad, mesh, [Shard(2)]))
@@ -109,11 +109,11 @@ def test_compiled() -> None:
     parts = [x.clone() for x in wholes]
     with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
         told = weft.explain(compiled, *parts)
-    assert [d.op for d in told] == ["ring_attention"]
+    assert [d.op for d in told if not d.candidates] == ["ring_attention"]
     mine = to_zigzag(expected, world_size, 2).chunk(world_size, 2)[rank]
     torch.testing.assert_close(told.result, mine, rtol=1e-5, atol=1e-5)
     told = weft.explain(compiled, *(distribute_tensor(x, mesh, [Shard(2)]) for x in wholes))
-    assert [d.op for d in told] == ["ring_attention"]
+    assert [d.op for d in told if not d.candidates] == ["ring_attention"]
     torch.testing.assert_close(told.result.full_tensor(), expected, rtol=1e-5, atol=1e-5)
 
 

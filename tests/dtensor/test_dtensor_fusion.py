@@ -1,8 +1,8 @@
 """What plans of styles and products of two layouts move, forward and backward, and what is fused.
 
 A letter is one collective: G gather, S reduce-scatter, R all-reduce. A capital one is done by a
-fused op, a small one on its own, where no fused op has it: no matmul is next to it, or a batched
-one; features are gathered or scattered, not rows; several gradients are added up before. What is
+fused op, a small one on its own, where no fused op has it: no matmul is next to it, or a stack of
+several; features are gathered, not rows; several gradients are added up before. What is
 expected, "forward | backward", is the least that is possible: one collective for each change of
 layout.
 """
@@ -41,7 +41,7 @@ from weft.dtensor.parallel import (
 )
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
-_LETTERS = {"all_gather": "g", "reduce_scatter": "s", "all_reduce": "r"}
+_LETTERS = {"all_gather": "g", "all_to_all": "a", "reduce_scatter": "s", "all_reduce": "r"}
 _FUSED = {
     "all_gather_matmul": "G",
     "matmul_reduce_scatter": "S",
@@ -288,7 +288,7 @@ def test_products(op: str) -> None:
     assert not wrong, wrong
 
 
-BATCHED = [  # (batch, rows, K) @ (batch, K, N): no fused op multiplies stacks of weights
+BATCHED = [  # (batch, rows, K) @ (batch, K, N): six fused ops are dearer than one collective
     (S0, S0, S0, " | "),
     (S1, R, S1, " | r"),  # of the weights
     (R, S2, S2, " | r"),

@@ -18,7 +18,7 @@ from weft.dtensor import Partial, Replicate, Shard
 from weft.dtensor.layout.boxes import Layout, chunk, contiguous_stride, layout_of, normalize
 from weft.dtensor.move import collective_plans
 from weft.dtensor.move.collective_plans import collective_plan
-from weft.dtensor.move.transfers import Plan, plan
+from weft.dtensor.move.transfers import MovePlan, plan
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (3, 4), (5, 7), (8, 8), (2, 3, 5)]
@@ -177,7 +177,7 @@ def _best_of_torch(source: tuple[Placement, ...], sizes: tuple[int, ...]) -> dic
     return best
 
 
-def _full_tensors(found: Plan) -> float:
+def _full_tensors(found: MovePlan) -> float:
     received = found.bytes_received
     return sum(received) / len(received) / found.source.global_bytes
 
@@ -241,7 +241,7 @@ def test_what_is_left_of_a_way_is_never_priced_too_high(
     def with_nothing_left(*args: Any) -> Any:
         return [(there, cost, 0.0) for there, cost, _ in onwards(*args)]
 
-    def price(found: Plan) -> float:
+    def price(found: MovePlan) -> float:
         ways = collective_plans._Ways(found.source, found.target)
         stops = [found.source.placements, *(step.target.placements for step in found.steps)]
         indices = [tuple(map(list.index, ways.choices, stop)) for stop in stops]

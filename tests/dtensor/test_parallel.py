@@ -419,7 +419,7 @@ def test_a_style_of_torchs_kind_is_one() -> None:
 def test_styles_print_as_they_are_written() -> None:
     assert repr(ColwiseParallel()) == (
         "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), "
-        "use_local_output=True)"
+        "use_local_output=True, keep_gathered=True)"
     )
     assert repr(SequenceParallel(sequence_dim=0)) == (
         "SequenceParallel(sequence_dim=0, use_local_output=False)"

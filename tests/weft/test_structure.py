@@ -193,6 +193,20 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
     assert asking == ASK_FOR_THE_DEVICE
 
 
+# The stand-in for ColossalAI's class has the name of that.
+_OF_TWO_KINDS = {"DTensor"}
+
+
+def test_a_name_has_one_meaning_in_dtensor() -> None:
+    found: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "dtensor").glob("**/*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.setdefault(node.name, []).append(path.relative_to(ROOT))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not twice.keys() - _OF_TWO_KINDS, twice
+
+
 def test_the_ground_imports_nothing_of_ours() -> None:
     for name in ("errors", "settings", "versions"):
         assert not list(imports(ROOT / "weft" / f"{name}.py"))

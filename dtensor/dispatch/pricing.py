@@ -1,0 +1,180 @@
+"""Pricing: what each strategy of a call takes along a mesh dim, and the choice of the cheapest.
+
+    candidate = (inputs -> outputs, way)        price = us that it takes beyond its computation
+
+Without a way every argument that has to move is a collective of its own, before the op begins. A
+fused op moves while it computes. Both are priced by the model that engines are chosen by
+(`weft.kernels.engine.engines`), at rates that are typical of the kind of device: results are then
+placed alike on every machine, and on ranks that have measured other rates. The engine of a fused op
+is chosen by the measured ones, when it runs.
+
+A sum over ranks costs nothing yet. Where arguments were moved to get one it counts, as it has to
+be reduced on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.collectives import cost
+from weft.dtensor.dispatch.call import PENDING, Call, Choices, Chosen, Strategy, Way
+from weft.dtensor.layout.boxes import Layout, is_shard, layout_of, shard_dim, show
+from weft.dtensor.layout.symbolic import present
+from weft.dtensor.move.transfers import transition_bytes
+from weft.kernels.engine.engines import collective_us
+
+_IMPOSSIBLE = float("inf")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy along one mesh dim: what it takes, how many tensors it changes; why it is out."""
+
+    strategy: Strategy
+    us: float
+    changes: int = 0
+    refusal: str = ""
+
+    def told(self, taken: Candidate) -> str:
+        """A line for `weft.explain`."""
+        strategy = self.strategy
+        way = "" if strategy.way is None else f" by {strategy.way.name}"
+        line = f"{show(strategy.inputs)} -> {show(strategy.outputs)}{way}: "
+        if self.refusal:
+            return line + self.refusal
+        price = f"{self.us:.3g} us"
+        if self is taken:
+            return f"{line}{price}, taken"
+        if (self.us, self.changes) == (taken.us, taken.changes):
+            return f"{line}{price}, the same as what is taken"
+        if self.us == taken.us:
+            return f"{line}{price}, but cuts {self.changes} tensors instead of {taken.changes}"
+        return f"{line}dearer, {price} against {taken.us:.3g}"
+
+
+def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
+    """Take the cheapest strategy for each mesh dim; the first among equals.
+
+    One fused op serves a call, along the first mesh dim that takes one. Sums along others are then
+    left to be reduced by themselves.
+    """
+    fused = any(s.way is not None for s in choices.strategies)
+    taken: list[Strategy] = []
+    considered: list[tuple[Candidate, list[Candidate]]] = []
+    way, way_dim = None, 0
+    for mesh_dim in range(call.mesh.ndim):
+        running = _is_at_once(way)
+        offers = [_priced(call, s, mesh_dim, writes, plain, running) for s in choices.strategies]
+        if choices.stays is not None:
+            offers = _with_weight_in_place(call, offers, choices.stays, mesh_dim)
+        best = min(offers, key=lambda offer: (offer.us, offer.changes))
+        if best.refusal:
+            raise RuntimeError(
+                f"{call}: no strategy fits mesh dim {mesh_dim}. Redistribute its tensors to "
+                f"Replicate() first."
+            )
+        taken.append(best.strategy)
+        if best.strategy.way is not None and not running:
+            way, way_dim = best.strategy.way, mesh_dim
+        if fused:
+            considered.append((best, offers))
+    inputs, outputs, _ = zip(*taken, strict=True)
+    placed = [*zip(*inputs, strict=True)], [*zip(*outputs, strict=True)]
+    return Chosen(*placed, choices.localize, way, way_dim, considered)
+
+
+def told(considered: Sequence[tuple[Candidate, list[Candidate]]]) -> tuple[str, ...]:
+    """The candidates of each mesh dim, with their prices, for `weft.explain`."""
+    several = len(considered) > 1
+    return tuple(
+        (f"mesh dim {mesh_dim}: " if several else "") + offer.told(best)
+        for mesh_dim, (best, offers) in enumerate(considered)
+        for offer in offers
+    )
+
+
+def _priced(
+    call: Call,
+    strategy: Strategy,
+    mesh_dim: int,
+    writes: list[int],
+    plain: list[bool],
+    running: bool,
+) -> Candidate:
+    """A strategy on one mesh dim; `running`: another mesh dim has taken a fused op."""
+
+    def impossible(why: str) -> Candidate:
+        return Candidate(strategy, _IMPOSSIBLE, refusal=why)
+
+    us, changes = 0.0, 0
+    for i, (layout, wanted) in enumerate(zip(call.inputs, strategy.inputs, strict=True)):
+        old = layout.placements[mesh_dim]
+        if old == wanted:
+            continue
+        if plain[i] and (i in writes or layout.shape == ()):
+            return impossible(f"argument {i} is a plain tensor that cannot be cut")
+        if isinstance(wanted, Partial) and not isinstance(old, Replicate):
+            return impossible(f"argument {i} is {show([old])} and cannot become a sum")
+        if is_shard(wanted) and shard_dim(wanted) >= len(layout.shape):
+            return impossible(f"argument {i} has no dim {shard_dim(wanted)}")
+        us += _moving_us(layout, mesh_dim, wanted)
+        if i in writes:  # and back
+            there = list(layout.placements)
+            there[mesh_dim] = wanted
+            us += _moving_us(layout.with_placements(there), mesh_dim, old)
+        changes += 1
+    if len(writes) == len(strategy.outputs) and any(
+        strategy.inputs[i] != out for i, out in zip(writes, strategy.outputs, strict=True)
+    ):
+        # An in-place result keeps the placement of the tensor that is written.
+        return impossible("what is written would be placed otherwise")
+    if us and not writes:
+        for meta, out in zip(call.outputs, strategy.outputs, strict=False):
+            if isinstance(out, Partial) and meta.shape:
+                along = tuple(out if d == mesh_dim else Replicate() for d in range(call.mesh.ndim))
+                total = layout_of(call.mesh, along, meta.shape, meta.stride, meta.dtype)
+                us += _moving_us(total, mesh_dim, Shard(0))
+    if strategy.way is not None:
+        if running:
+            return impossible("another mesh dim has a fused op")
+        price = strategy.way.price(call, mesh_dim)
+        if isinstance(price, str):
+            return impossible(price)
+        us += price
+    return Candidate(strategy, us, changes)
+
+
+def _moving_us(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
+    nbytes = present(transition_bytes(layout, mesh_dim, wanted))
+    return collective_us(nbytes, cost.typical(layout.mesh.device_type)) if nbytes else 0.0
+
+
+def _is_at_once(way: Way | None) -> bool:
+    """Whether it is a fused op that runs now, not one that may reduce a sum later."""
+    return way is not None and way.name != PENDING
+
+
+def _with_weight_in_place(
+    call: Call, offers: list[Candidate], stays: int, mesh_dim: int
+) -> list[Candidate]:
+    """Without those that move the weight, where a fused op leaves it where it is.
+
+    They may be cheaper now, but its gradient would have to move back.
+    """
+    here = call.inputs[stays].placements[mesh_dim]
+    in_place = [o.strategy.inputs[stays] == here for o in offers]
+    if not any(
+        kept and offer.strategy.way is not None and not offer.refusal
+        for kept, offer in zip(in_place, offers, strict=True)
+    ):
+        return offers
+    return [
+        offer
+        if kept or offer.refusal
+        else Candidate(offer.strategy, _IMPOSSIBLE, refusal="moves the weight, which is placed")
+        for kept, offer in zip(in_place, offers, strict=True)
+    ]
