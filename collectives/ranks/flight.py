@@ -11,8 +11,7 @@ The first ENTRY bytes hold the NUMBER of the last call, then come the entries:
     GROUP     hash of the group that makes it
     POSITION  of the call among those of the group: 1, 2, ...
     CALL      hash of all that must be the same on all ranks
-    CHAIN     hash of CALL and of the CHAIN before: one comparison tells of all calls up to here;
-              0: an error has told of a difference here, and all ranks went on
+    CHAIN     hash of CALL and of the CHAIN before: one comparison tells of all calls up to here
     BEGAN     ns of the machine's clock
     ENDED     likewise; 0 while the call is under way
     TEXT      what CALL is the hash of, to be read
@@ -34,7 +33,7 @@ from typing import NamedTuple
 CALLS, ENTRY = 256, 256
 LOOK_S = 0.1  # how often a rank that waits looks what the others have called
 _ENTRY = struct.Struct(f"7q{ENTRY - 7 * 8}s")
-_WORDS, _CHAIN, _ENDED = ENTRY // 8, 4, 6
+_WORDS, _ENDED = ENTRY // 8, 6
 _MASK = (1 << 62) - 1
 _BYTES = (CALLS + 1) * ENTRY
 
@@ -104,10 +103,6 @@ class Recorder:
         """The call has ended."""
         self._words[(number % CALLS + 1) * _WORDS + _ENDED] = time.monotonic_ns()
 
-    def forgive(self) -> None:
-        """Comparisons begin anew after the last call."""
-        self._words[(self._number % CALLS + 1) * _WORDS + _CHAIN] = 0
-
 
 _own: Recorder | None = None
 
@@ -172,7 +167,8 @@ class Calls:
     """The calls of one group: notes those of this rank, reads those of all.
 
     Attributes:
-        group: hash of the group, the same on all of its ranks.
+        group: hash of the group, and of how often its ranks have parted: the same on all of them.
+        chain: CHAIN of the last call.
     """
 
     def __init__(
@@ -189,7 +185,7 @@ class Calls:
             own: where to note; without one nothing is.
         """
         self.group, self.rank, self._readers = _hash(group), rank, dict(readers or {})
-        self._position, self._chain = 0, 0
+        self._position, self.chain = 0, 0
         self._own = own
 
     def begin(self, call: Call) -> int:
@@ -197,8 +193,8 @@ class Calls:
         if self._own is None:
             return -1
         self._position += 1
-        self._chain = hash((self._chain, call.hash))  # of integers: the same in all processes
-        return self._own.note(self.group, self._position, call, self._chain)
+        self.chain = hash((self.chain, call.hash))  # of integers: the same in all processes
+        return self._own.note(self.group, self._position, call, self.chain)
 
     def end(self, noted: int) -> None:
         """A call that was noted has ended."""
@@ -210,9 +206,8 @@ class Calls:
 
         What is noted from now on is compared by itself.
         """
-        if self._own is not None:
-            self._chain = 0
-            self._own.forgive()
+        self.group = hash((self.group, 1))
+        self._position = self.chain = 0
 
     def parted(self) -> str:
         """In which call this rank and others have made different ones, in words; "" if in none."""
@@ -224,7 +219,7 @@ class Calls:
             theirs = next(ring.noted(self.group), last)
             common = min(last.position, theirs.position)  # one look at it tells of all before
             here, there = self._at(own, common), self._at(ring, common)
-            if here and there and here.chain != there.chain and here.chain != 0:
+            if here and there and here.chain != there.chain:
                 return self._where(common)
         return ""
 
@@ -279,7 +274,5 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _state(entries: Mapping[int, Noted], ranks: Iterable[int], now: int) -> str:
     some = [entries[rank] for rank in ranks]
-    if not all(entry.chain for entry in some):
-        return " (ended by an error)"
     under_way = [now - entry.began for entry in some if not entry.ended]
     return f" (under way for {max(under_way) / 1e9:.3g} s)" if under_way else ""

@@ -176,6 +176,7 @@ class Group:
         self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
+                self.calls.told()
                 raise MismatchError(
                     f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
                     f"{rank}"

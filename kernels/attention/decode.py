@@ -29,7 +29,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.exchange import note_call
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache
@@ -112,13 +112,8 @@ def flash_decode(
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     if window is not None and not (isinstance(window, int) and window >= 0):
         raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window!r}")
-    check_call(
-        group,
-        lambda: (
-            f"flash_decode of q {list(q.shape)} {q.dtype}, blocks of {cache.block}, by {shard}, "
-            f"{window=}"
-        ),
-    )
+    of = ("blocks of", cache.block), ("by", shard), ("window", window)
+    note_call(group, "flash_decode", q.dtype, q.shape, *of)
     oldest = None if window is None else T + window
     check_room(cache, lengths, group, "flash_decode", oldest)
     engine = choose(_problem(q, cache, lengths, group, oldest), group, q.device)

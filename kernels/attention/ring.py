@@ -31,7 +31,7 @@ import torch
 
 from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
-from weft.collectives.memory.exchange import agree, check_call
+from weft.collectives.memory.exchange import agree, note_call
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
 from weft.kernels.attention.host import host_backward, host_forward
@@ -270,7 +270,7 @@ def _sizes(
     key_sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of q and of k of every rank: those given, after a check, or exchanged."""
-    check_call(group, lambda: call if sizes is None else f"{call}, {sizes=}, {key_sizes=}")
+    note_call(group, call, *(() if sizes is None else (f"{sizes=}", f"{key_sizes=}")))
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
         if group.why:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.exchange import note_call
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
@@ -148,13 +148,8 @@ class FusedSum:
             traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op)
             return traced if residual is None else traced + residual
         group = resolve(group)
-        check_call(
-            group,
-            lambda: (
-                f"{self.name}({reduce_op}) of x {[*x.shape[:-1], '*']} {x.dtype}, "
-                f"N = {w.shape[-1]}{'' if dim is None else f', along dim {dim}'}"
-            ),
-        )
+        batch = ("x", (*x.shape[:-1], "*"))
+        note_call(group, self.name, reduce_op, x.dtype, batch, ("N", w.shape[-1]), ("dim", dim))
         if dim is None and x.ndim == 0:
             raise ValueError("x must have at least one dim")
         if dim is not None and (x.ndim < 2 or not -x.ndim <= dim < x.ndim):

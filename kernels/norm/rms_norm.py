@@ -24,7 +24,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.exchange import note_call
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
@@ -90,13 +90,8 @@ def reduce_scatter_rms_norm_all_gather(
         made = op(x, weight, residual, group_name(group), eps, dim)
         return made
     group = resolve(group)
-    check_call(
-        group,
-        lambda: (
-            f"{_OP} of {list(x.shape)} {x.dtype} along dim {dim}, eps {eps}, "
-            f"{'no ' if weight is None else ''}weight, {'no ' if residual is None else ''}residual"
-        ),
-    )
+    given = ("weight", weight is not None), ("residual", residual is not None)
+    note_call(group, _OP, x.dtype, x.shape, ("dim", dim), ("eps", eps), *given)
     sizes = chunk_sizes(x.shape[dim], group.world_size)
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
