@@ -206,7 +206,7 @@ def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
 def exchanged(rank: int, ours: Modules = OURS) -> None:
     """All-gather and all-to-all by kernels, uneven, three programs."""
     W, op = resolve(None).world_size, ours.collective
-    config = op.Config(block_bytes=16, programs=2, num_warps=4)
+    config = op.CollectiveConfig(block_bytes=16, programs=2, num_warps=4)
     ws = workspace(None, op.workspace_bytes(256, W, config), channel="exchanged")
     sizes = [9 + 2 * r for r in range(W)]
     table = [[1 + (r + p) % 3 * 4 for p in range(W)] for r in range(W)]
@@ -225,7 +225,7 @@ def exchanged(rank: int, ours: Modules = OURS) -> None:
 
 def reduced(rank: int, ours: Modules, two_shot: bool) -> None:
     W, op, count = resolve(None).world_size, ours.collective, 37
-    config = op.Config(block_bytes=16, programs=2, num_warps=4, two_shot=two_shot)
+    config = op.CollectiveConfig(block_bytes=16, programs=2, num_warps=4, two_shot=two_shot)
     ws = workspace(None, op.workspace_bytes(4 * count, W, config), channel="reduced")
     whole = torch.arange(float(count))
     for call in range(CALLS):

@@ -377,8 +377,8 @@ def note_call(group: Group, op: str, *told: Hashable) -> None:
     if group.world_size == 1:
         return
     call = call_of(op, told, settings.current_engine())
-    group.calls.end(group.calls.begin(call))
     check_call(group, call.text.decode)
+    group.calls.end(group.calls.begin(call))
 
 
 def check_call(group: Group, describe: Callable[[], str]) -> None:

@@ -460,6 +460,7 @@ class Waiter:
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
         self._tell(pad.TIMED_OUT, self.rank, peer, value)
+        self.group.calls.stop()
         raise PeerTimeout(self.rank, peer, op, value, waited, self.group.calls.history())
 
     def break_off(self) -> None:
@@ -476,6 +477,7 @@ class Waiter:
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if status := self.own[pad.STATUS]:
+            self.group.calls.stop()
             raise told_by(status, self.rank, op, self.group.calls)
 
 
@@ -483,7 +485,7 @@ def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) 
     """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
     calls = calls or flight.Calls()
     code, waiter, peer, generation = pad.status_in(status)
-    parted = calls.parted() if code in (pad.PARTED, pad.TIMED_OUT, pad.GONE) else ""
+    parted = calls.parted() if code in (pad.PARTED, pad.GONE) else ""
     if parted:
         return MismatchError(
             f"the ranks make different calls: {parted}. The group cannot be used until all of its "

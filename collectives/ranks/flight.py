@@ -209,6 +209,10 @@ class Calls:
         self.group = hash((self.group, 1))
         self._position = self.chain = 0
 
+    def stop(self) -> None:
+        """The group is of no use any more: ranks will not make the same calls on it."""
+        self._own = None
+
     def parted(self) -> str:
         """In which call this rank and others have made different ones, in words; "" if in none."""
         own = self._readers.get(self.rank)

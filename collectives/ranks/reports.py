@@ -89,6 +89,7 @@ class Report:
         self._at = self._line * _LINE
         self._logged = self._watched = self._raised = False
         self._apart = 0  # STATUS once ranks have made different calls
+        self._suspect: object = ""  # in which, at the last look
         self._gone: set[int] = set()  # peers whose processes had ended at the last look
         self.address = page.address + 8 * self._at
         page.words[self._at : self._at + _LINE] = 0
@@ -111,7 +112,9 @@ class Report:
         before, self._gone = self._gone, {p for p, each in self._peers.items() if not each.alive()}
         if before & self._gone and not self._page.words[self._at + GONE_WORD]:
             self._page.words[self._at + GONE_WORD] = self.rank << 32 | min(before & self._gone) + 1
-        if not self._apart and self._peers and self._parted():
+        # Ranks whose calls end all the same tell of it themselves until the next look.
+        before_this, self._suspect = self._suspect, self._peers and self._parted()
+        if not self._apart and before_this and before_this == self._suspect:
             self._apart = pad.status_word(pad.PARTED, self.rank, self.rank, 0)
             self._page.words[self._at + GONE_WORD] = self.rank << 32 | self.rank + 1
             self._page.words[self._at + REPORTED] = self._apart

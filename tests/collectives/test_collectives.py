@@ -405,7 +405,7 @@ def test_misuse_is_an_error_on_every_rank() -> None:
         lambda: (weft.matmul_all_reduce if odd else weft.matmul_reduce_scatter)(m, m),
         lambda: weft.matmul_reduce_scatter(m[: 3 if odd else 4], m),
     ):
-        with pytest.raises(weft.MismatchError, match=r"rank 0 called .*rank.? 1.* called"):
+        with pytest.raises(weft.MismatchError, match=r"rank.* called .*rank.* called"):
             call()
     with pytest.raises(weft.MismatchError, match="rows to rank"):
         collectives.all_to_all(torch.ones(world_size), [2] * world_size)
