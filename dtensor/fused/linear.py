@@ -12,7 +12,7 @@ value (print it) and still takes part in the fused call afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -423,25 +423,34 @@ def multiply(
     if plan.way is not None:
         if x._layout.index is None:
             return outside_result(plan.result, x, w, bias)
-        if plan.moves is not None and not _only_cuts(plan, given):
+        moves = plan.moves
+        if bias is not None and moves is not None and moves[2] is not None:
+            # One rank alone adds it to a sum, so that what it takes of others comes before.
+            whole = _without_sums(moves[2])
+            if not _only_cuts([whole], [bias]):
+                return multiply(product, x, w, _placed_for(plan, bias, whole), keep=keep)
+        if moves is not None and not _only_cuts(moves[:2], given[:2]):
             # A fused op is run on what has been moved before, so that each of both is done once.
             placed = [
                 t if m is None or i == 2 else _placed_for(plan, t, m)
-                for i, (t, m) in enumerate(zip(given, plan.moves, strict=True))
+                for i, (t, m) in enumerate(zip(given, moves, strict=True))
             ]
             return multiply(product, placed[0], placed[1], *placed[2:], keep=keep)
         if plan.way.name != PENDING:
+            if bias is not None and any(isinstance(p, Partial) for p in plan.result.placements):
+                # Each rank of another mesh dim has a term of a sum, to which it is added once.
+                return cast(DTensor, multiply(product, x, w, keep=keep) + bias)
             return _gathered_product(plan, product, operands, keep)
     if any(map(needs_grad, given)):
         return cast(DTensor, record(_Product, x, w, bias, product, plan))
     return _run_below(product, plan, operands)
 
 
-def _only_cuts(plan: CallPlan, given: list[DTensor]) -> bool:
-    """Whether the plan's moves communicate nothing."""
+def _only_cuts(moves: Sequence[Layout | None], given: Sequence[DTensor]) -> bool:
+    """Whether the moves communicate nothing."""
     return all(
         m is None or all(step.is_local for step in move_plan(t._layout.closed(), m.closed()).steps)
-        for m, t in zip(plan.moves or (), given, strict=False)
+        for m, t in zip(moves, given, strict=True)
     )
 
 

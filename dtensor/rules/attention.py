@@ -51,7 +51,21 @@ def attention_plan(
         for name, price in ((RING, _ring_us), (ULYSSES, _ulysses_us)):
             us = partial(price, is_causal=is_causal, fits=_heads_differ(q, k, v, enable_gqa))
             strategies.append(strategy(_SEQUENCE, _SEQUENCE, Way(name, us)))
-    return choose(call, Choices(strategies), [], [False] * len(call.inputs))
+    chosen = choose(call, Choices(strategies), [], [False] * len(call.inputs))
+    if _evenly(chosen, q, k):
+        return chosen
+    # Several mesh dims would cut the heads together, into more parts than there are heads of keys.
+    whole = [s for s in strategies if s.outputs[0] != Shard(1)]
+    return choose(call, Choices(whole), [], [False] * len(call.inputs))
+
+
+def _evenly(chosen: Chosen, q: Layout, k: Layout) -> bool:
+    """Whether each rank has the keys of its queries: as many heads, or all are cut evenly."""
+    pairs = zip(chosen.outputs[0], q.place.sizes, strict=True)
+    cuts = math.prod(n for p, n in pairs if p == Shard(1))
+    if len(q.shape) != 4 or q.shape[1] == k.shape[1]:
+        return True
+    return all(t.shape[1] % cuts == 0 for t in (q, k))
 
 
 def _heads(q: Layout, k: Layout, v: Layout) -> list[Placement]:

@@ -170,7 +170,7 @@ def test_local_and_back() -> None:
     assert torch.equal(z.full_tensor(), whole) and z.mean().item() == n
     with pytest.raises(ValueError, match=r"must be those of torch\.chunk"):
         DTensor.from_local(torch.ones(rank + 1), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="another call"):
+    with pytest.raises(ValueError, match="different calls"):
         DTensor.from_local(torch.ones(2, rank + 1), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="different global tensors"):
         DTensor.from_local(torch.ones(rank + 1), mesh, [Replicate()], run_check=True)
