@@ -148,8 +148,8 @@ class FusedSum:
             traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op)
             return traced if residual is None else traced + residual
         group = resolve(group)
-        batch = ("x", (*x.shape[:-1], "*"))
-        note_call(group, self.name, reduce_op, x.dtype, batch, ("N", w.shape[-1]), ("dim", dim))
+        operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))
+        note_call(group, self.name, reduce_op, x.dtype, *operands, ("dim", dim))
         if dim is None and x.ndim == 0:
             raise ValueError("x must have at least one dim")
         if dim is not None and (x.ndim < 2 or not -x.ndim <= dim < x.ndim):
