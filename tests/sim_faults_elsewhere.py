@@ -364,14 +364,14 @@ IN_DIRECT = [
     fault(
         "a tensor is written while others read it",
         direct,
-        "        agree(self._group, self._op, 0)",
+        "        agree(self._group, self._op, 0, call=self._call)",
         "        pass",
         ("direct reads",),
     ),
     fault(
         "a tensor is read before it is there",
         direct,
-        "self._addresses = agree(group, op, x.data_ptr())",
+        "self._addresses = agree(group, op, x.data_ptr(), call=call)",
         "self._addresses = [x.data_ptr()] * group.world_size",
         ("direct reads",),
         (RACE, AssertionError),

@@ -36,15 +36,15 @@ _FAILED = -1  # in place of the signature of a call
 class Exchange:
     """One call on a workspace on the CPU. Made by `exchange`.
 
-    Each signal is accompanied by the hash of all calls that this rank has made on the group, so
-    that ranks whose calls differ do not add up or return unrelated data.
+    Each signal is accompanied by the hash of the whole call, so that ranks whose calls differ do
+    not add up or return unrelated data.
     """
 
     def __init__(self, ws: Workspace, op: str, call: Call | None = None, noted: int = -1) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
         self._ws, self._noted = ws, noted
         self._pending = set(ws.peers)
-        self._call = ws.group.calls.chain if call is not None and ws.addresses else None
+        self._call = call.hash if call is not None and ws.addresses else None
 
     def __enter__(self) -> Exchange:
         ws = self._ws
@@ -343,7 +343,7 @@ def agree(
     ws.check(op)
     # A pared-down `Exchange`: two words of the cache line that holds the signal, used in turn like
     # the halves, so that there is one message and no data to fetch.
-    waiter, own, signature = ws.waiter, ws.own, group.calls.chain
+    waiter, own, signature = ws.waiter, ws.own, call.hash
     generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
     word = pad.HOST_SLOTS + 1 + 2 * (generation & 1)
     mine = word + pad.LINE * ws.rank

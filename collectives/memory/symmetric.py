@@ -450,9 +450,6 @@ class Waiter:
                 continue
             next_look = now + flight.LOOK_S
             self.check(op)
-            if self.group.calls.parted():
-                self._tell(pad.PARTED, self.rank, peer, value)
-                self.check(op)
             if waited > timeout or not self.group.processes[peer].alive():
                 self.give_up(peer, value, op, waited)
         _wait_seconds += clock() - start

@@ -34,7 +34,6 @@ from weft.collectives.ranks.group import (
     resolve,
     unwatched,
 )
-from weft.errors import MismatchError
 
 _ALIGN = 4096
 _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
@@ -159,9 +158,6 @@ class Workspace:
             _note_call(self.device)  # `reports` compares what ranks of GPUs call, beside them
             return
         self.waiter.check(op)
-        if parted := self.group.calls.parted():  # all have begun this call
-            self.group.calls.told()
-            raise MismatchError(f"the ranks make different calls: {parted}")
 
     def break_off(self) -> None:
         """Tell all ranks in the current stream, this one as well, that this one has failed amid a

@@ -236,9 +236,6 @@ def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
             gone = _absent(group, store, keys)
         elif now - looked > flight.LOOK_S:
             looked = now
-            if parted := group.calls.parted():
-                store.delete_key(keys[group.rank])
-                raise MismatchError(f"the ranks make different calls: {parted}")
             if group.processes:
                 alive = (each.alive() for each in group.processes)
                 gone = next((peer for peer, lives in enumerate(alive) if not lives), None)

@@ -393,7 +393,7 @@ def test_misuse_is_an_error_on_every_rank() -> None:
         largest = op(x.clone().requires_grad_(), reduce_op="max").sum()
         with pytest.raises(NotImplementedError, match="not for 'max'"):
             largest.backward()
-    with pytest.raises(weft.MismatchError, match="rank 0 called all_gather"):
+    with pytest.raises(weft.MismatchError, match="different calls"):
         collectives.all_gather(x if rank else x.double())
     odd, m = rank == 1, torch.ones(4, 4)
     for call in (
@@ -405,7 +405,7 @@ def test_misuse_is_an_error_on_every_rank() -> None:
         lambda: (weft.matmul_all_reduce if odd else weft.matmul_reduce_scatter)(m, m),
         lambda: weft.matmul_reduce_scatter(m[: 3 if odd else 4], m),
     ):
-        with pytest.raises(weft.MismatchError, match=r"rank.* called .*rank.* called"):
+        with pytest.raises(weft.MismatchError, match="different calls"):
             call()
     with pytest.raises(weft.MismatchError, match="rows to rank"):
         collectives.all_to_all(torch.ones(world_size), [2] * world_size)
