@@ -301,10 +301,8 @@ class SymmetricBuffer:
             return None
         processes = self.group.processes
         peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
-        report = Report(
-            self.rank, {} if virtual else peers, on_gpu, partial(told_by, calls=self.group.calls),
-            self.group.calls.parted,
-        )  # fmt: skip
+        told = partial(told_by, calls=self.group.calls)
+        report = Report(self.rank, {} if virtual else peers, on_gpu, told)
         weakref.finalize(self, report.close)
         own = self.pad_of(self.rank)
         own[pad.PADS].fill_(self.signal_ptrs.data_ptr())
