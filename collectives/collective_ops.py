@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives import movement
-from weft.collectives.memory.exchange import agree, check_call, exchange, note_call
+from weft.collectives.memory.exchange import agree, check_call, exchange
 from weft.collectives.movement import ReduceOp
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import Group, GroupLike, group_name, is_call_traced, resolve
@@ -78,17 +78,13 @@ def known_sizes(
     def call() -> str:
         return f"{op} of {told}" + ("" if sizes is None else f", {list(sizes)}")
 
-    if sizes is None or op == "all_gather":  # which notes itself
-        check_call(group, call)
+    check_call(group, call)
     if sizes is None:
         if group.why:
             return group.gather_objects(x.shape[dim], call())
         return agree(group, op, x.shape[dim], told)
     check_sizes("sizes", sizes, group, dim, x.shape[dim])
-    lengths = _plain_sizes(sizes)
-    if op != "all_gather":
-        note_call(group, op, *told, ("sizes", tuple(lengths)))
-    return lengths
+    return _plain_sizes(sizes)
 
 
 def _plain_sizes(sizes: Sequence[int]) -> list[int]:
@@ -125,7 +121,7 @@ def even_sizes(
 
 
 class _AllGather(torch.autograd.Function):
-    """Along dim 0, of what was `dim`. Backward: reduce_scatter of the gradient, to equal sizes."""
+    """Along dim 0, of what was `dim`. Backward: reduce_scatter of the gradient, to `sizes`."""
 
     @staticmethod
     def forward(

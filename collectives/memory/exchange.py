@@ -147,7 +147,8 @@ class Exchange:
         if peer in self._pending:
             self._waiter.wait(peer, self.generation, self.op)
             self._pending.discard(peer)
-            if self._call is None or (told := self._ws.own[self._call_word(peer)]) == self._call:
+            mine = self._call
+            if mine is None or (told := self._ws.own[self._call_word(peer)]) == mine:
                 return
             self._call = None
             self.wait_all()  # the next call needs all signals of this one
@@ -156,9 +157,7 @@ class Exchange:
                     f"{self.op}: rank {peer} failed during the call; its own error tells why. "
                     f"The next call finds all ranks in step"
                 )
-            error = MismatchError(_differs(self._ws.group, self.op, peer))
-            self._ws.group.calls.told()
-            raise error
+            raise MismatchError(_differs(self._ws.group, {self.rank: mine, peer: told}))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, which holds what peers have sent, or will until the call ends, and has no gaps.
@@ -307,11 +306,10 @@ def exchange_on(
     return kind(ws, op, call, noted)
 
 
-def _differs(group: Group, op: str, peer: int) -> str:
-    parted = group.calls.parted() or (
-        f"rank {group.rank} calls {op}, rank {peer} makes another call or passes other arguments"
-    )
-    return f"the ranks make different calls: {parted}"
+def _differs(group: Group, calls: dict[int, int]) -> str:
+    """What ranks have called, given the hashes."""
+    told = (f"rank {rank} called {group.calls.words(rank, calls[rank])}" for rank in sorted(calls))
+    return f"the ranks make different calls: {'; '.join(told)}"
 
 
 def agree(
@@ -357,9 +355,7 @@ def agree(
     for theirs in range(word, word + pad.LINE * ws.world_size, pad.LINE):
         if own[theirs + 1] != signature:
             rank = (theirs - word) // pad.LINE
-            error = MismatchError(_differs(group, op, rank))
-            group.calls.told()
-            raise error
+            raise MismatchError(_differs(group, {ws.rank: signature, rank: own[theirs + 1]}))
         values.append(own[theirs])
     group.calls.end(noted)
     return values

@@ -432,7 +432,7 @@ class Waiter:
         own, clock = self.own, time.perf_counter
         start = clock()
         timeout = settings.timeout_s() if self.timeout is None else self.timeout
-        next_look = start + flight.LOOK_S
+        next_look = start + 0.1
         while own[slot] < value:
             now = clock()
             waited = now - start
@@ -446,7 +446,7 @@ class Waiter:
             time.sleep(50e-6)
             if now < next_look:
                 continue
-            next_look = now + flight.LOOK_S
+            next_look = now + 0.1
             self.check(op)
             if waited > timeout or not self.group.processes[peer].alive():
                 self.give_up(peer, value, op, waited)
@@ -455,7 +455,6 @@ class Waiter:
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
         self._tell(pad.TIMED_OUT, self.rank, peer, value)
-        self.group.calls.stop()
         raise PeerTimeout(self.rank, peer, op, value, waited, self.group.calls.history())
 
     def break_off(self) -> None:
@@ -472,20 +471,12 @@ class Waiter:
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if status := self.own[pad.STATUS]:
-            self.group.calls.stop()
             raise told_by(status, self.rank, op, self.group.calls)
 
 
 def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) -> WeftError:
     """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
-    calls = calls or flight.Calls()
     code, waiter, peer, generation = pad.status_in(status)
-    parted = calls.parted() if code in (pad.PARTED, pad.GONE) else ""
-    if parted:
-        return MismatchError(
-            f"the ranks make different calls: {parted}. The group cannot be used until all of its "
-            f"ranks have called weft.close()\n{calls.history()}"
-        )
     if code == pad.FAILED:
         return MismatchError(
             f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
@@ -503,7 +494,8 @@ def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) 
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter
     waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
-    return PeerTimeout(rank, blamed, op, generation, waited_s, calls.history())
+    history = calls.history() if calls else ""
+    return PeerTimeout(rank, blamed, op, generation, waited_s, history)
 
 
 _wait_seconds = 0.0

@@ -109,10 +109,8 @@ class Workspace:
         if self._failed:
             from weft.collectives.memory.exchange import agree
 
-            told_already = call_of(
-                op, (("after a failed", self._failed),)
-            )  # as ranks fail one by one
-            agree(self.group, op, 0, call=told_already)
+            # Not noted: ranks come here one by one, as they have failed.
+            agree(self.group, op, 0, call=call_of(op, (("after a failed", self._failed),)))
             self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
             self._failed = ""
         try:
@@ -154,10 +152,10 @@ class Workspace:
 
     def launched(self, op: str) -> None:
         """The end of a call on the host; call it after launching kernels."""
-        if not self._on_host:
-            _note_call(self.device)  # `reports` compares what ranks of GPUs call, beside them
-            return
-        self.waiter.check(op)
+        if self._on_host:
+            self.waiter.check(op)
+        else:
+            _note_call(self.device)
 
     def break_off(self) -> None:
         """Tell all ranks in the current stream, this one as well, that this one has failed amid a

@@ -1,8 +1,7 @@
 """The flight recorder: what every rank has called lately, in memory that the others can read.
 
 A process keeps a ring of its last CALLS calls, in an anonymous file that its peers map when they
-first meet. A rank that waits for a peer in vain looks there: ranks whose calls differ learn so in a
-tenth of a second, with the words of both calls, instead of waiting until the time is over.
+first meet. An error about a peer shows what that has called, also if it has died since.
 
 The first ENTRY bytes hold the NUMBER of the last call, then come the entries:
 
@@ -11,12 +10,11 @@ The first ENTRY bytes hold the NUMBER of the last call, then come the entries:
     GROUP     hash of the group that makes it
     POSITION  of the call among those of the group: 1, 2, ...
     CALL      hash of all that must be the same on all ranks
-    CHAIN     hash of CALL and of the CHAIN before: one comparison tells of all calls up to here
     BEGAN     ns of the machine's clock
     ENDED     likewise; 0 while the call is under way
     TEXT      what CALL is the hash of, to be read
 
-To note a call takes half a microsecond. Nobody is told anything: peers look only while they wait.
+To note a call takes half a microsecond. Nobody is told anything: peers look only for an error.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 CALLS, ENTRY = 256, 256
-LOOK_S = 0.1  # how often a rank that waits looks what the others have called
-_ENTRY = struct.Struct(f"7q{ENTRY - 7 * 8}s")
-_WORDS, _ENDED = ENTRY // 8, 6
+_ENTRY = struct.Struct(f"6q{ENTRY - 6 * 8}s")
+_WORDS, _ENDED = ENTRY // 8, 5
 _MASK = (1 << 62) - 1
 _BYTES = (CALLS + 1) * ENTRY
 
@@ -89,13 +86,11 @@ class Recorder:
         self._words = memoryview(self.ring).cast("q")
         self._number = 0
 
-    def note(self, group: int, position: int, call: Call, chain: int) -> int:
+    def note(self, group: int, position: int, call: Call) -> int:
         """Write an entry; its number in the ring, for `end`."""
         self._number = number = self._number + 1
-        began, text = time.monotonic_ns(), call.text
-        _ENTRY.pack_into(
-            self.ring, _place(number), number, group, position, call.hash, chain, began, 0, text
-        )
+        at, began = _place(number), time.monotonic_ns()
+        _ENTRY.pack_into(self.ring, at, number, group, position, call.hash, began, 0, call.text)
         self._words[0] = number
         return number
 
@@ -130,7 +125,6 @@ class Noted(NamedTuple):
     group: int
     position: int
     hash: int
-    chain: int
     began: int
     ended: int
     text: str
@@ -167,14 +161,12 @@ class Calls:
     """The calls of one group: notes those of this rank, reads those of all.
 
     Attributes:
-        group: hash of the group, and of how often its ranks have parted: the same on all of them.
-        chain: CHAIN of the last call.
+        group: hash of the group, the same on all of its ranks.
     """
 
     def __init__(
         self,
         group: str = "",
-        rank: int = 0,
         readers: Mapping[int, Reader] | None = None,
         own: Recorder | None = None,
     ) -> None:
@@ -184,57 +176,26 @@ class Calls:
             readers: by rank, of those that can be looked at.
             own: where to note; without one nothing is.
         """
-        self.group, self.rank, self._readers = _hash(group), rank, dict(readers or {})
-        self._position, self.chain = 0, 0
-        self._own = own
+        self.group, self._readers = _hash(group), dict(readers or {})
+        self._position, self._own = 0, own
 
     def begin(self, call: Call) -> int:
         """Note a call of this rank; its number, for `end`. -1: nothing is noted."""
         if self._own is None:
             return -1
         self._position += 1
-        self.chain = hash((self.chain, call.hash))  # of integers: the same in all processes
-        return self._own.note(self.group, self._position, call, self.chain)
+        return self._own.note(self.group, self._position, call)
 
     def end(self, noted: int) -> None:
         """A call that was noted has ended."""
         if noted >= 0 and self._own is not None:
             self._own.end(noted)
 
-    def told(self) -> None:
-        """An error tells all ranks that their calls, up to the last one noted, differ: they go on.
-
-        What is noted from now on is compared by itself.
-        """
-        self.group = hash((self.group, 1))
-        self._position = self.chain = 0
-
-    def stop(self) -> None:
-        """The group is of no use any more: ranks will not make the same calls on it."""
-        self._own = None
-
-    def parted(self) -> str:
-        """In which call this rank and others have made different ones, in words; "" if in none."""
-        own = self._readers.get(self.rank)
-        last = next(own.noted(self.group), None) if own else None
-        if own is None or last is None:
-            return ""
-        for ring in self._readers.values():
-            theirs = next(ring.noted(self.group), last)
-            common = min(last.position, theirs.position)  # one look at it tells of all before
-            here, there = self._at(own, common), self._at(ring, common)
-            if here and there and here.chain != there.chain:
-                return self._where(common)
-        return ""
-
-    def _where(self, common: int) -> str:
-        calls = self._by_position()
-        apart = (p for p in sorted(calls) if len({e.chain for e in calls[p].values()}) > 1)
-        first = next(apart, common)
-        if len({entry.hash for entry in calls[first].values()}) < 2:
-            return f"they parted before call {first} of the group, the oldest that is remembered"
-        told = (f"{_ranks(ranks)} called {text}" for text, ranks in _by_text(calls[first]).items())
-        return f"call {first} of the group: {'; '.join(told)}"
+    def words(self, rank: int, hash: int) -> str:
+        """What `rank` has called, given the hash of it."""
+        ring = self._readers.get(rank)
+        found = ring and next((e.text for e in ring.noted(self.group) if e.hash == hash), None)
+        return found or "another"
 
     def history(self, last: int = 6) -> str:
         """The last calls of all ranks side by side, a line each."""
@@ -250,10 +211,6 @@ class Calls:
                 told.append(f"{_ranks(missing)}: not begun")
             lines.append(f"  call {position}   " + "; ".join(told))
         return "\n".join(["the last calls of the group:", *lines]) if lines else ""
-
-    def _at(self, ring: Reader, position: int) -> Noted | None:
-        found = next((e for e in ring.noted(self.group) if e.position <= position), None)
-        return found if found and found.position == position else None
 
     def _by_position(self) -> dict[int, dict[int, Noted]]:
         calls: dict[int, dict[int, Noted]] = {}

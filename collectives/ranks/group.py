@@ -176,7 +176,6 @@ class Group:
         self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
-                self.calls.told()
                 raise MismatchError(
                     f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
                     f"{rank}"
@@ -208,8 +207,8 @@ def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
 _arrivals: Counter[str] = Counter()
 _described: Counter[str] = Counter()
 
-
 _GAVE_UP = b"weft gave up on "  # no pickle begins so
+_LOOK_S = 0.1  # between looks at whether processes live
 
 
 def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
@@ -234,7 +233,7 @@ def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
         gone = None
         if now - start > timeout_s:
             gone = _absent(group, store, keys)
-        elif now - looked > flight.LOOK_S:
+        elif now - looked > _LOOK_S:
             looked = now
             if group.processes:
                 alive = (each.alive() for each in group.processes)
@@ -501,7 +500,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         return Group(pg, rank, world_size, ranks, (), why)
     readers = {r: flight.Reader.of(each.pid, each.calls_fd) for r, each in enumerate(processes)}
     own = flight.recorder()
-    calls = flight.Calls(name, rank, {r: each for r, each in readers.items() if each}, own)
+    calls = flight.Calls(name, {r: each for r, each in readers.items() if each}, own)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)

@@ -22,7 +22,6 @@ to come for the data of theirs. The memory is of no use then until all ranks hav
     FAILED         `peer` has left a call amid it
     OVERLAPPED     another call began while kernels of `waiter` made one
     GONE           the process of `peer` has ended
-    PARTED         `waiter` has seen that ranks make different calls
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GENERATION = 0
 TICKET = 1
 STATUS = 2
 PADS, RANKS = 3, 4
-TIMED_OUT, FAILED, OVERLAPPED, GONE, PARTED = 1, 2, 3, 4, 5
+TIMED_OUT, FAILED, OVERLAPPED, GONE = 1, 2, 3, 4
 CLAIM = 6
 REPORT = 7
 CLOCK = 16  # not in the line of the others, as all that wait write it

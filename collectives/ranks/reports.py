@@ -71,25 +71,21 @@ class Report:
         peers: Mapping[int, Alive],
         on_gpu: bool,
         told: Callable[[int, int, str], Exception],
-        parted: Callable[[], str] = str,
     ) -> None:
         """
         Args:
             peers: the processes of the other ranks; empty if they are threads of this one.
             told: makes the error that a STATUS tells of, for (status, rank, op).
-            parted: whether the ranks have made different calls: see `flight`.
         """
         page = next((page for page in _pages if page.free and page.pinned == on_gpu), None)
         if page is None:
             page = _Page(on_gpu)
             _pages.append(page)
         self.rank, self.op, self.world = rank, "a call", here.world
-        self._told, self._peers, self._parted = told, peers, parted
+        self._told, self._peers = told, peers
         self._page, self._line = page, page.free.pop()
         self._at = self._line * _LINE
         self._logged = self._watched = self._raised = False
-        self._apart = 0  # STATUS once ranks have made different calls
-        self._suspect: object = ""  # in which, at the last look
         self._gone: set[int] = set()  # peers whose processes had ended at the last look
         self.address = page.address + 8 * self._at
         page.words[self._at : self._at + _LINE] = 0
@@ -112,20 +108,13 @@ class Report:
         before, self._gone = self._gone, {p for p, each in self._peers.items() if not each.alive()}
         if before & self._gone and not self._page.words[self._at + GONE_WORD]:
             self._page.words[self._at + GONE_WORD] = self.rank << 32 | min(before & self._gone) + 1
-        # Ranks whose calls end all the same tell of it themselves until the next look.
-        before_this, self._suspect = self._suspect, self._peers and self._parted()
-        if not self._apart and before_this and before_this == self._suspect:
-            self._apart = pad.status_word(pad.PARTED, self.rank, self.rank, 0)
-            self._page.words[self._at + GONE_WORD] = self.rank << 32 | self.rank + 1
-            self._page.words[self._at + REPORTED] = self._apart
-            self._page.words[0] = 1
         if not self._logged and (error := self.error()):
             self._logged = True
             _logger.error("%s", error)
 
     def error(self) -> Exception | None:
         """What a kernel has told of."""
-        word = self._apart or int(self._page.words[self._at + REPORTED])
+        word = int(self._page.words[self._at + REPORTED])
         if not word:
             return None
         code, waiter, _, generation = pad.status_in(word)

@@ -394,13 +394,11 @@ def _weight_grad(grad: DTensor, x: DTensor, by_columns: bool) -> DTensor:
 
 
 def _run_below(product: Product, plan: CallPlan, operands: _Operands) -> DTensor:
-    """Run a product below autograd; what is gathered was run above it, if a gradient is needed."""
+    """Run a product below autograd; one that is a sum is left pending."""
     if plan.way is None or plan.decomposed is not None or operands[0].is_inference():
         return cast(DTensor, run_plan(plan, *operands))
-    if plan.way.name == PENDING:
-        pending = PendingProduct(product, plan, operands)
-        return wrap_pending(pending, plan.result, operands[0]._local_tensor.device)
-    return _gathered_product(plan, product, operands, False)
+    pending = PendingProduct(product, plan, operands)
+    return wrap_pending(pending, plan.result, operands[0]._local_tensor.device)
 
 
 def multiply(
@@ -431,11 +429,11 @@ def multiply(
                 return multiply(product, x, w, _placed_for(plan, bias, whole), keep=keep)
         if moves is not None and not _only_cuts(moves[:2], given[:2]):
             # A fused op is run on what has been moved before, so that each of both is done once.
-            placed = [
-                t if m is None or i == 2 else _placed_for(plan, t, m)
-                for i, (t, m) in enumerate(zip(given, moves, strict=True))
-            ]
-            return multiply(product, placed[0], placed[1], *placed[2:], keep=keep)
+            placed_x, placed_w = (
+                t if m is None else _placed_for(plan, t, m)
+                for t, m in zip((x, w), moves[:2], strict=True)
+            )
+            return multiply(product, placed_x, placed_w, bias, keep=keep)
         if plan.way.name != PENDING:
             if bias is not None and any(isinstance(p, Partial) for p in plan.result.placements):
                 # Each rank of another mesh dim has a term of a sum, to which it is added once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,119 @@ import torch.distributed as dist
 import weft
 from weft import collectives
 from weft.collectives.ranks import flight
+from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SOON_S = 20  # on a busy machine; the bound on waits is set far beyond it
+
+
+Call = Callable[[], object]
+
+
+def plain_pairs() -> dict[str, tuple[Call, Call, str, str]]:
+    """By name: what rank 0 calls, what the others call, and a word of each call."""
+    x = torch.ones(4, 4)
+    c = collectives
+    return {
+        "dtype": (lambda: c.all_reduce(x), lambda: c.all_reduce(x.int()), "float32", "int32"),
+        "halves": (
+            lambda: c.all_reduce(x.half()),
+            lambda: c.all_reduce(x.bfloat16()),
+            "float16",
+            "bfloat16",
+        ),
+        "reduce_op": (
+            lambda: c.all_reduce(x, reduce_op="max"),
+            lambda: c.all_reduce(x),
+            r"all_reduce\(max\)",
+            r"all_reduce\(sum\)",
+        ),
+        "shapes of equal bytes": (
+            lambda: c.all_reduce(x),
+            lambda: c.all_reduce(x.view(2, 8)),
+            r"\[4, 4\]",
+            r"\[2, 8\]",
+        ),
+        "dim": (
+            lambda: c.reduce_scatter(x),
+            lambda: c.reduce_scatter(x, dim=1),
+            "dim 0",
+            "dim 1",
+        ),
+        "dim of a gather": (
+            lambda: c.all_gather(x, sizes=[4] * dist.get_world_size()),
+            lambda: c.all_gather(x, dim=1, sizes=[4] * dist.get_world_size()),
+            "dim 0",
+            "dim 1",
+        ),
+        "source": (lambda: c.broadcast(x, 0), lambda: c.broadcast(x, 1), "rank 0", "rank 1"),
+        "op": (lambda: c.all_reduce(x), lambda: c.all_to_all(x.repeat(3, 1)), "sum", "all_to_all"),
+        "barrier": (lambda: c.barrier(), lambda: c.all_reduce(x), "barrier", "all_reduce"),
+    }
+
+
+def dtensor_pairs() -> dict[str, tuple[Call, Call, str, str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    d = distribute_tensor(torch.arange(36.0).view(6, 6), mesh, [Shard(0)])
+    return {
+        "sum or max": (
+            lambda: d.sum().full_tensor(),
+            lambda: d.max().full_tensor(),
+            r"P\(sum\)",
+            r"P\(max\)",
+        ),
+        "placements": (
+            lambda: d.redistribute(mesh, [Replicate()]),
+            lambda: d.redistribute(mesh, [Shard(1)]),
+            r"-> float32\[6, 6\] \[R\]",
+            r"-> float32\[6, 6\] \[S\(1\)\]",
+        ),
+        "dtypes": (
+            lambda: d.full_tensor(),
+            lambda: d.double().full_tensor(),
+            "float32",
+            "float64",
+        ),
+        "a redistribution or a barrier": (
+            lambda: d.full_tensor(),
+            lambda: collectives.barrier(),
+            "redistribute",
+            "barrier",
+        ),
+    }
+
+
+def told_on_all_ranks(pairs: dict[str, tuple[Call, Call, str, str]], name: str) -> None:
+    """Both calls of a pair are told on every rank, and a right call can follow."""
+    first, second, *words = pairs[name]
+    rank, world_size, x = dist.get_rank(), dist.get_world_size(), torch.ones(3)
+    assert collectives.all_reduce(x).tolist() == [world_size] * 3
+    start = time.monotonic()
+    with pytest.raises(weft.MismatchError) as caught:
+        (first if rank == 0 else second)()
+    assert time.monotonic() - start < SOON_S
+    assert re.search(
+        f"rank 0 called .*{words[0]}.*; rank [12] called .*{words[1]}", str(caught.value)
+    )
+    assert collectives.all_reduce(x).tolist() == [world_size] * 3
+
+
+NAMES = (
+    "dtype", "halves", "reduce_op", "shapes of equal bytes", "dim", "dim of a gather", "source",
+    "op", "barrier",
+)  # fmt: skip
+OF_DTENSORS = ("sum or max", "placements", "dtypes", "a redistribution or a barrier")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_that_differ(name: str) -> None:
+    told_on_all_ranks(plain_pairs(), name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OF_DTENSORS)
+def test_dtensors_that_differ(name: str) -> None:
+    told_on_all_ranks(dtensor_pairs(), name)
 
 
 def absent_body() -> str:
@@ -43,47 +155,24 @@ def rings(*sequences: str) -> list[flight.Calls]:
     """What each of the ranks of a group sees that have made these calls, a letter each."""
     recorders = [flight.Recorder() for _ in sequences]
     readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
-    groups = [flight.Calls("g", r, readers, each) for r, each in enumerate(recorders)]
+    groups = [flight.Calls("g", readers, each) for each in recorders]
     for calls, sequence in zip(groups, sequences, strict=True):
         for letter in sequence:
             calls.end(calls.begin(flight.call_of(letter, ())))
     return groups
 
 
-@pytest.mark.parametrize(
-    ("sequences", "parted"),
-    [
-        (("abc", "abc"), ""),
-        (("abc", "ab"), ""),
-        (("abc", ""), ""),
-        (("abc", "abd"), "call 3 of the group: rank 0 called c; rank 1 called d"),
-        (("abc", "adcc"), "call 2 of the group: rank 0 called b; rank 1 called d"),
-        (("abcd", "ab", "abd"), "call 3 of the group: rank 0 called c; rank 2 called d"),
-        (("a" * 300 + "b", "a" * 300 + "c"), "call 301 of the group: rank 0 called b; rank 1"),
-        (("b" + "a" * 300, "c" + "a" * 300), "before call 46"),
-    ],
-)
-def test_where_ranks_part(sequences: tuple[str, ...], parted: str) -> None:
-    for calls in (rings(*sequences)[rank] for rank in (0, len(sequences) - 1)):
-        found = calls.parted()
-        assert parted in found and bool(found) == bool(parted)
-
-
-def test_what_an_error_has_told_is_not_told_again() -> None:
-    first, second = rings("ab", "ac")
-    assert first.parted()
-    first.told()
-    assert not first.parted()
-    second.told()
-    for calls in (first, second):
-        calls.begin(flight.call_of("d", ()))
-        assert not calls.parted() and "d" in calls.history()
+def test_the_ring_holds_the_last_calls_only() -> None:
+    first, second = rings("b" + "a" * 300, "ca")
+    assert first.words(0, flight.call_of("a", ()).hash) == "a"
+    assert first.words(0, flight.call_of("b", ()).hash) == "another"
+    assert second.words(1, flight.call_of("c", ()).hash) == "c"
 
 
 def test_groups_and_processes_do_not_mix() -> None:
     own = flight.Recorder()
     readers = {0: flight.Reader(own.ring)}
-    one, other = (flight.Calls(name, 0, readers, own) for name in "xy")
+    one, other = (flight.Calls(name, readers, own) for name in "xy")
     for calls, letters in ((one, "ab"), (other, "c"), (one, "d")):
         for letter in letters:
             calls.begin(flight.call_of(letter, ()))
