@@ -168,11 +168,11 @@ class Group:
         noted = self.calls.begin(flight.call_of("set-up", (what,)))
         told: list[Any] = [None] * self.world_size
         _, store = dist.distributed_c10d._world.pg_map.get(self.pg, (None, None))
-        if store is None or self.why:  # the latter: ranks on several hosts do so in each call
-            with unwatched(self):  # set-up does not count as communication of the program
+        with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
+            if store is None or self.why:  # the latter: ranks on several hosts do so in each call
                 dist.all_gather_object(told, (what, value), group=self.pg)
-        else:
-            told = [pickle.loads(each) for each in _gather(self, store, (what, value))]
+            else:
+                told = [pickle.loads(each) for each in _gather(self, store, (what, value))]
         self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
