@@ -181,6 +181,8 @@ def _engines(result: Result) -> Table:
     table = _table(title, "calls", "op", "shapes", "engine")
     others: Counter[tuple[str, str]] = Counter()
     for decision, calls in result.decisions.items():
+        if decision.engine == "shards":  # a choice of layouts, which runs no engine by itself
+            continue
         if decision.shapes:
             table.add_row(str(calls), decision.op, decision.shapes, decision.engine)
         else:
