@@ -115,6 +115,19 @@ def typical(device_type: str) -> Machine:
 
 _machines: dict[tuple[Group, str], Machine] = {}
 kept_by_group.append(_machines)
+# What was chosen by the rates, by keys with the group among them.
+kept_by_rates: list[dict[Any, Any]] = []
+
+
+def forget_rates(group: Group) -> None:
+    """Forget the rates of `group` and all that was chosen by them; the file stays.
+
+    Ranks whose weights are uneven have chosen for other shapes: if one kept a choice that another
+    must make by new rates, they might not choose alike.
+    """
+    for kept in (_machines, *kept_by_rates):
+        for key in [key for key in kept if group in key]:
+            del kept[key]
 
 
 def machine(group: Group, device: torch.device) -> Machine:
@@ -142,6 +155,7 @@ def calibrate(group: Group, device: torch.device, tries: int = 1) -> Machine:
         rates = _of_first(group, asdict(measured))
     if group.rank == 0:
         _save(_name_for(group, device), rates)
+    forget_rates(group)
     found = _machines[group, device.type] = Machine(**rates)
     return found
 

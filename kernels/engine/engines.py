@@ -125,6 +125,7 @@ def refuse_second_order(op: str) -> None:
 # Predicting takes 25 us, longer than a small call, so it is done once for each shape.
 _choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] = {}
 kept_by_group.append(_choices)
+cost.kept_by_rates.append(_choices)
 _MAX_CHOICES = 4096
 
 

@@ -56,7 +56,7 @@ def test_forced_engines_run_and_are_told() -> None:
 
 def automatic_body(folder: str) -> tuple[str, list[str]]:
     os.environ["WEFT_CACHE_DIR"] = folder
-    cost._machines.clear()
+    cost.forget_rates(resolve())
     cost._compared_matmuls.cache_clear()
     try:
         x, w = torch.ones(64, 32), torch.ones(32, 16)
@@ -67,7 +67,7 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
         assert rates.copy > 0 and rates.sync_us > 0 and rates.flops["torch.float32"] > 0
         # Kept: a new process would read the same numbers.
         library = cost.onednn_is_quicker()
-        cost._machines.clear()
+        cost.forget_rates(resolve())
         cost._compared_matmuls.cache_clear()
         assert cost.onednn_is_quicker() == library
         assert cost.machine(resolve(), torch.device("cpu")) == rates
@@ -75,7 +75,7 @@ def automatic_body(folder: str) -> tuple[str, list[str]]:
     finally:
         # Later tests on these ranks go by what the machine keeps, as every process does.
         del os.environ["WEFT_CACHE_DIR"]
-        cost._machines.clear()
+        cost.forget_rates(resolve())
         cost._compared_matmuls.cache_clear()
 
 
@@ -87,13 +87,13 @@ def loaded_body(folder: str) -> list[tuple[float, int]]:
         with pytest.MonkeyPatch.context() as patch:
             for load in (3.0, 2.9, 1.4, 0.6, 0.1, 0.1):
                 patch.setattr(cost, "load_a_core", lambda now=load: now)
-                cost._machines.clear()
+                cost.forget_rates(resolve())
                 rates = cost.machine(resolve(), torch.device("cpu"))
                 found.append((rates.load, rates.tries))
         return found
     finally:
         del os.environ["WEFT_CACHE_DIR"]
-        cost._machines.clear()
+        cost.forget_rates(resolve())
 
 
 def test_rates_taken_under_load_are_measured_again_later(ranks: Any, tmp_path: Path) -> None:
@@ -167,6 +167,15 @@ def test_what_is_told_of_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines._compared("host", prices) == "predicted 6.12 us against 6.4 us for generic"
     prices["generic"] = engines.Price(6.121, 6.121, ())
     assert engines._compared("host", prices) == "predicted 6.12 us against the same for generic"
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_keeps_a_choice_that_another_must_make_anew() -> None:
+    rank = dist.get_rank()
+    weft.matmul_all_reduce(torch.ones(4, 5 - rank), torch.ones(5 - rank, 4))
+    cost.forget_rates(resolve())  # rank 0 has chosen for K = 5, rank 1 for K = 4
+    y = weft.matmul_all_reduce(torch.ones(4, 5), torch.ones(5, 4))
+    assert y.unique().tolist() == [10]
 
 
 @pytest.mark.ranks(2)
