@@ -1,6 +1,6 @@
 """What a rule sees of a call, and what it answers.
 
-A rule is a function of a `Call`, an op with layouts in place of its tensors. It answers with
+A rule is a function of an `OpCall`, an op with layouts in place of its tensors. It answers with
 strategies for one mesh dim (`Choices`), with a decision for all of them (`Chosen`), or with a
 function of DTensors that computes the op (`Decomposed`).
 """
@@ -39,7 +39,7 @@ class Way(NamedTuple):
     """
 
     name: str
-    price: Callable[[Call, int], float | str]
+    price: Callable[[OpCall, int], float | str]
 
 
 PENDING = "pending"
@@ -56,7 +56,7 @@ class Strategy(NamedTuple):
     way: Way | None = None
 
 
-Localize = Callable[["Call", list[Layout], list[Layout]], Op]
+Localize = Callable[["OpCall", list[Layout], list[Layout]], Op]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Meta:
     dtype: torch.dtype
 
 
-class Call:
+class OpCall:
     """An op with its arguments, a `Layout` in place of each tensor."""
 
     def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -188,11 +188,11 @@ class Call:
         return f"{self.name}({', '.join(map(repr, self.inputs))})"
 
 
-Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
+Rule = Callable[[OpCall], "Choices | Chosen | Decomposed"]
 rules: dict[str, Rule] = {}
 # Users' rules (`experimental.register_sharding`), by overload; they take precedence over ours.
 rules_of_overloads: dict[Op, Rule] = {}
-_RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
+_RuleT = TypeVar("_RuleT", bound=Callable[[OpCall], Any])
 
 
 def rule(*names: str) -> Callable[[_RuleT], _RuleT]:

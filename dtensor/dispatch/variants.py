@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import Replicate
 
-from weft.dtensor.dispatch.call import Call, Op, leaves
+from weft.dtensor.dispatch.call import Op, OpCall, leaves
 from weft.dtensor.layout.boxes import contiguous_stride, layout_of, shard_dim
 from weft.dtensor.tensor import DTensor, become, wrap
 from weft.dtensor.tracing.grad_recording import no_function
@@ -29,7 +29,7 @@ class Reshaped:
     any = False
 
 
-def by_functional(func: Op, call: Call) -> Callable[..., Any] | None:
+def by_functional(func: Op, call: OpCall) -> Callable[..., Any] | None:
     """How to compute a variant with out=, or one that changes a tensor's shape in place."""
     schema: Any = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:

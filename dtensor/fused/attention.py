@@ -13,7 +13,7 @@ from torch.nn import functional
 from weft import settings
 from weft.collectives import chunk_sizes
 from weft.dtensor.dispatch.call import Chosen
-from weft.dtensor.dispatch.pricing import told
+from weft.dtensor.dispatch.pricing import candidate_lines
 from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -54,7 +54,7 @@ def attention(
     plan = attention_plan(q, k, v, mask, is_causal, enable_gqa)
     if settings.tracing() and plan.considered:
         why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
-        shapes, lines = ", ".join(map(repr, (q, k, v))), told(plan.considered)
+        shapes, lines = ", ".join(map(repr, (q, k, v))), candidate_lines(plan.considered)
         settings.record("attention", "shards", why, shapes, candidates=lines)
     rows = plan.outputs[0]
     if q.index is None:

@@ -258,7 +258,7 @@ def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
-class Ranks:
+class StandInMesh:
     """Stands in for a `DeviceMesh` in arithmetic: for ranks that do not run, or have no mesh."""
 
     def __init__(self, mesh: torch.Tensor) -> None:

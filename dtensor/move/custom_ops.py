@@ -22,7 +22,7 @@ from weft.dtensor.layout.boxes import Layout, contiguous_stride, layout_of, show
 _named: dict[str, tuple[Any, Any] | Layout] = {}
 
 
-def name_of(layout: Layout) -> str:
+def layout_name(layout: Layout) -> str:
     """Register a name for the mesh and placements of `layout`; it is the same on every rank."""
     place = layout.place
     name = f"{show(layout.placements)} on {list(place.sizes)}, ranks {list(place.ranks)}"

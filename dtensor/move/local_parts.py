@@ -29,7 +29,7 @@ from weft.dtensor.layout.boxes import (
     shard_dim,
     show,
 )
-from weft.dtensor.move.custom_ops import name_of
+from weft.dtensor.move.custom_ops import layout_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
         return even
     if traced:
         if even.cut_dims and even.index is not None:
-            torch.ops.weft.check_even(local.detach(), list(even.cut_dims), name_of(even))
+            torch.ops.weft.check_even(local.detach(), list(even.cut_dims), layout_name(even))
         return even
     group, call = _who_agrees(even)
     if group is None:

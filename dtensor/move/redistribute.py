@@ -40,7 +40,7 @@ from weft.dtensor.layout.boxes import (
     normalize,
 )
 from weft.dtensor.move.collective_plans import collective_plan
-from weft.dtensor.move.custom_ops import name_of
+from weft.dtensor.move.custom_ops import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, plan
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     if local.is_meta:
         return local.new_empty(target.local_shape, dtype=target.dtype)
     if is_traced(local):
-        names = name_of(source), name_of(target)
+        names = layout_name(source), layout_name(target)
         moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
         return moved
     return _move_now(local, source, target)

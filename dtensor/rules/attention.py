@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives import cost
-from weft.dtensor.dispatch.call import Call, Choices, Chosen, Meta, Strategy, Way
-from weft.dtensor.dispatch.pricing import choose
+from weft.dtensor.dispatch.call import Choices, Chosen, Meta, OpCall, Strategy, Way
+from weft.dtensor.dispatch.pricing import choose_strategies
 from weft.dtensor.layout.boxes import Layout, contiguous_stride, distinct, is_shard, shard_dim
 from weft.dtensor.layout.symbolic import cached, present
 from weft.kernels.engine.engines import fused_us
@@ -34,7 +34,7 @@ def attention_plan(
     q: Layout, k: Layout, v: Layout, mask: Layout | None, is_causal: bool, enable_gqa: bool
 ) -> Chosen:
     """The cheapest placements of q, k, v and the mask, and of the result, and the fused op."""
-    call = Call(functional.scaled_dot_product_attention, (q, k, v, mask), {})
+    call = OpCall(functional.scaled_dot_product_attention, (q, k, v, mask), {})
     shape = (*q.shape[:-1], v.shape[-1])
     call.outputs = [Meta(shape, contiguous_stride(shape), q.dtype)]
     rows = Shard(q.ndim - 2)
@@ -51,12 +51,12 @@ def attention_plan(
         for name, price in ((RING, _ring_us), (ULYSSES, _ulysses_us)):
             us = partial(price, is_causal=is_causal, fits=_heads_differ(q, k, v, enable_gqa))
             strategies.append(strategy(_SEQUENCE, _SEQUENCE, Way(name, us)))
-    chosen = choose(call, Choices(strategies), [], [False] * len(call.inputs))
+    chosen = choose_strategies(call, Choices(strategies), [], [False] * len(call.inputs))
     if _evenly(chosen, q, k):
         return chosen
     # Several mesh dims would cut the heads together, into more parts than there are heads of keys.
     whole = [s for s in strategies if s.outputs[0] != Shard(1)]
-    return choose(call, Choices(whole), [], [False] * len(call.inputs))
+    return choose_strategies(call, Choices(whole), [], [False] * len(call.inputs))
 
 
 def _evenly(chosen: Chosen, q: Layout, k: Layout) -> bool:
@@ -95,7 +95,7 @@ def _heads_differ(q: Layout, k: Layout, v: Layout, enable_gqa: bool) -> str:
     return "" if q.shape[1] == k.shape[1] or enable_gqa else "q and k differ in heads"
 
 
-def _not_around(call: Call, mesh_dim: int, fits: str) -> str:
+def _not_around(call: OpCall, mesh_dim: int, fits: str) -> str:
     """Why nothing can go around a mesh dim; empty if it can."""
     qkv = call.inputs[:3]
     if len(call.inputs) > 3:
@@ -119,7 +119,7 @@ def _own_bytes(layout: Layout, mesh_dim: int) -> float:
     return present(layout.global_bytes) / parts
 
 
-def _ring_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
+def _ring_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
     if why := _not_around(call, mesh_dim, fits):
         return why
     q, k = call.inputs[:2]
@@ -132,7 +132,7 @@ def _ring_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | s
     return us
 
 
-def _ulysses_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
+def _ulysses_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
     if why := _not_around(call, mesh_dim, fits):
         return why
     q, k = call.inputs[:2]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
-from weft.dtensor.dispatch.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, rule
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
@@ -37,7 +37,7 @@ def _replicate_sums(x: Any) -> DTensor:
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: Call) -> Choices | Decomposed:
+def softmax(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
     dim = from_front(call.args[1], layout.ndim)
@@ -62,7 +62,7 @@ def softmax(call: Call) -> Choices | Decomposed:
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
-def softmax_backward(call: Call) -> Choices | Decomposed:
+def softmax_backward(call: OpCall) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
     dim = from_front(call.args[2], call.inputs[0].ndim)
     if not any(dim in layout.cut_dims for layout in call.inputs):
@@ -116,7 +116,7 @@ def rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, 
 
 
 @rule("embedding")
-def embedding_rule(call: Call) -> Choices:
+def embedding_rule(call: OpCall) -> Choices:
     """(weight, indices): rows of a weight that is sharded by rows are a Partial sum."""
     indices = call.inputs[1]
     last = len(indices.shape)
@@ -128,7 +128,7 @@ def embedding_rule(call: Call) -> Choices:
         Strategy((Shard(0), replicate), (Partial("sum"),)),
     ]
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if 0 not in inputs[0].cut_dims:
             return call.op
         run, size = own_run(inputs[0], 0), inputs[0].shape[0]
@@ -147,7 +147,7 @@ def embedding_rule(call: Call) -> Choices:
 
 
 @rule("embedding_dense_backward")
-def embedding_backward(call: Call) -> Choices:
+def embedding_backward(call: OpCall) -> Choices:
     """(grad, indices, ...) -> gradient of the weight."""
     grad, indices = call.inputs
     replicate = Replicate()
@@ -174,7 +174,7 @@ def embedding_weight_grad(
 
 
 @rule("embedding_weight_grad")
-def _embedding_weight_grad(call: Call) -> Choices:
+def _embedding_weight_grad(call: OpCall) -> Choices:
     """Placed as the weight is, if that costs nothing."""
     grad, indices, weight = call.inputs
     replicate = Replicate()
@@ -192,7 +192,7 @@ def _embedding_weight_grad(call: Call) -> Choices:
             if shard_dim(p) < len(indices.shape)
         ]
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         padding_idx = call.args[3]
         if 0 not in outputs[0].cut_dims:
             size = outputs[0].shape[0]
@@ -285,7 +285,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
-def nll_loss(call: Call) -> Choices | Decomposed:
+def nll_loss(call: OpCall) -> Choices | Decomposed:
     """(input, target, weight, reduction, ignore_index) -> (loss, sum of weights)."""
     if not call.inputs[0].dtype.is_floating_point:  # torch has none, and says so
         return Choices([call.whole])
@@ -338,7 +338,7 @@ def nll_loss(call: Call) -> Choices | Decomposed:
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
-def nll_loss_backward(call: Call) -> Decomposed:
+def nll_loss_backward(call: OpCall) -> Decomposed:
     """(grad, input, target, weight, reduction, ignore_index, sum of weights) -> of the input."""
 
     def run(

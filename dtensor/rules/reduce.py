@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.agreement import all_agree
-from weft.dtensor.dispatch.call import Call, Choices, Decomposed, Op, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, Decomposed, Op, OpCall, Strategy, rule
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -30,7 +30,7 @@ from weft.dtensor.move.redistribute import move
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
-def reduced_dims(call: Call) -> tuple[int, ...]:
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """The dims that the op reduces, from the front."""
     ndim = call.inputs[0].ndim
     dims = call.bound.get("dim")
@@ -45,19 +45,19 @@ def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
     return dim if keepdim else dim - sum(d < dim for d in dims)
 
 
-def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
+def kept_shards(call: OpCall, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
     """Replicate, and every shard of a dim that is not among `dims`."""
     kept = [d for d in range(call.inputs[0].ndim) if d not in dims]
     return call.kept({d: _kept_dim(d, dims, keepdim) for d in kept})
 
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def fourier(call: Call) -> Choices:
+def fourier(call: OpCall) -> Choices:
     """Transforms along some dims, linear, and independent along the others."""
     dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
     sums = map(call.with_first, call.sums(call.inputs[0]))
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = outputs[0].local_shape, call.op
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
     return any(not box[d] for box in boxes for d in dims if layout.shape[d])
 
 
-def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> list[Strategy]:
+def _reduced_shards(call: OpCall, dims: tuple[int, ...], result: Placement) -> list[Strategy]:
     return [
         Strategy((p,), (result,))
         for p in distinct(call.inputs[0].placements)
@@ -86,7 +86,7 @@ def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> lis
     ]
 
 
-def _terms_of_kind(call: Call, kind: str) -> list[Strategy]:
+def _terms_of_kind(call: OpCall, kind: str) -> list[Strategy]:
     return [
         Strategy((p,), (p,))
         for p in distinct(call.inputs[0].placements)
@@ -95,7 +95,7 @@ def _terms_of_kind(call: Call, kind: str) -> list[Strategy]:
 
 
 @rule("sum", "nansum", "count_nonzero")
-def sum_(call: Call) -> Choices:
+def sum_(call: OpCall) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
@@ -105,7 +105,7 @@ def sum_(call: Call) -> Choices:
 
 
 @rule("mean")
-def mean(call: Call) -> Choices:
+def mean(call: OpCall) -> Choices:
     """The ranks' means, weighted by their shares of the elements, are a Partial sum.
 
     With equal shares, the plain means are a Partial average.
@@ -122,7 +122,7 @@ def mean(call: Call) -> Choices:
     if even:
         return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         local, whole = inputs[0].local_shape, inputs[0].shape
         # The mean of no elements is NaN on every rank.
         count = math.prod(whole[d] for d in dims)
@@ -151,7 +151,7 @@ _UNREDUCED, _MEAN = 0, 1  # aten's numbers for reduction=
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-def elementwise_loss(call: Call) -> Choices | Decomposed:
+def elementwise_loss(call: OpCall) -> Choices | Decomposed:
     """The losses of single elements, and their sum or mean: no rank needs another's elements."""
     from weft.dtensor.rules.pointwise import pointwise
 
@@ -183,7 +183,7 @@ _EXTREMA = {
 
 
 @rule("amax", "amin", "max", "min", "prod", "any", "all")
-def extremum(call: Call) -> Choices:
+def extremum(call: OpCall) -> Choices:
     """Partial of the same kind, except where a rank has nothing, or the index is asked for."""
     if len(call.inputs) == 2:
         from weft.dtensor.rules.pointwise import pointwise
@@ -210,14 +210,14 @@ def extremum(call: Call) -> Choices:
     "aminmax",
     "kthvalue",
 )
-def gathered(call: Call) -> Choices:
+def gathered(call: OpCall) -> Choices:
     """Reduced dims are gathered, the others may be sharded."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     return Choices(kept_shards(call, dims, keepdim))
 
 
 @rule("var", "std", "var_mean", "std_mean")
-def variance(call: Call) -> Choices | Decomposed:
+def variance(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: one exchange of each rank's moments."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     layout = call.inputs[0]
@@ -265,7 +265,7 @@ def moments(
 
 
 @rule("linalg_vector_norm", "norm")
-def vector_norm(call: Call) -> Choices | Decomposed:
+def vector_norm(call: OpCall) -> Choices | Decomposed:
     """The norm over a sharded dim is the norm of the ranks' norms."""
     dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
     if any(d in dims for d in call.inputs[0].cut_dims):
@@ -339,7 +339,7 @@ def _local_norm(
 
 
 @rule("dist")
-def distance(call: Call) -> Decomposed:
+def distance(call: OpCall) -> Decomposed:
     """The norm of the difference."""
 
     def run(a: torch.Tensor, b: torch.Tensor, order: float = 2) -> torch.Tensor:
@@ -352,7 +352,7 @@ def distance(call: Call) -> Decomposed:
 
 
 @rule("equal")
-def equal(call: Call) -> Decomposed:
+def equal(call: OpCall) -> Decomposed:
     """Every rank compares its part; the tensors are equal if all parts are."""
 
     def run(a: DTensor, b: DTensor) -> bool:
@@ -369,7 +369,7 @@ def equal(call: Call) -> Decomposed:
 
 
 @rule("_local_scalar_dense")
-def item(call: Call) -> Decomposed:
+def item(call: OpCall) -> Decomposed:
     """The global tensor's one element: a Partial is reduced first."""
 
     def run(x: DTensor) -> Any:
@@ -381,7 +381,7 @@ def item(call: Call) -> Decomposed:
 
 
 @rule("_foreach_norm")
-def foreach_norm(call: Call) -> Decomposed:
+def foreach_norm(call: OpCall) -> Decomposed:
     """The norms of all tensors: local norms first, then one exchange for the whole list."""
     layouts, mesh = call.inputs, call.mesh
     if len({(layout.mesh, layout.dtype) for layout in layouts}) != 1:
@@ -434,14 +434,14 @@ def foreach_norm(call: Call) -> Decomposed:
 
 
 @rule("_foreach_max")
-def foreach_max(call: Call) -> Decomposed:
+def foreach_max(call: OpCall) -> Decomposed:
     """The largest element of each tensor."""
     largest = torch.ops.aten.max.default
     return Decomposed(lambda tensors: [dispatch(largest, (tensor,)) for tensor in tensors])
 
 
 @rule("_foreach_powsum")
-def foreach_powsum(call: Call) -> Decomposed:
+def foreach_powsum(call: OpCall) -> Decomposed:
     """The sum of the powers of each tensor's elements."""
     return Decomposed(_one_by_one(torch.ops.aten.linalg__powsum.default))
 

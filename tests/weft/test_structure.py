@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from needs import needs_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
+Names = dict[str, list[Path]]
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # The face and the tests may import everything, everything may import the ground.
 GROUND = {"weft.errors", "weft.settings", "weft.versions"}
@@ -194,17 +195,31 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
     assert asking == ASK_FOR_THE_DEVICE
 
 
-# The stand-in for ColossalAI's class has the name of that.
+# Where no two public classes may have one name. The stand-in for ColossalAI's class has the name of
+# that.
+ONE_MEANING = ("collectives", "dtensor", "weft", "tools")
 _OF_TWO_KINDS = {"DTensor"}
 
 
-def test_a_name_has_one_meaning_in_dtensor() -> None:
-    found: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "dtensor").glob("**/*.py")):
+def defined(folders: Iterable[str], kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> Names:
+    """The names that files define on their own level, each with those files."""
+    found: Names = {}
+    for path in sorted(path for each in folders for path in (ROOT / each).rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.setdefault(node.name, []).append(path.relative_to(ROOT))
+            if isinstance(node, kinds):
+                found.setdefault(getattr(node, "name", ""), []).append(path.relative_to(ROOT))
+    return found
+
+
+def test_a_name_has_one_meaning_in_dtensor() -> None:
+    found = defined(["dtensor"], (ast.FunctionDef, ast.ClassDef))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not twice.keys() - _OF_TWO_KINDS, twice
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    found = defined(ONE_MEANING, ast.ClassDef)
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name[0] != "_"}
     assert not twice.keys() - _OF_TWO_KINDS, twice
 
 
