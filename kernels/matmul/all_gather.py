@@ -45,9 +45,7 @@ from weft.collectives import (
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.ranks.chunks import offsets
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
-from weft.kernels.device import epilogues
-from weft.kernels.device.epilogues import Activation
-from weft.kernels.engine import shards
+from weft.kernels.engine import epilogues, shards
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import (
@@ -57,6 +55,7 @@ from weft.kernels.engine.engines import (
     record_backward,
     refuse_second_order,
 )
+from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling, refuse_traced, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import (
     WeightGrad,

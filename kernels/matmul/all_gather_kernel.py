@@ -53,10 +53,10 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import gathers, splits, tiles
-from weft.kernels.device.epilogues import Activation
 from weft.kernels.device.gathered_rows import own_shard, rows_of_tile, wait_for_rows
 from weft.kernels.device.outputs import finish_tile
 from weft.kernels.engine.chips import Tiling
+from weft.kernels.engine.epilogues import Activation
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Variant:
 
     Attributes:
         weights: how many.
-        activation: see `weft.kernels.device.epilogues`; swiglu makes one output of two weights.
+        activation: see `weft.kernels.engine.epilogues`; swiglu makes one output of two weights.
         half_tiles: tiles of half the columns.
         tiles: tiles of the matmul.
         fetch: how shards are fetched.

@@ -17,7 +17,6 @@ import torch
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
-from weft.kernels.device.epilogues import Activation
 from weft.kernels.device.operands import contiguous, described_weights, matrix, scales_of
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine import tuning
@@ -29,6 +28,7 @@ from weft.kernels.engine.chips import (
     gathers_by_copy_engines,
     tiling_for,
 )
+from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import copy_engines
 from weft.kernels.matmul.all_gather_kernel import Variant, ag_gemm_kernel
@@ -257,7 +257,7 @@ def launch_all_gather_matmul(
             `config.copy_engines`.
         sizes: m_r of every rank, the same list on all ranks.
         biases: (N_i,) or None for each weight.
-        activation: see `weft.kernels.device.epilogues`; "swiglu" makes one y of two weights.
+        activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
         keep_sums: also return the activation's arguments.
         with_own: also copy this rank's rows into the gathered matrix, where they else are
             undefined.
