@@ -399,6 +399,13 @@ class Layout:
         """Tensor dims that are sharded."""
         return tuple(sorted({shard_dim(p) for p in self.placements} - {-1}))
 
+    def parts(self, dim: int | None = None, *, but: int | None = None) -> int:
+        """Into how many parts mesh dims, other than `but`, cut the tensor; or its dim `dim`."""
+        cuts = enumerate(zip(map(shard_dim, self.placements), self.place.sizes, strict=True))
+        return math.prod(
+            n for i, (d, n) in cuts if i != but and (d >= 0 if dim is None else d == dim)
+        )
+
     @cached_property
     def gradient_placements(self) -> Placements:
         """Placements of the gradient: each term of a sum gets all of it."""

@@ -120,8 +120,7 @@ def _gather_us(call: OpCall, mesh_dim: int, row: int, column: int) -> float | st
         return f"a later mesh dim cuts dim {row} again"
     rates, hidden = cost.typical(call.mesh.device_type), 0.0
     if call.mesh.device_type != "cpu":  # a CPU's cores also copy
-        sizes = zip(w.placements, w.place.sizes, strict=True)
-        columns = w.shape[column] // math.prod(n for p, n in sizes if p == Shard(column))
+        columns = w.shape[column] // w.parts(column)
         M, N, K = (int(present(n)) for n in (math.prod(x.shape[:-1]), columns, x.shape[-1]))
         hidden = rates.matmul_us(M, N, K, x.dtype)
     us = fused_us(present(transition_bytes(x, mesh_dim, Replicate())), rates, hidden)

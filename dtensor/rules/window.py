@@ -131,8 +131,7 @@ def _options(call: OpCall, x: Layout, tensors: int) -> list[Any]:
     """The arguments after the first ones, with this rank's number of groups."""
     groups = call.bound["groups"]
     if groups > 1:
-        for p, n in zip(x.placements, x.place.sizes, strict=True):
-            groups //= n if shard_dim(p) == 1 else 1
+        groups //= x.parts(1)
     return list((call.bound | {"groups": groups}).values())[tensors:]
 
 
