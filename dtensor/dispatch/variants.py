@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from weft.dtensor.dispatch.call import Op, OpCall, leaves
-from weft.dtensor.layout.boxes import contiguous_stride, layout_of, shard_dim
+from weft.dtensor.layout.boxes import contiguous_layout, shard_dim
 from weft.dtensor.tensor import DTensor, become, wrap
 from weft.dtensor.tracing.grad_recording import no_function
 
@@ -89,8 +89,7 @@ def _resize(out: torch.Tensor, like: torch.Tensor) -> None:
         out.resize_(like.shape)
         return
     kept = [p if shard_dim(p) < like.ndim else Replicate() for p in out.placements]
-    shape = tuple(like.shape)
-    layout = layout_of(out.device_mesh, tuple(kept), shape, contiguous_stride(shape), out.dtype)
+    layout = contiguous_layout(out.device_mesh, kept, tuple(like.shape), out.dtype)
     become(out, wrap(out._local_tensor.new_empty(layout.local_shape), layout))
 
 

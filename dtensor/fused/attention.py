@@ -18,7 +18,7 @@ from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
-    contiguous_stride,
+    contiguous_layout,
     is_shard,
     layout_of,
 )
@@ -97,7 +97,7 @@ def _grad_placements(rows: Placements, shared: Placements) -> Placements:
 
 def _layout_of_result(rows: Placements, q: Layout, v: Layout) -> Layout:
     shape = (*q.shape[:-1], v.shape[-1])
-    return layout_of(q.mesh, rows, shape, contiguous_stride(shape), q.dtype)
+    return contiguous_layout(q.mesh, rows, shape, q.dtype)
 
 
 def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:

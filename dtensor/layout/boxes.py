@@ -473,6 +473,13 @@ def layout_of(
     return layout
 
 
+def contiguous_layout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape, dtype: torch.dtype
+) -> Layout:
+    """`layout_of` a contiguous tensor."""
+    return layout_of(mesh, tuple(placements), shape, contiguous_stride(shape), dtype)
+
+
 def layout_of_spec(spec: DTensorSpec) -> Layout:
     """The layout of a spec of torch's DTensor.
 

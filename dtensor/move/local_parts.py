@@ -23,7 +23,7 @@ from weft.collectives.ranks.group import forget_meshes, is_traced
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
-    contiguous_stride,
+    contiguous_layout,
     is_shard,
     layout_of,
     shard_dim,
@@ -69,7 +69,7 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
                 i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
             )
         )
-    layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
+    layout = contiguous_layout(mesh, placements, tuple(shape), local.dtype)
     right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
     if parts != right:
         raise ValueError(

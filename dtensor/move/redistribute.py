@@ -33,10 +33,10 @@ from weft.dtensor.layout.boxes import (
     REDUCE,
     Layout,
     Shape,
+    contiguous_layout,
     contiguous_stride,
     divide_,
     is_inexact,
-    layout_of,
     normalize,
 )
 from weft.dtensor.move.collective_plans import collective_plan
@@ -173,11 +173,11 @@ def redistribute_plan(
         >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
         ([64, 64], 1)
     """
-    size = tuple(shape)
-    stride = contiguous_stride(size)
-    onto = dst_mesh or mesh
-    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
-    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
+    ends = (mesh, src_placements), (dst_mesh or mesh, dst_placements)
+    source, target = (
+        contiguous_layout(on, normalize(placements, len(shape), on.ndim), tuple(shape), dtype)
+        for on, placements in ends
+    )
     return (collective_plan if by_groups else plan)(source, target)
 
 

@@ -14,11 +14,10 @@ from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, ru
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
-    contiguous_stride,
+    contiguous_layout,
     distinct,
     from_front,
     is_shard,
-    layout_of,
     moved,
     shard_dim,
 )
@@ -305,29 +304,22 @@ def nll_loss(call: OpCall) -> Choices | Decomposed:
             losses = torch.where(inside & (weights != 0), -picked * weights, 0)
         else:
             losses = torch.zeros(classes.shape, dtype=wide, device=local.device)
-        mesh, n = x._layout.mesh, x._layout.mesh.ndim
-        scalar = layout_of(mesh, (Replicate(),) * n, (), (), x.dtype)
+        mesh = x._layout.mesh
+        scalar = contiguous_layout(mesh, [Replicate()] * mesh.ndim, (), x.dtype)
         if reduction == _NONE:
             if not _checked_later(local):
                 lay.check(0.0 if all_agree(not bool(bad), lay.input, local.device) else 1.0)
             shape = target._layout.shape
-            placements = tuple(
-                Partial("sum") if over else p
-                for over, p in zip(lay.over_classes, lay.rows, strict=True)
-            )
-            partial = layout_of(mesh, placements, shape, contiguous_stride(shape), wide)
+            pairs = zip(lay.over_classes, lay.rows, strict=True)
+            placements = [Partial("sum") if over else p for over, p in pairs]
+            partial = contiguous_layout(mesh, placements, shape, wide)
             loss = _replicate_sums(wrap(losses, partial))
             zero = wrap(torch.zeros((), dtype=x.dtype, device=local.device), scalar)
             return wrap(loss._local_tensor.to(x.dtype), loss._layout.with_dtype(x.dtype)), zero
         counted = weights.sum() if lay.counts_rows else weights.new_zeros(())
         sums = torch.stack([losses.sum(), counted, bad.to(wide)])
-        partial = layout_of(
-            mesh,
-            tuple(Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements),
-            (3,),
-            (1,),
-            wide,
-        )
+        terms = [Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements]
+        partial = contiguous_layout(mesh, terms, (3,), wide)
         total, count, bad = move(sums, partial, partial.replicated()).unbind()
         if not _checked_later(local):
             lay.check(bad)

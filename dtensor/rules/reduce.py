@@ -17,7 +17,7 @@ from weft.dtensor.dispatch.call import Choices, Decomposed, Op, OpCall, Strategy
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.layout.boxes import (
     Layout,
-    contiguous_stride,
+    contiguous_layout,
     distinct,
     from_front,
     is_shard,
@@ -305,7 +305,7 @@ def reduced_layout(
     shape = tuple(
         1 if d in dims else n for d, n in enumerate(source.shape) if keepdim or d not in dims
     )
-    return layout_of(source.mesh, placements, shape, contiguous_stride(shape), dtype)
+    return contiguous_layout(source.mesh, placements, shape, dtype)
 
 
 def _of_each_rank(
@@ -321,7 +321,7 @@ def _of_each_rank(
     ranks = math.prod(n for n, c in zip(source.place.sizes, crossed, strict=True) if c)
     kept = [moved(p, shard_dim(p) + 1) if is_shard(p) else p for p in reduced.placements]
     shape = (ranks, *reduced.shape, *part.shape[reduced.ndim :])
-    gathered = layout_of(source.mesh, tuple(kept), shape, contiguous_stride(shape), part.dtype)
+    gathered = contiguous_layout(source.mesh, kept, shape, part.dtype)
     stacked = [Shard(0) if c else p for c, p in zip(crossed, kept, strict=True)]
     return move(part.unsqueeze(0), gathered.with_placements(stacked), gathered)
 
@@ -388,7 +388,7 @@ def foreach_norm(call: OpCall) -> Decomposed:
         return Decomposed(_one_by_one(torch.ops.aten.linalg_vector_norm.default))
     solid = [layout.reduced() for layout in layouts]
     crossed = [tuple(map(is_shard, layout.placements)) for layout in solid]
-    count, place, replicated = len(layouts), layouts[0].place, (Replicate(),) * mesh.ndim
+    count, place = len(layouts), layouts[0].place
     # By the mesh dims that cut a tensor: the ranks that found parts of it, replicas left out.
     ranks_of = {
         pattern: [
@@ -401,10 +401,9 @@ def foreach_norm(call: OpCall) -> Decomposed:
 
     @lru_cache
     def layouts_of_norms(dtype: torch.dtype) -> tuple[Layout, Layout]:
-        ranks = len(place.ranks)
-        table = (ranks, count), (count, 1)  # row r: what rank r found
-        every = layout_of(mesh, (Shard(0),) * mesh.ndim, *table, dtype)
-        return every, layout_of(mesh, replicated, (), (), dtype)
+        # Row r: what rank r found.
+        table = contiguous_layout(mesh, [Shard(0)] * mesh.ndim, (len(place.ranks), count), dtype)
+        return table, contiguous_layout(mesh, [Replicate()] * mesh.ndim, (), dtype)
 
     def run(
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None

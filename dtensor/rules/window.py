@@ -271,46 +271,24 @@ def convolution_backward(call: OpCall) -> Choices:
     return Choices(_strategies(call, False), localize)
 
 
-# The number of image dims, the last ones. Autograd passes arguments that were checked before.
-_IMAGES = {
-    "max_pool2d_with_indices_backward": 2,
-    "max_pool3d_with_indices_backward": 3,
-    "col2im": 2,
-    "adaptive_max_pool2d_backward": 2,
-    "adaptive_max_pool3d_backward": 3,
-    "fractional_max_pool2d_backward": 2,
-    "fractional_max_pool3d_backward": 3,
-    "max_unpool2d": 2,
-    "max_unpool3d": 3,
-    "avg_pool2d_backward": 2,
-    "avg_pool3d_backward": 3,
-    "_adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool3d": 3,
-    "_adaptive_avg_pool2d_backward": 2,
-    "_adaptive_avg_pool3d_backward": 3,
-    "reflection_pad1d_backward": 1,
-    "reflection_pad2d_backward": 2,
-    "reflection_pad3d_backward": 3,
-    "replication_pad1d_backward": 1,
-    "replication_pad2d_backward": 2,
-    "replication_pad3d_backward": 3,
-    "upsample_nearest1d_backward": 1,
-    "upsample_nearest2d_backward": 2,
-    "upsample_nearest3d_backward": 3,
-    "_upsample_nearest_exact1d_backward": 1,
-    "_upsample_nearest_exact2d_backward": 2,
-    "_upsample_nearest_exact3d_backward": 3,
-    "upsample_linear1d_backward": 1,
-    "upsample_bilinear2d_backward": 2,
-    "_upsample_bilinear2d_aa_backward": 2,
-    "upsample_bicubic2d_backward": 2,
-    "_upsample_bicubic2d_aa_backward": 2,
-    "upsample_trilinear3d_backward": 3,
-    "_upsample_nearest_exact1d": 1,
-    "_upsample_nearest_exact2d": 2,
-    "_upsample_nearest_exact3d": 3,
-    "_upsample_bilinear2d_aa": 2,
-    "_upsample_bicubic2d_aa": 2,
+# Ops, and how many dims, the last ones, are the image. Autograd passes what was checked before.
+_IMAGES = {"col2im": 2} | {
+    name.replace("#", str(n)): n
+    for dims, names in (
+        ((1,), "upsample_linear#d_backward"),
+        ((2,), "upsample_bilinear#d_backward upsample_bicubic#d_backward"),
+        ((2,), "_upsample_bilinear#d_aa _upsample_bilinear#d_aa_backward"),
+        ((2,), "_upsample_bicubic#d_aa _upsample_bicubic#d_aa_backward"),
+        ((3,), "upsample_trilinear#d_backward"),
+        ((2, 3), "max_pool#d_with_indices_backward fractional_max_pool#d_backward max_unpool#d"),
+        ((2, 3), "avg_pool#d_backward adaptive_max_pool#d_backward"),
+        ((2, 3), "_adaptive_avg_pool#d _adaptive_avg_pool#d_backward"),
+        ((1, 2, 3), "reflection_pad#d_backward replication_pad#d_backward"),
+        ((1, 2, 3), "_upsample_nearest_exact#d _upsample_nearest_exact#d_backward"),
+        ((1, 2, 3), "upsample_nearest#d_backward"),
+    )
+    for name in names.split()
+    for n in dims
 }
 
 
