@@ -22,7 +22,7 @@ from weft.dtensor.layout.boxes import (
     shard_dim,
 )
 from weft.dtensor.move.redistribute import move
-from weft.dtensor.rules.reduce import kept_shards
+from weft.dtensor.rules.reduce import Reduction
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 _MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
@@ -44,7 +44,7 @@ def softmax(call: OpCall) -> Choices | Decomposed:
     # has none, and says so.
     whole_rows = call.name == "_safe_softmax" or 0 in layout.shape
     if whole_rows or dim not in layout.cut_dims or not layout.dtype.is_floating_point:
-        return Choices(kept_shards(call, (dim,), True))
+        return Choices(Reduction((dim,), True).kept_shards(call))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype
 

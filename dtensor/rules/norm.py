@@ -8,7 +8,6 @@ batch_norm    in training, the ranks that share a channel compute its statistics
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from weft.dtensor.dispatch.call import (
 )
 from weft.dtensor.layout.boxes import Layout, distinct, is_shard, layout_of, moved, shard_dim
 from weft.dtensor.move.redistribute import move
-from weft.dtensor.rules.reduce import moments, reduced_layout
+from weft.dtensor.rules.reduce import Reduction, moments
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
@@ -184,11 +183,11 @@ def _train(call: OpCall, x: DTensor, weight: Any, bias: Any, *others: Any) -> tu
     *running, momentum, eps = (a for a in others if not isinstance(a, bool))
     if call.name.endswith("_functional"):
         running = [stat.clone() for stat in running]
-    source, dims = x._layout.reduced(), _not_channels(x._layout)
+    source, over = x._layout.reduced(), _not_channels(x._layout)
     local = local_as(x, source)
-    mean, var = moments(local, source, dims, False)
-    each = reduced_layout(source, dims, False, mean.dtype)
-    count = math.prod(source.shape[d] for d in dims)
+    mean, var = moments(local, source, over)
+    each = over.layout_of(source, mean.dtype)
+    count = over.count_of(source.shape)
     for stat, new in zip(running, (mean, var * count / (count - 1)), strict=False):
         if stat is not None:
             now = wrap(new, each) if isinstance(stat, DTensor) else new
@@ -208,8 +207,8 @@ def _train(call: OpCall, x: DTensor, weight: Any, bias: Any, *others: Any) -> tu
     return tuple(results)
 
 
-def _not_channels(x: Layout) -> tuple[int, ...]:
-    return tuple(d for d in range(x.ndim) if d != 1)
+def _not_channels(x: Layout) -> Reduction:
+    return Reduction(tuple(d for d in range(x.ndim) if d != 1))
 
 
 def _of_channels(tensor: torch.Tensor, each: Layout) -> torch.Tensor:
@@ -252,9 +251,10 @@ def _train_backward(
     invstd: DTensor,
     mask: tuple[bool, ...],
 ) -> tuple[Any, ...]:
-    source, dims = x._layout.reduced(), _not_channels(x._layout)
+    source, over = x._layout.reduced(), _not_channels(x._layout)
+    dims = over.dims
     wide = torch.promote_types(x.dtype, torch.float32)
-    each = reduced_layout(source, dims, False, wide)
+    each = over.layout_of(source, wide)
     scale, shift = _of_channels(invstd, each), _of_channels(mean, each)
     local, g = local_as(x, source), local_as(grad, source.with_dtype(grad.dtype)).to(wide)
 
@@ -271,7 +271,7 @@ def _train_backward(
     total, weighed = move(sums, partial_sums, partial_sums.reduced()).unbind(1)
     results: list[Any] = [None, None, None]
     if mask[0]:
-        count = math.prod(source.shape[d] for d in dims)
+        count = over.count_of(source.shape)
         slope = scale if weight is None else scale * _of_channels(weight, each)
         back = centred.mul_(broadcast(weighed * scale * scale / -count)).add_(g)
         back.sub_(broadcast(total / count)).mul_(broadcast(slope))
