@@ -104,11 +104,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it would look at what is half made
     def __new__(
-        cls,
-        local_tensor: torch.Tensor,
-        spec: Layout | DTensorSpec,
-        *,
-        requires_grad: bool = False,
+        cls, local_tensor: torch.Tensor, spec: Layout | DTensorSpec, *, requires_grad: bool = False
     ) -> DTensor:
         """Wrap `local_tensor` as this rank's part of `spec`. No communication, no autograd."""
         layout = spec if isinstance(spec, Layout) else layout_of_spec(spec)

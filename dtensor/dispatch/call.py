@@ -7,7 +7,7 @@ function of DTensors that computes the op (`Decomposed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -195,11 +195,15 @@ rules_of_overloads: dict[Op, Rule] = {}
 _RuleT = TypeVar("_RuleT", bound=Callable[[OpCall], Any])
 
 
-def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
-    """Register the decorated function as the rule of these ops (in-place variants included)."""
+def rule(names: str | Iterable[str]) -> Callable[[_RuleT], _RuleT]:
+    """Register the decorated function as the rule of these ops (in-place variants included).
+
+    Args:
+        names: of the ops, without their overloads; in a string separated by blanks.
+    """
 
     def register(function: _RuleT) -> _RuleT:
-        for name in names:
+        for name in names.split() if isinstance(names, str) else names:
             rules[name] = function
         return function
 

@@ -187,11 +187,7 @@ def _probed(
     if key not in _found:
         if len(_found) > 4096:
             _found.clear()
-        with (
-            _disable_current_modes(),
-            torch.no_grad(),
-            warnings.catch_warnings(),
-        ):
+        with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _found[key] = _probe(call, dims, tuple(writes), small, empty)
     return _found[key]

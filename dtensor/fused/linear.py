@@ -344,12 +344,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        w: DTensor,
-        bias: DTensor | None,
-        product: Product,
-        plan: CallPlan,
+        ctx: Any, x: DTensor, w: DTensor, bias: DTensor | None, product: Product, plan: CallPlan
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         # As in torch, a frozen operand keeps no activations alive, and these may be written.

@@ -454,11 +454,7 @@ _layouts: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakVal
 
 
 def layout_of(
-    mesh: DeviceMesh,
-    placements: Placements,
-    shape: Shape,
-    stride: Shape,
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
 ) -> Layout:
     """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
     key = (mesh, placements, shape, stride, dtype)

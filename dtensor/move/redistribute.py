@@ -305,10 +305,7 @@ def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
 
 
 def _combine(
-    step: Step,
-    local: torch.Tensor,
-    pieces: tuple[PulledPiece, ...],
-    blocks: Blocks,
+    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], blocks: Blocks
 ) -> torch.Tensor:
     shape = step.target.local_shape
     out = torch.empty(shape, dtype=local.dtype, device=local.device)

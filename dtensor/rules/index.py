@@ -46,19 +46,7 @@ def stack(call: OpCall) -> Choices:
     return Choices([call.whole, *alike, *_terms_joined(call)])
 
 
-@rule(
-    "sort",
-    "topk",
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "logcumsumexp",
-    "argsort",
-    "flip",
-    "roll",
-    "rot90",
-)
+@rule("sort topk cumsum cumprod cummax cummin logcumsumexp argsort flip roll rot90")
 def along_dim(call: OpCall) -> Choices:
     """The dims that are worked along are gathered, the others may be sharded."""
     ndim = call.inputs[0].ndim
@@ -74,7 +62,7 @@ def along_dim(call: OpCall) -> Choices:
     return Choices(strategies)
 
 
-@rule("gather", "scatter", "scatter_add", "scatter_reduce")
+@rule("gather scatter scatter_add scatter_reduce")
 def by_index(call: OpCall) -> Choices:
     """(x, dim, index, ...): other dims may be sharded where all tensors are equally long."""
     x = call.inputs[0]
@@ -123,7 +111,7 @@ def _but_index(call: OpCall, placement: Placement) -> Strategy:
     return Strategy(inputs, (placement,) * len(call.outputs))
 
 
-@rule("index_add", "index_copy", "index_fill", "index_reduce")
+@rule("index_add index_copy index_fill index_reduce")
 def along_index(call: OpCall) -> Choices:
     """(x, dim, index, ...): the index is replicated; shards of the other dims stay."""
     dim = from_front(call.bound["dim"], call.inputs[0].ndim)
@@ -133,7 +121,7 @@ def along_index(call: OpCall) -> Choices:
     return Choices([call.whole, *(_but_index(call, p) for p in (*shards, *sums))])
 
 
-@rule("_weight_norm_interface", "_weight_norm_interface_backward")
+@rule("_weight_norm_interface _weight_norm_interface_backward")
 def weight_norm(call: OpCall) -> Choices:
     """(v, g, ..., dim) -> (g * v / norms, norms): of each slice along `dim` by itself."""
     ndim = call.inputs[0].ndim
@@ -148,7 +136,7 @@ def weight_norm(call: OpCall) -> Choices:
     return Choices(_together(call, others), localize)
 
 
-@rule("tril", "triu")
+@rule("tril triu")
 def triangle(call: OpCall) -> Choices:
     """Batch dims may be sharded; the dims of the matrix may not, as a shard has other diagonals."""
     ndim = call.inputs[0].ndim
@@ -206,7 +194,7 @@ def index(call: OpCall) -> Choices:
     return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
 
-@rule("index_put", "_index_put_impl")
+@rule("index_put _index_put_impl")
 def index_put(call: OpCall) -> Choices:
     """x[..., indices, ...] = or += values: shards of dims that are not indexed stay.
 
@@ -246,7 +234,7 @@ def index_put(call: OpCall) -> Choices:
     return Choices(strategies)
 
 
-@rule("slice_backward", "select_backward")
+@rule("slice_backward select_backward")
 def slice_backward(call: OpCall) -> Choices:
     """Zeros around a gradient: the sliced dim is gathered."""
     bound = call.bound

@@ -14,13 +14,7 @@ from weft.dtensor.layout.boxes import Layout, is_shard, moved, pieces_of, shard_
 
 
 def contraction(
-    call: OpCall,
-    first: str,
-    second: str,
-    out: str,
-    *,
-    offset: int = 0,
-    bias: int | None = None,
+    call: OpCall, first: str, second: str, out: str, *, offset: int = 0, bias: int | None = None
 ) -> Choices:
     """Strategies of `out = einsum(first, second)`, plus a summand that is broadcast onto it.
 
@@ -100,7 +94,7 @@ _PRODUCTS = {
 _WITH_SUMMAND = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 
 
-@rule(*_PRODUCTS)
+@rule(_PRODUCTS)
 def product(call: OpCall) -> Choices:
     """(first, second)."""
     return contraction(call, *_PRODUCTS[call.name])
@@ -112,7 +106,7 @@ def products(call: OpCall) -> Decomposed:
     return Decomposed(lambda firsts, seconds: list(map(torch.mm, firsts, seconds)))
 
 
-@rule(*_WITH_SUMMAND)
+@rule(_WITH_SUMMAND)
 def with_summand(call: OpCall) -> Choices:
     """(summand, first, second): where the product is Partial, one rank adds the summand."""
     letters = _PRODUCTS[_WITH_SUMMAND[call.name.removesuffix("_")]]
@@ -131,7 +125,7 @@ def trilinear(call: OpCall) -> Decomposed:
     return Decomposed(run)
 
 
-@rule("_scaled_mm", "_scaled_mm_v2")
+@rule("_scaled_mm _scaled_mm_v2")
 def scaled_product(call: OpCall) -> Choices:
     """(first, second, their scales, ...), of fp8. A scale is a number, or one a row or column.
 

@@ -35,7 +35,7 @@ def _replicate_sums(x: Any) -> DTensor:
     return x if target == x._layout else wrap(local_as(x, target), target)
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax")
+@rule("_softmax _log_softmax _safe_softmax")
 def softmax(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
@@ -60,7 +60,7 @@ def softmax(call: OpCall) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data")
+@rule("_softmax_backward_data _log_softmax_backward_data")
 def softmax_backward(call: OpCall) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
     dim = from_front(call.args[2], call.inputs[0].ndim)
@@ -283,7 +283,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
     return local_as(tensor, tensor._layout.replicated())
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward")
+@rule("nll_loss_forward nll_loss2d_forward")
 def nll_loss(call: OpCall) -> Choices | Decomposed:
     """(input, target, weight, reduction, ignore_index) -> (loss, sum of weights)."""
     if not call.inputs[0].dtype.is_floating_point:  # torch has none, and says so
@@ -329,7 +329,7 @@ def nll_loss(call: OpCall) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("nll_loss_backward", "nll_loss2d_backward")
+@rule("nll_loss_backward nll_loss2d_backward")
 def nll_loss_backward(call: OpCall) -> Decomposed:
     """(grad, input, target, weight, reduction, ignore_index, sum of weights) -> of the input."""
 

@@ -49,7 +49,7 @@ def _by_samples(call: OpCall, n_samples: int, summed: int, n_batch: int = 1) -> 
     return strategies
 
 
-@rule("native_layer_norm", "_fused_rms_norm")
+@rule("native_layer_norm _fused_rms_norm")
 def layer_norm_rule(call: OpCall) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
     if call.name == "native_layer_norm":
@@ -63,7 +63,7 @@ def _narrow(call: OpCall) -> None:
         call.outputs[1:3] = [Meta(m.shape, m.stride, *dtypes) for m in call.outputs[1:3]]
 
 
-@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
+@rule("native_layer_norm_backward _fused_rms_norm_backward")
 def layer_norm_backward(call: OpCall) -> Choices:
     """(grad, input, normalized_shape, statistics, weight, ...) -> (of input, of weight, ...)."""
     n_statistics = 2 if call.name == "native_layer_norm_backward" else 1
@@ -153,15 +153,9 @@ def _localize_fixed(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -
 
 
 @rule(
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training",
-    "_batch_norm_with_update",
-    "_batch_norm_with_update_functional",
-    "_batch_norm_no_update",
-    "cudnn_batch_norm",
-    "miopen_batch_norm",
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _batch_norm_with_update "
+    "_batch_norm_with_update_functional _batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
 )
 def batch_norm(call: OpCall) -> Choices | Decomposed:
     """(input (N, C, ...), weight, bias, running statistics, ..., momentum, eps) -> (out, saved).
@@ -221,7 +215,7 @@ def _wrapped_like(local: torch.Tensor, like: Layout, meta: Layout | Meta) -> DTe
     return wrap(local, layout_of(*lies, meta.shape, meta.stride, meta.dtype))
 
 
-@rule("native_batch_norm_backward", "batch_norm_backward")
+@rule("native_batch_norm_backward batch_norm_backward")
 def batch_norm_backward(call: OpCall) -> Choices | Decomposed:
     """(grad, input, weight, running, saved statistics, ...) -> (of input, of weight, of bias)."""
     if not call.args[7]:
@@ -233,7 +227,7 @@ def batch_norm_backward(call: OpCall) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+@rule("cudnn_batch_norm_backward miopen_batch_norm_backward")
 def batch_norm_backward_elsewhere(call: OpCall) -> Decomposed:
     """(input, grad, weight, running, saved statistics, ...); only called after training."""
 

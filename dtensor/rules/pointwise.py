@@ -101,7 +101,7 @@ def _extrema(call: OpCall) -> Iterator[Strategy]:
             yield Strategy((replicate, p), (p,))
 
 
-@rule("pointwise", "floor_divide", "_conj", "_neg_view", "_prelu_kernel", "_prelu_kernel_backward")
+@rule("pointwise floor_divide _conj _neg_view _prelu_kernel _prelu_kernel_backward")
 def pointwise(call: OpCall) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
@@ -111,7 +111,7 @@ def pointwise(call: OpCall) -> Choices:
     return Choices([call.whole, *strategies])
 
 
-@rule("masked_fill", "add_", "sub_")
+@rule("masked_fill add_ sub_")
 def shift(call: OpCall) -> Choices:
     """A number that is added to a Partial sum or replaces it: the first rank's term takes it.
 
@@ -163,13 +163,13 @@ def _may_stay(call: OpCall, placement: Partial) -> bool:
     return same or placement in call.sums(*call.inputs)
 
 
-@rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero")
+@rule("detach alias clone _to_copy lift_fresh contiguous zero")
 def keep(call: OpCall) -> Choices:
     """The same values, or zeros: every placement stays."""
     return _placed_as_first(call, linear=True)
 
 
-@rule("empty_like", "zeros_like", "ones_like", "full_like", "fill")
+@rule("empty_like zeros_like ones_like full_like fill")
 def fill(call: OpCall) -> Choices:
     """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
@@ -183,7 +183,7 @@ def fill(call: OpCall) -> Choices:
     return choices
 
 
-@rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+@rule("new_empty new_zeros new_ones new_full new_empty_strided")
 def new_rule(call: OpCall) -> Choices | Chosen:
     """Sharded as the source where the shape is the same, else replicated."""
     source, shape = call.inputs[0], call.outputs[0].shape

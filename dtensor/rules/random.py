@@ -13,16 +13,8 @@ from weft.dtensor.random import drawn
 
 
 @rule(
-    "uniform",
-    "normal",
-    "random",
-    "exponential",
-    "log_normal",
-    "cauchy",
-    "geometric",
-    "rand_like",
-    "randn_like",
-    "randint_like",
+    "uniform normal random exponential log_normal cauchy geometric rand_like randn_like "
+    "randint_like"
 )
 def draw(call: OpCall) -> Choices | Chosen:
     """Numbers that depend on the tensor's shape and strides, not on its values."""
@@ -65,7 +57,7 @@ def bernoulli(call: OpCall) -> Choices | Chosen | Decomposed:
     return given_by_tensors(call)
 
 
-@rule("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet")
+@rule("poisson binomial multinomial _standard_gamma _sample_dirichlet")
 def given_by_tensors(call: OpCall) -> Choices:
     """Run on replicas: how many numbers an element draws depends on the values."""
     return Choices([call.whole])

@@ -82,7 +82,7 @@ class Reduction(NamedTuple):
         return [Strategy((p,), (result,)) for p in shards]
 
 
-@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
+@rule("_fft_c2c _fft_r2c _fft_c2r")
 def fourier(call: OpCall) -> Choices:
     """Transforms along some dims, linear, and independent along the others."""
     over = Reduction(tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1]), True)
@@ -117,7 +117,7 @@ def _terms_of_kind(call: OpCall, kind: str) -> list[Strategy]:
     ]
 
 
-@rule("sum", "nansum", "count_nonzero")
+@rule("sum nansum count_nonzero")
 def sum_(call: OpCall) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
     over = Reduction.of(call)
@@ -167,12 +167,8 @@ _UNREDUCED, _MEAN = 0, 1  # aten's numbers for reduction=
 
 
 @rule(
-    "mse_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "soft_margin_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits"
 )
 def elementwise_loss(call: OpCall) -> Choices | Decomposed:
     """The losses of single elements, and their sum or mean: no rank needs another's elements."""
@@ -205,7 +201,7 @@ _EXTREMA = {
 }
 
 
-@rule("amax", "amin", "max", "min", "prod", "any", "all")
+@rule("amax amin max min prod any all")
 def extremum(call: OpCall) -> Choices:
     """Partial of the same kind, except where a rank has nothing, or the index is asked for."""
     if len(call.inputs) == 2:
@@ -223,23 +219,14 @@ def extremum(call: OpCall) -> Choices:
     return Choices(strategies)
 
 
-@rule(
-    "argmax",
-    "argmin",
-    "logsumexp",
-    "median",
-    "nanmedian",
-    "mode",
-    "aminmax",
-    "kthvalue",
-)
+@rule("argmax argmin logsumexp median nanmedian mode aminmax kthvalue")
 def gathered(call: OpCall) -> Choices:
     """Reduced dims are gathered, the others may be sharded."""
     over = Reduction.of(call)
     return Choices(over.kept_shards(call))
 
 
-@rule("var", "std", "var_mean", "std_mean")
+@rule("var std var_mean std_mean")
 def variance(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: one exchange of each rank's moments."""
     over = Reduction.of(call)
@@ -287,7 +274,7 @@ def moments(
     return mean, (squares + counts * (means - mean).square()).sum(0) / total
 
 
-@rule("linalg_vector_norm", "norm")
+@rule("linalg_vector_norm norm")
 def vector_norm(call: OpCall) -> Choices | Decomposed:
     """The norm over a sharded dim is the norm of the ranks' norms."""
     over = Reduction.of(call)

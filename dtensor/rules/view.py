@@ -41,7 +41,7 @@ def mapped(call: OpCall, dim_map: dict[int, int], localize: Localize | None = No
     return Choices([*call.kept(dim_map), *map(call.with_first, partials)], localize)
 
 
-@rule("t", "transpose", "permute")
+@rule("t transpose permute")
 def permute(call: OpCall) -> Choices:
     """Shards move with their dims."""
     ndim = call.inputs[0].ndim
@@ -93,17 +93,8 @@ def expand(call: OpCall) -> Choices:
 
 
 @rule(
-    "select",
-    "slice",
-    "narrow",
-    "unbind",
-    "split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "chunk",
-    "unfold",
-    "diagonal",
+    "select slice narrow unbind split split_with_sizes unsafe_split unsafe_split_with_sizes chunk "
+    "unfold diagonal"
 )
 def along(call: OpCall) -> Choices:
     """Cuts along some dims; a shard of another dim stays."""
@@ -118,7 +109,7 @@ def along(call: OpCall) -> Choices:
     return mapped(call, {d: d - (drops and d > dim) for d in range(ndim) if d != dim})
 
 
-@rule("view_as_complex", "view_as_real")
+@rule("view_as_complex view_as_real")
 def pairs_of_numbers(call: OpCall) -> Choices:
     """A last dim of two numbers becomes one complex number each, or the other way round."""
     dims = {d: d for d in range(min(call.inputs[0].ndim, len(call.outputs[0].shape)))}
@@ -131,7 +122,7 @@ def _all_of_it(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any
     return lambda x, *_, **__: [x.view_as(x)] if listed else x.view_as(x)
 
 
-@rule("as_strided", "as_strided_copy", "as_strided_scatter")
+@rule("as_strided as_strided_copy as_strided_scatter")
 def as_strided_rule(call: OpCall) -> Choices:
     """Reads the whole tensor's memory: replicated, with the same strides on every rank.
 
@@ -225,7 +216,7 @@ def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
     return tuple(n // parts if d == dim else n for d, n in enumerate(shape))
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
+@rule("view _unsafe_view reshape _reshape_alias view_copy _reshape_copy")
 def view(call: OpCall) -> Choices | Chosen:
     """Keep each shard that is one of the result too; gather the others."""
     source = call.inputs[0]

@@ -161,7 +161,7 @@ def _window_gradients(
     )
 
 
-@rule("convolution", "_convolution", "convolution_overrideable")
+@rule("convolution _convolution convolution_overrideable")
 def convolution(call: OpCall) -> Choices:
     """(x (N, C, ...), w, bias, stride, padding, dilation, transposed, output_padding, groups)."""
 
@@ -292,7 +292,7 @@ _IMAGES = {"col2im": 2} | {
 }
 
 
-@rule(*_IMAGES)
+@rule(_IMAGES)
 def images(call: OpCall) -> Choices:
     """Ops that treat each image by itself."""
     batch = call.inputs[0].ndim - _IMAGES[call.name]
@@ -300,7 +300,7 @@ def images(call: OpCall) -> Choices:
     return Choices([call.whole, *map(call.with_all, shards)], _of_images)
 
 
-@rule("affine_grid_generator", "affine_grid_generator_backward")
+@rule("affine_grid_generator affine_grid_generator_backward")
 def affine_grid(call: OpCall) -> Choices:
     """(matrices or gradients of grids (N, ...), the size of the images (N, C, ...), ...)."""
 
@@ -310,7 +310,7 @@ def affine_grid(call: OpCall) -> Choices:
     return Choices(call.kept({0: 0}), localize)
 
 
-@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+@rule("grid_sampler_2d_backward grid_sampler_3d_backward")
 def grid_sampler_backward(call: OpCall) -> Choices:
     """(of y (N, C, ...), x (N, C, ...), grid (N, ..., 2 or 3), ...) -> (of x, of the grid)."""
     lines: list[tuple[Placement, Placement, Placement, Placement, Placement]] = [
