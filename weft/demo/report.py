@@ -168,7 +168,10 @@ def _times(comparison: Comparison) -> Table:
     for rank, result in enumerate(comparison.ranks):
         step, waiting = comparison.step_ms(result), comparison.wait_ms(result)
         table.add_row(
-            f"rank {rank}", f"{step - waiting:.1f} ms", f"{waiting:.1f} ms", f"{waiting / step:.1%}"
+            f"rank {rank}",
+            f"{step - waiting:.1f} ms",
+            f"{waiting:.1f} ms",
+            f"{waiting / step:.1%}",
         )
     return table
 
