@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(name) is None:  # now, and not when the training is over
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    from weft.demo.model import Shape
+    from weft.demo.model import LlamaShape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
     from weft.launch import RankError
 
     device, ranks = device_and_ranks(p, args.device, args.ranks)
-    shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
+    shape = LlamaShape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
     if not 0 < args.lr < math.inf:
         p.error(f"--lr must be above 0 and finite, got {args.lr:g}")
     try:
