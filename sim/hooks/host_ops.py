@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.sim.hooks.host_access import on_fakes, operands, tensors_in, wrap_others
 from weft.sim.schedule.scheduler import local
-from weft.sim.time.trace import HostOp, Recorder
+from weft.sim.time.trace import HostOp, Tracer
 
 # They make a tensor, or look at one, without a kernel.
 _FREE = frozenset(
@@ -33,7 +33,7 @@ class HostOps(TorchDispatchMode):
     ops on single numbers, such as an optimizer's count of its steps.
     """
 
-    def __init__(self, recorder: Recorder, numerics: bool) -> None:
+    def __init__(self, recorder: Tracer, numerics: bool) -> None:
         super().__init__()
         self._recorder, self._numerics = recorder, numerics
 

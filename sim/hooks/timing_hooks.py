@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 
 from weft.sim.hooks import fast_integers, interpreter_hooks
 from weft.sim.schedule.scheduler import local
-from weft.sim.time.trace import Lane, Recorder
+from weft.sim.time.trace import Lane, Tracer
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ def requirements() -> list[str]:
 
 
 @contextmanager
-def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
+def installed(recorder: Tracer, numerics: bool) -> Iterator[None]:
     """Note what programs of virtual ranks load, store and multiply, inside the block.
 
     Enter it before `interpreter_hooks.installed`.
@@ -83,7 +83,7 @@ def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
             setattr(kind, name, method)
 
 
-def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
+def _noting(kind: Any, recorder: Tracer, numerics: bool) -> dict[str, Any]:
     load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
 
     def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:

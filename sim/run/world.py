@@ -29,7 +29,7 @@ from weft.sim.schedule.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.time.compiling import Launched, launched
 from weft.sim.time.hardware import Hardware
 from weft.sim.time.rotation import Pads
-from weft.sim.time.trace import HostOp, Recorder, Signal, Wait
+from weft.sim.time.trace import HostOp, Signal, Tracer, Wait
 
 Programs = Literal["sequential", "concurrent"]
 
@@ -61,7 +61,7 @@ class World(Teams[Team]):
         self.tape = tape
         if self.detector:
             self.detector.tape = tape
-        self.recorder = Recorder(world_size) if hardware else None
+        self.recorder = Tracer(world_size) if hardware else None
         scheduler.explain = self._awaited
         self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
         self._names: dict[int, Hashable] = {}  # of segments, by their starts

@@ -1,8 +1,8 @@
 """The events of a run that take time, without the time they take.
 
-A lane is a sequence of events: a rank's stream (`Launch`, `HostOp`, signals), or one program of a
-launch (`Work`, `Store`, signals). `weft.sim.time.clock` plays a trace on a `Hardware`. Lengths are
-in bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
+A lane is a sequence of events: a rank's stream (`KernelLaunch`, `HostOp`, signals), or one program
+of a launch (`Work`, `Store`, signals). `weft.sim.time.clock` plays a trace on a `Hardware`. Lengths
+are in bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ ProgramEvent = Work | Store | Signal | Wait | Update
 
 
 @dataclass(slots=True)
-class Launch:
+class KernelLaunch:
     """A kernel. `warps` bounds how many of its programs fit on a core together."""
 
     kernel: str
@@ -137,7 +137,7 @@ class Launch:
         return any(isinstance(e, Work) and e.turns for events in self.programs for e in events)
 
 
-StreamEvent = Launch | HostOp | Signal | Wait | Meet | Beside | Rejoin
+StreamEvent = KernelLaunch | HostOp | Signal | Wait | Meet | Beside | Rejoin
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Lane:
         return True
 
 
-class Recorder:
+class Tracer:
     """Collects the trace of a run."""
 
     def __init__(self, world_size: int) -> None:
@@ -359,6 +359,6 @@ class Recorder:
         if not strand.timed:
             return None
         lanes = [Lane() for _ in range(programs)]
-        launch = Launch(kernel, warps, [lane.events for lane in lanes])
+        launch = KernelLaunch(kernel, warps, [lane.events for lane in lanes])
         self._current[strand.rank].append(launch)
         return lanes
