@@ -92,7 +92,7 @@ def _run(given: list[str]) -> int:
     if args.engines and SUITES.keys() - _WITH_ENGINES >= set(named):
         parser.error(f"--engines is of ops and scaling: {', '.join(named)} would not heed it")
     try:
-        wanted = registry.named(named)
+        wanted = registry.suites_named(named)
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")

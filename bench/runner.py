@@ -21,7 +21,7 @@ import torch
 
 from weft import settings
 from weft.bench.environment import environment
-from weft.bench.measure import Ranks, run_case, short
+from weft.bench.measure import TimedRanks, run_case, short
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
 from weft.launch import RankError, launch
@@ -209,7 +209,7 @@ def _rank_main(
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)
-    ranks = Ranks(options, progress)
+    ranks = TimedRanks(options, progress)
     with around(rank):
         for module, spec in todo:
             suite: Any = importlib.import_module(module)

@@ -121,7 +121,7 @@ def _place(step: str, run: Mapping[str, Any]) -> str:
     return str(run.get("chip")) if STEPS[step].figures else ""
 
 
-def read(record: Path) -> Outcomes:
+def read_record(record: Path) -> Outcomes:
     """The outcomes in a file; the last line may be half written."""
     outcomes = Outcomes()
     for line in record.read_text(errors="replace").splitlines() if record.exists() else ():
@@ -199,7 +199,7 @@ class Slice:
                 file.write("\n")
         self.run = gpu_page.where(device) | {"sources": sources(), "cache": cache_name()}
         append(self.record, {"run": self.run})
-        self.outcomes = read(self.record)
+        self.outcomes = read_record(self.record)
         self._size = self.record.stat().st_size
         self._written = time.monotonic()
         self._now: set[tuple[str, str]] = set()  # ended in this slice
@@ -295,7 +295,7 @@ class Slice:
             under_way = cases[:1]  # it could not begin
         for case in under_way:
             why = f"{said.end}the process ended with {gpu_page.status(code)}"
-            launches = gpu_report.Launches(Path(self._scratch)).read()
+            launches = gpu_report.LastLaunches(Path(self._scratch)).read()
             entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
             append(self.record, {"step": step, "case": case, **entry})
         self._hear()
@@ -341,7 +341,7 @@ class Slice:
             if "outcome" in entry:
                 if entry["outcome"] != "cut":
                     self._now.add((entry["step"], entry["case"]))
-                self.log.write(gpu_page.said(entry, self.device, self.quick))
+                self.log.write(gpu_page.outcome_lines(entry, self.device, self.quick))
         if time.monotonic() - self._written >= _PAGE_S:
             self.write()
 

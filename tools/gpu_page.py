@@ -45,7 +45,7 @@ def repeating(step: str, case: str, device: str, quick: bool) -> str:
     return shlex.join([*command, "--out", "out/again"])
 
 
-def said(entry: Mapping[str, Any], device: str, quick: bool) -> str:
+def outcome_lines(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     """The lines that tell of the end of a case."""
     text = f"{entry['step']}: {entry['case']}: {entry['outcome']}, {entry['seconds']:.1f} s"
     if "row" in entry:

@@ -22,7 +22,7 @@ import torch
 from weft import settings
 from weft.bench import shapes
 from weft.bench.cli import add_machine_options, machine_options
-from weft.bench.measure import Ranks
+from weft.bench.measure import TimedRanks
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import ops
 from weft.cli import at_least, make_folder
@@ -94,7 +94,7 @@ def _rank_main(
 ) -> tuple[str, list[dict[str, Any]]]:
     """This rank's part of the search; the chip and the entries, the same on every rank."""
     torch.manual_seed(0)
-    ranks = Ranks(options, progress)
+    ranks = TimedRanks(options, progress)
     chip, entries = chip_of(torch.device(options.device)), []
     for spec in specs:
         call = ops.prepare(spec, options).variants["triton"]

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -194,18 +194,31 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
     assert asking == ASK_FOR_THE_DEVICE
 
 
+# The rooms whose public classes share one set of names: another meaning is another word.
+ONE_MEANING = ("sim", "bench", "tools", "weft/demo")
 # The stand-in for ColossalAI's class has the name of that.
 _OF_TWO_KINDS = {"DTensor"}
 
 
-def test_a_name_has_one_meaning_in_dtensor() -> None:
-    found: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "dtensor").glob("**/*.py")):
+def defined_twice(rooms: Sequence[str], kinds: tuple[type, ...]) -> dict[str, list[str]]:
+    """Names that more than one file of `rooms` defines at its top, and the files."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.setdefault(node.name, []).append(path.relative_to(ROOT))
-    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+            if isinstance(node, kinds):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_a_name_has_one_meaning_in_dtensor() -> None:
+    twice = defined_twice(["dtensor"], (ast.FunctionDef, ast.ClassDef))
     assert not twice.keys() - _OF_TWO_KINDS, twice
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    twice = defined_twice(ONE_MEANING, (ast.ClassDef,))
+    public = {name: paths for name, paths in twice.items() if not name.startswith("_")}
+    assert not public.keys() - _OF_TWO_KINDS, public
 
 
 def test_the_ground_imports_nothing_of_ours() -> None:
