@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class Clocks:
             if signal.everywhere is not None:
                 signal.everywhere = np.pad(signal.everywhere, (0, before))
 
-    def join(self, slot: int, others: list[int]) -> None:
+    def join(self, slot: int, others: Sequence[int]) -> None:
         """Slot `slot` goes on after all that `others` have done so far."""
         clock = self.clocks[slot]
         for other in others:

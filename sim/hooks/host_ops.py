@@ -33,9 +33,9 @@ class HostOps(TorchDispatchMode):
     ops on single numbers, such as an optimizer's count of its steps.
     """
 
-    def __init__(self, recorder: Tracer, numerics: bool) -> None:
+    def __init__(self, tracer: Tracer, numerics: bool) -> None:
         super().__init__()
-        self._recorder, self._numerics = recorder, numerics
+        self._tracer, self._numerics = tracer, numerics
 
     def __torch_dispatch__(
         self,
@@ -63,7 +63,7 @@ class HostOps(TorchDispatchMode):
         results = writes or [t for t in tensors_in((out,)) if not any(t is r for r in reads)]
         strand = local.strand
         if strand is not None and any(t.is_floating_point() for t in (*reads, *results)):
-            self._recorder.add(strand, self._op(strand.rank, name, reads, results))
+            self._tracer.add(strand, self._op(strand.rank, name, reads, results))
         return out
 
     def _op(
@@ -80,7 +80,7 @@ class HostOps(TorchDispatchMode):
         total: dict[int, int] = {}
         for tensor in tensors:
             if tensor.numel():
-                owner = self._recorder.owner(tensor.data_ptr(), rank)
+                owner = self._tracer.owner(tensor.data_ptr(), rank)
                 total[owner] = total.get(owner, 0) + tensor.numel() * tensor.element_size()
         return total
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.collectives.ranks.group import here
-from weft.sim.check.races import Region
+from weft.sim.check.regions import Region
 from weft.sim.hooks.host_access import tensors_in
+from weft.sim.observer import Observer
 from weft.sim.schedule.scheduler import Strand, strand_here
 from weft.sim.time.trace import Lane
 
@@ -50,8 +51,8 @@ class Launches:
     ) -> None:
         """`run` all `programs` of a launch by the rank whose thread this is."""
         world, host = self._world, strand_here()
-        recorder = world.recorder
-        timed = recorder.launch(host, kernel, warps, len(programs)) if recorder else None
+        tracer = world.tracer
+        timed = tracer.launch(host, kernel, warps, len(programs)) if tracer else None
         if world.symmetric and host.rank:
             return
         concurrent = world.programs == "concurrent"
@@ -61,21 +62,11 @@ class Launches:
             known.append(world.new_slot(host.rank, len(known)))
         slots = known[:lanes]
         self._counts[host.rank] += 1
-        if world.detector:
-            for slot in slots:
-                world.detector.join(slot, [host.slot])
-                world.detector.barrier(slot)
-        if world.tape:
-            place, places = world.tape.place(host.slot), world.tape.places(slots)
-            world.tape.sync(host, "fork", place, places)
+        world.tell(Observer.begin_launch, host, slots)
         with self._arguments(arguments) as confined:
             how = self._run_concurrently if concurrent else self._run_in_turn
             how(host, kernel, programs, slots, confined, timed, run)
-        if world.detector:
-            world.detector.join(host.slot, slots)
-        if world.tape:
-            world.tape.sync(host, "place", place)
-            world.tape.sync(host, "join", place, places)
+        world.tell(Observer.end_launch, host, slots)
 
     def _run_in_turn(
         self,
@@ -96,21 +87,14 @@ class Launches:
                 turn, at = divmod(number, len(slots))
                 slot = slots[_order(turn, len(slots))[at]]
                 if turn:
-                    if world.detector:
-                        world.detector.restart(slot, own[0])
-                    if world.tape:
-                        places = world.tape.places((slot, own[0]))
-                        world.tape.sync(host, "restart", places[0], places[1:])
+                    world.tell(Observer.reuse, host, slot, own[0])
                 host.slot, host.what = slot, _program(kernel, program)
                 host.lane = timed[number] if timed else None
                 host.to_come = len(programs) - number - 1
-                if world.tape:
-                    world.tape.sync(host, "place", world.tape.place(host.slot))
-                    world.tape.note(host, "progress")
+                world.tell(Observer.program, host)
                 world.scheduler.progressed(host)
                 run(program)
-                if world.tape:
-                    world.tape.flush(host)
+                world.tell(Observer.flush, host)
         finally:
             host.slot, host.what = own
             host.lane, host.to_come = None, 0
@@ -133,8 +117,7 @@ class Launches:
             def run_program() -> None:
                 here.world = group
                 run(program)
-                if world.tape:
-                    world.tape.flush(strand_here())
+                world.tell(Observer.flush, strand_here())
                 left.discard(program)
 
             return run_program
@@ -142,13 +125,10 @@ class Launches:
         for number, (program, slot) in enumerate(zip(programs, slots, strict=True)):
             strand = Strand(host.rank, slot, _program(kernel, program), confined)
             strand.lane, strand.timed = timed[number] if timed else None, host.timed
-            if world.tape:
-                key = host.rank, self._counts[host.rank], number
-                strand.track = world.tape.track(key)
-                keys.append(key)
+            keys.append((host.rank, self._counts[host.rank], number))
+            world.tell(Observer.thread, strand, keys[-1])
             world.scheduler.start(strand, body(program))
-        if world.tape:
-            world.tape.sync(host, "start", tuple(keys), world.tape.places(slots))
+        world.tell(Observer.start, host, keys, slots)
         world.scheduler.sleep_until(
             host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
         )
@@ -170,8 +150,9 @@ class Launches:
             storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
             if start in self._watched:  # two ranks may read one tensor
-                if world.tape and rank not in self._watched[start][1]:
-                    world.tape.unfit = "two ranks give a kernel the same tensor"
+                if rank not in self._watched[start][1]:
+                    why = "two ranks give a kernel the same tensor"
+                    world.tell(Observer.unplayable, why)
                 self._watched[start][1].append(rank)
                 starts.append(start)
             elif nbytes and detector.find(start) is None:

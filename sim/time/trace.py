@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weft.sim.observer import Atomic, Observer
+
 if TYPE_CHECKING:
+    from weft.sim.check.regions import Region
     from weft.sim.schedule.scheduler import Strand
 
 Array = npt.NDArray[Any]
@@ -231,7 +234,7 @@ class Lane:
         return True
 
 
-class Tracer:
+class Tracer(Observer):
     """Collects the trace of a run."""
 
     def __init__(self, world_size: int) -> None:
@@ -244,15 +247,15 @@ class Tracer:
         self._current = list(self.trace.streams)  # rank -> the stream that it enqueues in
         self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
 
-    def add_memory(self, start: int, end: int, owner: int) -> None:
-        """`owner`'s symmetric memory; all else belongs to the rank that accesses it."""
+    def memory(self, start: int, end: int, rank: int, regions: Sequence[Region] = ()) -> None:
+        """`rank`'s memory that others reach; all else belongs to the rank that accesses it."""
         at = bisect_right(self._starts, start)
         if at and self._starts[at - 1] == start:
-            self._ends[at - 1], self._owners[at - 1] = end, owner
+            self._ends[at - 1], self._owners[at - 1] = end, rank
             return
         self._starts.insert(at, start)
         self._ends.insert(at, end)
-        self._owners.insert(at, owner)
+        self._owners.insert(at, rank)
 
     def owner(self, address: int, rank: int) -> int:
         """Whose memory it is, for an access by `rank`."""
@@ -299,15 +302,32 @@ class Tracer:
         value = ctypes.c_int64.from_address(address).value
         self._values.setdefault(address, []).append((version, value))
 
-    def atomic(self, strand: Strand, address: int, version: int, changed: bool, order: str) -> None:
-        """`strand` has changed a word, or read it; it had changed `version` times after that."""
-        owner = self.owner(address, strand.rank)
-        if not changed:
-            self.add(strand, Wait(self._awaited(strand, address, version)))
-        elif order in ("acquire", "acq_rel"):
-            self.add(strand, Update(address, version, owner))
-        else:
-            self.add(strand, Signal(address, version, owner, order == "release"))
+    def atomic(self, strand: Strand, done: Atomic) -> None:
+        for address, version in zip(map(int, done.addresses), done.versions, strict=True):
+            owner = self.owner(address, strand.rank)
+            if not done.changed:
+                self.add(strand, Wait(self._awaited(strand, address, version)))
+            elif done.sem in ("acquire", "acq_rel"):
+                self.add(strand, Update(address, version, owner))
+            else:
+                self.add(strand, Signal(address, version, owner, done.sem == "release"))
+
+    def post(self, strand: Strand, address: int, word: Hashable, value: int, version: int) -> None:
+        self.add(strand, Signal(address, version, self.owner(address, -1)))
+
+    def look(
+        self, strand: Strand, address: int, word: Hashable, value: int, version: int, found: bool
+    ) -> None:
+        if found:
+            self.add(strand, Wait({address: version}))
+
+    def await_others(self, strand: Strand, op: str, key: Hashable, *size: int) -> None:
+        if op == "attend":
+            self.add(strand, Meet(key, *size))
+
+    def copied(self, strand: Strand, address: int, nbytes: int) -> None:
+        source = self.owner(address, strand.rank)
+        self.add(strand, HostOp("read", {source: nbytes}, {strand.rank: nbytes}))
 
     def _awaited(self, strand: Strand, address: int, last: int) -> dict[int, int]:
         """The changes that a poll waited for: the last, or earlier ones if it looks for theirs."""

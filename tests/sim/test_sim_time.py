@@ -418,11 +418,11 @@ def test_arguments_that_do_not_fit() -> None:
 
 def test_a_tile_for_several_ranks_goes_to_them_in_its_order() -> None:
     """Not in that of their memory, where all ranks would store to the first one at once."""
-    recorder = Tracer(3)
+    tracer = Tracer(3)
     for rank in range(3):
-        recorder.add_memory(100 * rank, 100 * rank + 100, rank)
+        tracer.memory(100 * rank, 100 * rank + 100, rank)
     addresses = np.array([250, 254, 50, 150], np.uint64)
-    assert recorder.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
+    assert tracer.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
 
 
 @pytest.mark.parametrize("rows", [64, 70])

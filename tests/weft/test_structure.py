@@ -61,7 +61,7 @@ LEVELS = {
         parallel
     """,
     "sim": """
-        errors progress_bar unwaited
+        errors observer progress_bar unwaited
         check time
         schedule
         hooks
