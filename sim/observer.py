@@ -41,6 +41,15 @@ class Atomic(NamedTuple):
     versions: list[int]
 
 
+class HostSignal(NamedTuple):
+    """`value` in a word that a host posts or awaits, which has changed `version` times."""
+
+    address: int
+    word: Hashable
+    value: int
+    version: int
+
+
 class Held(Protocol):
     """A meeting or a message: who takes it is ordered after those who gave to it."""
 
@@ -71,12 +80,8 @@ class Observer:
     def atomic(self, strand: Strand, done: Atomic) -> None: ...
     def changed(self, address: int, version: int) -> None: ...
     def expect(self, strand: Strand, words: Sequence[Hashable], value: int) -> None: ...
-    def post(
-        self, strand: Strand, address: int, word: Hashable, value: int, version: int
-    ) -> None: ...
-    def look(
-        self, strand: Strand, address: int, word: Hashable, value: int, version: int, found: bool
-    ) -> None: ...
+    def post(self, strand: Strand, signal: HostSignal) -> None: ...
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None: ...
     def threads_meet(self, strand: Strand) -> None: ...
 
     # Launches by a host: programs have clocks `slots`, in turn (`reuse`) or as strands (`start`).

@@ -28,7 +28,7 @@ from weft.sim.check.regions import Region, zeros
 from weft.sim.check.sites import Sites
 from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 from weft.sim.errors import OutOfBoundsError, RaceError
-from weft.sim.observer import Atomic, Held, Observer
+from weft.sim.observer import Atomic, Held, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.recording import Tape
@@ -155,15 +155,13 @@ class Detector(Clocks, Observer):
             if done.sem in ("release", "acq_rel") and done.changed:
                 self.release(strand.slot, address, done.scope)
 
-    def post(self, strand: Strand, address: int, word: Hashable, value: int, version: int) -> None:
-        self.access(strand, np.array([address], np.uint64), pad.WORD_BYTES, ATOMIC)
-        self.release(strand.slot, address, "sys", host=True)
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        self.access(strand, np.array([signal.address], np.uint64), pad.WORD_BYTES, ATOMIC)
+        self.release(strand.slot, signal.address, "sys", host=True)
 
-    def look(
-        self, strand: Strand, address: int, word: Hashable, value: int, version: int, found: bool
-    ) -> None:
-        self.access(strand, np.array([address], np.uint64), pad.WORD_BYTES, ATOMIC_READ)
-        self.acquire(strand.slot, address, "sys")
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
+        self.access(strand, np.array([signal.address], np.uint64), pad.WORD_BYTES, ATOMIC_READ)
+        self.acquire(strand.slot, signal.address, "sys")
 
     def access(
         self, strand: Strand, addresses: Array, itemsize: int, kind: str, scope: str = "sys"

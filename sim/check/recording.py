@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.sim.observer import Atomic, Held, Observer
+from weft.sim.observer import Atomic, Held, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.regions import Region
@@ -126,14 +126,12 @@ class Tape(Observer):
         if polled:
             self.unfit = "a store to many words, one of which is a signal"
 
-    def post(self, strand: Strand, address: int, word: Hashable, value: int, version: int) -> None:
-        self._signal(strand, "post", word, value)
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        self._signal(strand, "post", signal.word, signal.value)
 
-    def look(
-        self, strand: Strand, address: int, word: Hashable, value: int, version: int, found: bool
-    ) -> None:
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
         if found:
-            self._signal(strand, "await", word, value)
+            self._signal(strand, "await", signal.word, signal.value)
         else:
             self._take(strand)  # it will look again
 

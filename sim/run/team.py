@@ -6,10 +6,11 @@ memory, host-side signals; and the messages of a process group.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -149,6 +150,24 @@ class Teams(Generic[MembersT]):
         return team
 
 
+class OneMemory:
+    """Ranks of one process, which has all memory: what they need not do, or do by a copy."""
+
+    def share(self, x: torch.Tensor) -> None:
+        """All ranks can read all memory."""
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out`, on the CPU, from the memory at `address`."""
+        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """Of the CPU: what is enqueued there is done at once."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """As `beside`."""
+
+
 class Team(Members):
     """The ranks `ranks` of a virtual world that `sim.run` runs, in this order."""
 
@@ -181,8 +200,7 @@ class Team(Members):
         Raises:
             MismatchError: another member makes another call.
         """
-        if self._world.scheduler.tracing:
-            self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
+        self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
         meeting = self.enter(member, value, call)
         self._world.bring(value)
         self._world.tell(Observer.give, strand_here(), "arrive", meeting.key, meeting)
@@ -215,22 +233,16 @@ class Team(Members):
         found = there()
         if found:
             scheduler.progressed(strand)
-        if scheduler.tracing:
-            scheduler.saw(strand, self.ranks, found, False)
+        scheduler.saw(strand, self.ranks, found, False)
         return found
 
-    @contextmanager
-    def timed_as_one(self, name: str) -> Iterator[None]:
+    def timed_as_one(self, name: str) -> AbstractContextManager[None]:
         """In virtual time, what this rank does inside is one collective of a process group."""
-        tracer = self._world.tracer
-        if tracer is None:
-            yield
-            return
         # Every member reads all of every other here; in two steps, reduced parts and then results,
         # an all-reduce moves no more than twice what one member has.
         share = 2 / len(self.ranks) if name == "all_reduce" else 1.0
-        with tracer.collective(strand_here(), name, share):
-            yield
+        tracer = self._world.tracer
+        return tracer.collective(strand_here(), name, share) if tracer else nullcontext()
 
     def memory(
         self, member: int, pad_bytes: int, data_bytes: int, device: torch.device
@@ -253,15 +265,10 @@ class Team(Members):
         """Fill the contiguous `out` from the memory at `address`, which another member shares."""
         self._world.read(address, out)
 
-    @contextmanager
-    def beside(self, number: int) -> Iterator[None]:
+    def beside(self, number: int) -> AbstractContextManager[None]:
         """In virtual time, what this rank enqueues inside runs beside its stream."""
         tracer, strand = self._world.tracer, strand_here()
-        if tracer is None or not strand.timed:
-            yield
-            return
-        with tracer.beside(strand.rank, number):
-            yield
+        return tracer.beside(strand.rank, number) if tracer and strand.timed else nullcontext()
 
     def rejoin(self) -> None:
         """In virtual time, this rank's stream goes on when those beside it have ended."""
@@ -271,8 +278,7 @@ class Team(Members):
 
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""
-        if self._world.scheduler.tracing:
-            self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
+        self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
         self._world.bring(value)
         message, key = _Message(value), (self._name, source, target, tag)
         self._world.tell(Observer.give, strand_here(), "send", key, message)

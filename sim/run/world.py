@@ -1,6 +1,8 @@
 """The virtual world: what ranks share in one schedule, and what happens when they access it.
 
-It observes the interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals.
+The interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals tell it what
+strands do; it tells the scheduler, and its observers (`weft.sim.observer`): the search for races,
+the recording for other schedules, virtual time.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import bisect
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Concatenate, Literal, ParamSpec
+from operator import attrgetter
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
@@ -23,7 +26,7 @@ from weft.sim.errors import OutOfBoundsError, SimError
 from weft.sim.hooks.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.hooks.host_ops import HostOps
 from weft.sim.hooks.interpreter_hooks import Effect
-from weft.sim.observer import Atomic, Observer
+from weft.sim.observer import Atomic, HostSignal, Observer
 from weft.sim.run import distributed_hooks
 from weft.sim.run.launches import Launches
 from weft.sim.run.team import Team, Teams, word_told
@@ -38,6 +41,18 @@ P = ParamSpec("P")
 
 _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
+_start = attrgetter("start")
+
+
+class _Segment(NamedTuple):
+    """A rank's memory of a symmetric buffer; `name` is the same in every schedule."""
+
+    start: int
+    end: int
+    team: Team
+    rank: int
+    pad_bytes: int
+    name: Hashable
 
 
 class World(Teams[Team]):
@@ -65,14 +80,11 @@ class World(Teams[Team]):
         self.hardware, self.numerics, self.symmetric = hardware, numerics, symmetric
         self.pads = Pads()
         scheduler.explain = self._awaited
-        self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
-        self._names: dict[int, Hashable] = {}  # of segments, by their starts
-        self._starts: list[int] = []  # of segments, in order
-        self._ends: list[int] = []
+        self._segments: list[_Segment] = []  # by address
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
-        self._launches = Launches(self)
+        self.launch = Launches(self).run
         self.launched: list[Launched] = []
         self._alive: list[Any] = []
 
@@ -130,14 +142,10 @@ class World(Teams[Team]):
         self._alive.append(block)
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
-        self._pads[start] = (team, rank, pad_bytes)
         self.pads.add(start, pad_bytes, number, rank)
-        # Their addresses are others in every schedule.
-        name = self._names[start] = (team.ranks, team.calls, rank)
-        at = bisect.bisect(self._starts, start)
-        self._starts.insert(at, start)
-        self._ends.insert(at, start + total)
         data, end, last = start + pad_bytes, start + total, base + len(block)
+        name = team.ranks, team.calls, rank
+        bisect.insort(self._segments, _Segment(start, end, team, rank, pad_bytes, name))
         what = f"symmetric buffer {number} of rank {rank}"
         columns = np.zeros(4 * self.world_size, np.int64)  # some strands of every rank signal
         pads = f"signal pad of {what}", (*name, "pad")
@@ -211,11 +219,12 @@ class World(Teams[Team]):
 
     def _word(self, address: int) -> Hashable | None:
         """What the word at `address` is called in every schedule; None if it is not shared."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._ends[at]:
-            return None
-        start = self._starts[at]
-        return self._names[start], address - start
+        segment = self._segment(address)
+        return None if segment is None else (segment.name, address - segment.start)
+
+    def _segment(self, address: int) -> _Segment | None:
+        at = bisect.bisect_right(self._segments, address, key=_start) - 1
+        return self._segments[at] if at >= 0 and address < self._segments[at].end else None
 
     def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any], value: int | None) -> None:
         # A plain store may be what another strand polls for: a race, but no deadlock.
@@ -251,8 +260,8 @@ class World(Teams[Team]):
         values seen). `wanted` is what a loop around it waits for, if that can be told, `effect`
         what it does to one integer: ("load",), ("add", n), ("set", n), ("swap", if it is, n)."""
         strand, scheduler = strand_here(), self.scheduler
-        addresses = accessed.tolist()
-        first = addresses[0]
+        words = accessed.tolist()
+        first = words[0]
         # With programs in turn, what stays within the rank concerns no other strand.
         if scope == "sys" or strand.vain or self.programs == "concurrent":
             scheduler.point(strand)
@@ -266,13 +275,13 @@ class World(Teams[Team]):
         if changed or value >= strand.looks_for.get(first, value):  # else it will look again
             self._saw(strand, first, value, changed)
         if changed:
-            for address in addresses:
+            for address in words:
                 self._changed(address)
             scheduler.progressed(strand)
         else:
             scheduler.polled(strand, first, wanted)
         word, known = self._word(first), effect if accessed.size == 1 else None
-        versions = [scheduler.versions.get(address, 0) for address in addresses]
+        versions = [scheduler.versions.get(address, 0) for address in words]
         done = Atomic(accessed, itemsize, sem, scope, changed, word, known, value, versions)
         self.tell(Observer.atomic, strand, done)
         return out
@@ -280,11 +289,11 @@ class World(Teams[Team]):
     def _check_source(self, strand: Strand, address: int) -> None:
         """Raise if `strand` signals by a word that is another rank's, as programs do that a pad has
         no words for."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._ends[at]:
+        segment = self._segment(address)
+        if segment is None:
             return
-        team, owner, nbytes = self._pads[self._starts[at]]
-        word = (address - self._starts[at]) // pad.WORD_BYTES
+        start, _, team, owner, nbytes, _ = segment
+        word = (address - start) // pad.WORD_BYTES
         if not pad.KERNEL_SLOTS <= word < nbytes // pad.WORD_BYTES:
             return
         phase, member = divmod((word - pad.KERNEL_SLOTS) // pad.MAX_PROGRAMS, len(team.ranks))
@@ -343,10 +352,10 @@ class World(Teams[Team]):
         """What a strand waits for that polls the word at `address`."""
         want = "another value" if value is None else str(value)
         seen = self._values.get(address, 0)
-        for start, (team, rank, nbytes) in self._pads.items():
-            word = (address - start) // pad.WORD_BYTES
-            if start <= address < start + nbytes:
-                return f"{want} in {word_told(team, rank, word, seen)}"
+        segment = self._segment(address)
+        if segment and address < segment.start + segment.pad_bytes:
+            word = (address - segment.start) // pad.WORD_BYTES
+            return f"{want} in {word_told(segment.team, segment.rank, word, seen)}"
         region = self.detector.find(address) if self.detector else None
         if self.detector is None or region is None:
             return f"{want} in the word at {address:#x}, which is {seen}"
@@ -359,17 +368,6 @@ class World(Teams[Team]):
         if self.tracer:
             programs = grid(given) if callable(grid) else grid
             self.launched.append(launched(strand_here().rank, fn, programs, given))
-
-    def launch(
-        self,
-        kernel: str,
-        arguments: list[Any],
-        warps: int,
-        programs: list[tuple[int, int, int]],
-        run: Callable[[tuple[int, int, int]], None],
-    ) -> None:
-        """Run all programs of a launch, of `warps` warps each."""
-        self._launches.run(kernel, arguments, warps, programs, run)
 
     # What torch and the host do
 
@@ -393,7 +391,7 @@ class World(Teams[Team]):
         write()
         self.scheduler.changed(address)
         version = self.scheduler.versions[address]
-        self.tell(Observer.post, strand, address, word, value, version)
+        self.tell(Observer.post, strand, HostSignal(address, word, value, version))
         self._saw(strand, address, None, True)
 
     def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
@@ -405,7 +403,8 @@ class World(Teams[Team]):
             seen = read()
             self._saw(strand, address, seen, False)
             version = self.scheduler.versions.get(address, 0)
-            self.tell(Observer.look, strand, address, word, value, version, seen >= value)
+            awaited = HostSignal(address, word, value, version)
+            self.tell(Observer.look, strand, awaited, seen >= value)
             if seen >= value:
                 return
             self.scheduler.looks_again(strand)

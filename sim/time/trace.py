@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.sim.observer import Atomic, Observer
+from weft.sim.observer import Atomic, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.regions import Region
@@ -312,14 +312,13 @@ class Tracer(Observer):
             else:
                 self.add(strand, Signal(address, version, owner, done.sem == "release"))
 
-    def post(self, strand: Strand, address: int, word: Hashable, value: int, version: int) -> None:
-        self.add(strand, Signal(address, version, self.owner(address, -1)))
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        owner = self.owner(signal.address, -1)
+        self.add(strand, Signal(signal.address, signal.version, owner))
 
-    def look(
-        self, strand: Strand, address: int, word: Hashable, value: int, version: int, found: bool
-    ) -> None:
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
         if found:
-            self.add(strand, Wait({address: version}))
+            self.add(strand, Wait({signal.address: signal.version}))
 
     def await_others(self, strand: Strand, op: str, key: Hashable, *size: int) -> None:
         if op == "attend":
