@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from weft.bench import shapes
 from weft.bench.registry import SUITES
-from weft.cli import at_least, device_and_ranks, make_folder, several
+from weft.cli import Parser, at_least, device_and_ranks, make_folder, several
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options
@@ -150,14 +150,13 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench",
-        description=__doc__,
+    parser = Parser(
+        "weft bench",
+        __doc__,
         epilog=_EPILOG.format(
             suites="".join(f"  {name:<14}{about}\n" for name, about in SUITES.items()),
             models=", ".join(shapes.MODELS),
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help="what to time (ops), or a .py file of your own"

@@ -41,7 +41,7 @@ import torch
 from tools import gpu_page, gpu_report, gpu_steps
 from tools.gpu_report import append
 from tools.gpu_steps import STEPS, Plan
-from weft.cli import make_folder
+from weft.cli import Parser, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_TO_DO = (
@@ -178,26 +178,24 @@ class Said:
         self.end = (self.end + text)[-_WHY_CHARACTERS:]
 
 
+@dataclass
 class Slice:
     """One run of the command."""
 
-    def __init__(
-        self,
-        folder: Path,
-        device: Any,
-        quick: bool,
-        until: float,
-        log: Log,
-        wanted: Callable[[str, str], bool],
-        again: bool,
-    ) -> None:
-        self.folder, self.device, self.quick = folder, device, quick
-        self.until, self.log, self.wanted, self.again = until, log, wanted, again
-        self.record = folder / FILES[0]
+    folder: Path
+    device: Any
+    quick: bool
+    until: float
+    log: Log
+    wanted: Callable[[str, str], bool]
+    again: bool
+
+    def __post_init__(self) -> None:
+        self.record = self.folder / FILES[0]
         if self.record.exists() and not self.record.read_bytes().endswith(b"\n"):
             with open(self.record, "a") as file:
                 file.write("\n")
-        self.run = gpu_page.where(device) | {"sources": sources(), "cache": cache_name()}
+        self.run = gpu_page.where(self.device) | {"sources": sources(), "cache": cache_name()}
         append(self.record, {"run": self.run})
         self.outcomes = read_record(self.record)
         self._size = self.record.stat().st_size
@@ -356,17 +354,10 @@ class Slice:
 
 def _parser() -> argparse.ArgumentParser:
     about = "\n".join(f"    {step.name:<10} {step.about}" for step in STEPS.values())
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu",
-        description=(__doc__ or "").format(steps=about),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m tools.gpu", (__doc__ or "").format(steps=about))
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="end by then (30)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where results are kept (--resume, out/gpu)",
+        "--out", type=Path, metavar="DIR", help="where results are kept (--resume, out/gpu)"
     )
     parser.add_argument(
         "--resume", type=Path, metavar="DIR",

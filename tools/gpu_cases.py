@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
+from weft.bench.blocks.causal import causal_attention
 from weft.bench.measure import deviation
 from weft.bench.suites.ops import TOLERANCE
 from weft.collectives.ranks.group import resolve
@@ -199,15 +200,6 @@ def _norm(place: Place) -> RankCall:
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64, key heads shared by groups of query heads."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    out: torch.Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-    return out
-
-
 def _attention(place: Place, *, name: str) -> RankCall:
     """ring_attention in zigzag order and ulysses_attention, with their gradients."""
     W, zigzag = place.world_size, name == "ring_attention"
@@ -236,11 +228,7 @@ def _attention(place: Place, *, name: str) -> RankCall:
         return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
 
     def oracle(i: int) -> Tensors:
-        leaves = [x.double().requires_grad_() for x in wholes[i][:3]]
-        with torch.enable_grad():
-            out = _attended(*leaves)
-            grads = torch.autograd.grad(out, leaves, wholes[i][3].double())
-        return [part(x.detach()) for x in (out, *grads)]
+        return [part(x) for x in causal_attention(*wholes[i])]
 
     inputs = [[part(x) for x in each] for each in wholes]
     return RankCall(inputs, op, oracle, 4e-2)
@@ -277,10 +265,10 @@ def _decode(place: Place, *, shard: str) -> RankCall:
     def oracle(i: int) -> Tensors:
         found = []
         for b, length in enumerate(lengths.tolist()):
-            k, v = (x[b : b + 1, :, :length].double() for x in wholes[i])
-            q = queries[i][b : b + 1].double()
-            before = q.new_zeros(1, H, length - T, D)
-            found.append(_attended(torch.cat([before, q], 2), k, v)[:, :, -T:])
+            k, v = (x[b : b + 1, :, :length] for x in wholes[i])
+            before = queries[i].new_zeros(1, H, length - T, D)
+            q = torch.cat([before, queries[i][b : b + 1]], 2)
+            found.append(causal_attention(q, k, v)[0][:, :, -T:])
         return [torch.cat(found)]
 
     inputs = [

@@ -7,7 +7,6 @@ symmetric memory that several ranks have mapped counts once, in equal parts.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import ctypes
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import weft
 from weft import collectives
 from weft.bench.report import terminal
 from weft.bench.report.tables import TextTable, figure
-from weft.cli import at_least, several
+from weft.cli import Parser, at_least, several
 from weft.collectives import resolve
 from weft.kernels import zigzag_sizes
 from weft.launch import launch
@@ -160,11 +159,7 @@ def table(rows: Sequence[PeakMemory], heads: int, head_dim: int) -> TextTable:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write memory.csv where --out says."""
-    parser = argparse.ArgumentParser(
-        prog="weft bench memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("weft bench memory", __doc__)
     parser.add_argument(
         "--ranks", type=several, nargs="+", default=[2, 4], metavar="W",
         help="numbers of ranks to measure on, one after another (2 4)",

@@ -7,7 +7,6 @@ reaches, both measured in the same rounds.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Literal
 
 from weft.bench.report.tables import TextTable, figure
 from weft.bench.rows import Case, Result, median_interval
+from weft.cli import Parser
 
 By = Literal["time", "fraction"]
 
@@ -119,10 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what changed; 1 if ours got slower than --max-regression allows, or lost a case."""
     from weft.bench.report import terminal
 
-    parser = argparse.ArgumentParser(
-        prog="weft bench compare", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("weft bench compare", __doc__)
     parser.add_argument("before", type=Path, metavar="A", help="the earlier file or folder")
     parser.add_argument("after", type=Path, metavar="B", help="the later one")
     parser.add_argument(

@@ -52,13 +52,12 @@ def figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def case_line(case: Case) -> str:
-    """A case in a line: times in us, and what has none."""
-    cells = [
+def times_of(case: Case) -> str:
+    """The times of a case in us, and what has none, in a line."""
+    return ", ".join(
         f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
         for name, timing in case.variants.items()
-    ]
-    return f"{case.name}: {case.failure or ', '.join(cells)}"
+    )
 
 
 def variants_of(cases: Sequence[Case]) -> list[str]:

@@ -22,7 +22,7 @@ from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
-from weft.bench.report.tables import case_line, markdown_lines
+from weft.bench.report.tables import markdown_lines, times_of
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import cases, compiling, page, rates
 from weft.cli import make_folder
@@ -373,7 +373,8 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
                 longest = max(longest, time.monotonic() - start)
                 result.cases.append(case)
                 keep()
-                print(f"{time.monotonic() - began:4.0f} s {case_line(case)}", flush=True)
+                times = case.failure or times_of(case)
+                print(f"{time.monotonic() - began:4.0f} s {case.name}: {times}", flush=True)
                 if case.failure and not usable(device):
                     print("the GPU refuses all that follows: a new run with --resume goes on")
                     return 1

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from weft import dtensor as weft_tensor
 from weft.bench.problem import Call, Options, Prepared, Spec
@@ -164,33 +165,22 @@ def _tables(ranks: int) -> tuple[dict[str, Operation], dict[str, Operation], dic
 
 # Operations, and the part of torch's time that they may take; None where nothing was set.
 _AT_MOST: dict[str, float | None] = {
-    "add": 1.0,
-    "x + y": 1.0,
-    "add, requires grad": 1.0,
-    "add in place": 1.0,
-    "mul by scalar": 1.0,
-    "relu": 1.0,
-    "softmax": 1.0,
-    "sum": 1.0,
-    "matmul R @ S(1)": 0.8,
-    "linear 2-d": 0.8,
-    "linear 3-d": 0.8,
-    "layer_norm": 0.8,
-    "t": None,
-    "view": None,
-    "detach": None,
-    "split": None,
-    "from_local": 0.5,
-    "to_local": None,
-    "redistribute, no change": 0.5,
-    "redistribute R -> S(0)": 0.5,
-    "redistribute S(0) -> R": 0.5,
-    "MLP forward": None,
-    "MLP forward + backward": 0.4,
-    "AdamW, 20 parameters": 0.5,
-    "AdamW, one by one": 0.5,
-    "clip_grad_norm_, 20 parameters": None,
-    "add, new shape each call": 0.2,
+    name: at_most
+    for at_most, names in (
+        (1.0, ("add", "x + y", "add, requires grad", "add in place", "mul by scalar")),
+        (1.0, ("relu", "softmax", "sum")),
+        (0.8, ("matmul R @ S(1)", "linear 2-d", "linear 3-d", "layer_norm")),
+        (None, ("t", "view", "detach", "split")),
+        (0.5, ("from_local",)),
+        (None, ("to_local",)),
+        (0.5, ("redistribute, no change", "redistribute R -> S(0)", "redistribute S(0) -> R")),
+        (None, ("MLP forward",)),
+        (0.4, ("MLP forward + backward",)),
+        (0.5, ("AdamW, 20 parameters", "AdamW, one by one")),
+        (None, ("clip_grad_norm_, 20 parameters",)),
+        (0.2, ("add, new shape each call",)),
+    )
+    for name in names
 }
 
 
@@ -236,15 +226,8 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 def _values(shown: tuple[Operation, Any]) -> list[torch.Tensor]:
     """All of the tensors that a call has returned or written."""
     row, value = shown
-    return [_whole(each) for each in _flat([value, row.written()])]
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
+    found = tree_leaves([value, row.written()])
+    return [_whole(each) for each in found if isinstance(each, torch.Tensor)]
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from weft.cli import at_least, device_and_ranks, make_folder, several
+from weft.cli import Parser, at_least, device_and_ranks, make_folder, several
 from weft.settings import Engine
 
 _DESCRIPTION = """\
@@ -37,12 +37,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The options of `weft demo`."""
-    p = argparse.ArgumentParser(
-        prog="weft demo",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = Parser("weft demo", _DESCRIPTION, epilog=_EPILOG)
 
     def size(name: str, default: int, text: str) -> None:
         p.add_argument(
