@@ -27,7 +27,7 @@ _WHY_CHARACTERS = 4000  # of the end of a reason
 _LAUNCH_BYTES = 600
 
 
-class StepLog:
+class GpuReport:
     """The lines of a step's process."""
 
     def __init__(self, plan: Plan) -> None:

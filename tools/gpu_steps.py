@@ -26,7 +26,7 @@ _RANKS = (8, 2, 4)  # of solo figures, the first with all cases
 
 
 @dataclass(frozen=True)
-class RunStep:
+class GpuStep:
     """A part of the run.
 
     Attributes:
@@ -47,15 +47,15 @@ class RunStep:
 STEPS = {
     step.name: step
     for step in (
-        RunStep("compile", "kernels of the other steps, by all cores", 3, 600, 120),
-        RunStep("proof", "4 ranks as threads: every call once", 1.5),
+        GpuStep("compile", "kernels of the other steps, by all cores", 3, 600, 120),
+        GpuStep("proof", "4 ranks as threads: every call once", 1.5),
         # Peers' signals are there: what has not come does not come.
-        RunStep("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
-        RunStep("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
-        RunStep("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
-        RunStep("processes", "2 ranks as processes", 1.5),
-        RunStep("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
-        RunStep("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
+        GpuStep("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
+        GpuStep("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
+        GpuStep("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
+        GpuStep("processes", "2 ranks as processes", 1.5),
+        GpuStep("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
+        GpuStep("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
     )
 }
 _LONG_S = {"doctor": 100.0, "sanitizer": 150.0}

@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from needs import needs_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
+Names = dict[str, list[Path]]
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # The face and the tests may import everything, everything may import the ground.
 GROUND = {"weft.errors", "weft.settings", "weft.versions"}
@@ -194,31 +195,32 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
     assert asking == ASK_FOR_THE_DEVICE
 
 
-# The rooms whose public classes share one set of names: another meaning is another word.
-ONE_MEANING = ("sim", "bench", "tools", "weft/demo")
-# The stand-in for ColossalAI's class has the name of that.
+# Where no two public classes may have one name. The stand-in for ColossalAI's class has the name of
+# that.
+ONE_MEANING = ("bench", "sim", "tools", "weft")
 _OF_TWO_KINDS = {"DTensor"}
 
 
-def defined_twice(rooms: Sequence[str], kinds: tuple[type, ...]) -> dict[str, list[str]]:
-    """Names that more than one file of `rooms` defines at its top, and the files."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
+def defined(folders: Iterable[str], kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> Names:
+    """The names that files define on their own level, each with those files."""
+    found: Names = {}
+    for path in sorted(path for each in folders for path in (ROOT / each).rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, kinds):
-                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    return {name: paths for name, paths in found.items() if len(paths) > 1}
+                found.setdefault(getattr(node, "name", ""), []).append(path.relative_to(ROOT))
+    return found
 
 
 def test_a_name_has_one_meaning_in_dtensor() -> None:
-    twice = defined_twice(["dtensor"], (ast.FunctionDef, ast.ClassDef))
+    found = defined(["dtensor"], (ast.FunctionDef, ast.ClassDef))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
     assert not twice.keys() - _OF_TWO_KINDS, twice
 
 
-def test_a_class_has_a_name_of_its_own() -> None:
-    twice = defined_twice(ONE_MEANING, (ast.ClassDef,))
-    public = {name: paths for name, paths in twice.items() if not name.startswith("_")}
-    assert not public.keys() - _OF_TWO_KINDS, public
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    found = defined(ONE_MEANING, ast.ClassDef)
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name[0] != "_"}
+    assert not twice.keys() - _OF_TWO_KINDS, twice
 
 
 def test_the_ground_imports_nothing_of_ours() -> None:
