@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from mutants import mutant
 from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, OURS, Modules
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
 from sim_faults_elsewhere import (
@@ -50,7 +51,6 @@ from weft.kernels.flash import (
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel
-from weft.sim.check.mutants import mutant
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200

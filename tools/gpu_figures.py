@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import GpuReport, Launches
+from tools.gpu_report import GpuReport, LastLaunches
 from tools.gpu_steps import (
     Plan,
     case_s,
@@ -116,7 +116,7 @@ def _say(text: str) -> None:
 
 def _noting(scratch: str, rank: int) -> AbstractContextManager[None]:
     """In the process of a rank of a suite."""
-    return Launches(Path(scratch)).noting(lambda: rank)
+    return LastLaunches(Path(scratch)).noting(lambda: rank)
 
 
 def suites(plan: Plan, report: GpuReport) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import FAILED, GO_ON, GpuReport, Launches
+from tools.gpu_report import FAILED, GO_ON, GpuReport, LastLaunches
 from tools.gpu_steps import Plan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
@@ -208,7 +208,7 @@ def _process(rank: int, progress: Callable[[Any], None], plan: Plan) -> None:
 
     from tools import gpu_cases
 
-    launches, device = Launches(Path(plan.scratch)), torch.device(plan.device)
+    launches, device = LastLaunches(Path(plan.scratch)), torch.device(plan.device)
     if plan.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         torch.set_default_device(device)

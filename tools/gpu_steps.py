@@ -97,7 +97,7 @@ def names(step: str, device: str, quick: bool) -> list[str]:
     if step == "compile":
         return ["kernels", "solo", "plain", "tune"]
     if step == "proof":
-        return ["doctor", *gpu_cases.named([4], ["plain"])]
+        return ["doctor", *gpu_cases.case_names([4], ["plain"])]
     if step == "solo":
         return [*solo_specs(quick), *solo_parts(quick)]
     if step == "tune":
@@ -108,9 +108,12 @@ def names(step: str, device: str, quick: bool) -> list[str]:
         if quick:
             ways = [name.replace("plain", "late") for name in few]
             return [*ways, "W2/graph/all_reduce", "W2/streams/all_gather_matmul", "sanitizer"]
-        return [*gpu_cases.named([2, 4, 8], ["late", "streams", "graph", "mixed"]), "sanitizer"]
+        return [
+            *gpu_cases.case_names([2, 4, 8], ["late", "streams", "graph", "mixed"]),
+            "sanitizer",
+        ]
     if step == "processes":
-        return few if quick else gpu_cases.named([2], ["plain"])
+        return few if quick else gpu_cases.case_names([2], ["plain"])
     raise ValueError(f"there is no step {step!r}")
 
 

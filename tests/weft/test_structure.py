@@ -62,7 +62,7 @@ LEVELS = {
         parallel
     """,
     "sim": """
-        errors progress_bar unwaited
+        errors observer progress_bar unwaited
         check time
         schedule
         hooks
@@ -197,7 +197,7 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
 
 # Where no two public classes may have one name. The stand-in for ColossalAI's class has the name of
 # that.
-ONE_MEANING = ("collectives", "dtensor", "weft", "tools")
+ONE_MEANING = ("bench", "collectives", "dtensor", "kernels", "sim", "tools", "weft")
 _OF_TWO_KINDS = {"DTensor"}
 
 
