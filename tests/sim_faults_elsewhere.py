@@ -155,7 +155,7 @@ IN_COLLECTIVES = [
 HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
 WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.timeout_ns"
 FETCHED = "                fetch_shard(ring, source, SHAPE)"
-ANNOUNCE = "                announce(ring, source, SHAPE)\n"
+ANNOUNCE = "                announce_source(ring, source, SHAPE)\n"
 
 IN_ATTENTION = [
     fault(

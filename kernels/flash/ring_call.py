@@ -245,7 +245,7 @@ def count_tiles(spans_ptr, rank, SPANS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_of(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
+def shard_tile(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
     """Position and row of the first token, and number of tokens, of a tile of `rank`."""
     start, row, length = span_of(spans_ptr, rank, 0, SPANS)
     if SPANS == 2:

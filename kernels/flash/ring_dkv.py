@@ -48,8 +48,8 @@ from weft.kernels.flash.ring_call import (
     key_spans,
     rows_of,
     shard_bytes,
+    shard_tile,
     span_of,
-    tile_of,
 )
 from weft.kernels.flash.ring_keys import announce_results, await_results, head_keys, wait_for_source
 
@@ -123,7 +123,7 @@ def make_dkv(
         first = tiles.first_of(owner * slots.stagger, program, programs)
         for tile in range(first, count, programs):
             head = tile % keys.heads
-            position, row, length = tile_of(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
+            position, row, length = shard_tile(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
             stop = row + length
             if is_needed(table, rank, owner, row, stop, SHAPE):
                 batch = tl.cast(head // keys.H_KV, tl.int64)
@@ -181,7 +181,7 @@ def reduce_dkv(
         first = tiles.first_of(rank * slots.stagger, program, programs)
         for tile in range(first, count, programs):
             head = tl.cast(tile % ring.keys.heads, tl.int64)
-            _, row, length = tile_of(spans_ptr, rank, tile // ring.keys.heads, SPANS, BLOCK_N)
+            _, row, length = shard_tile(spans_ptr, rank, tile // ring.keys.heads, SPANS, BLOCK_N)
             for part in range(0, length, REDUCE_N):
                 rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
                 inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]

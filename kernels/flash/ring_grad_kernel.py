@@ -42,12 +42,12 @@ from weft.kernels.flash.ring_call import (
     keys_of,
     rows_of,
     shape_for,
+    shard_tile,
     tables,
-    tile_of,
 )
 from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
 from weft.kernels.flash.ring_keys import (
-    announce,
+    announce_source,
     fetch_keys,
     no_arrivals,
     publish_keys,
@@ -147,7 +147,7 @@ def _make_dq(
     tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
     for tile in range(program, tiles_m * B * H, programs):
         head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
-        position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
+        position, row, length = shard_tile(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
         batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
         kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
         arrivals, dq = sum_dq(
@@ -188,7 +188,7 @@ def _ring_attention_backward_kernel(
         publish_keys(ring, SHAPE)
         signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
-        announce(ring, rank, SHAPE)
+        announce_source(ring, rank, SHAPE)
         fetch_keys(ring, SHAPE)
     else:
         # Bit 0 stands for delta; the rank's own keys need no wait.

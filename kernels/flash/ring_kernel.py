@@ -58,8 +58,8 @@ from weft.kernels.flash.ring_call import (
     keys_of,
     shape_for,
     shard_bytes,
+    shard_tile,
     tables,
-    tile_of,
 )
 from weft.kernels.flash.ring_keys import (
     fetch_keys,
@@ -229,7 +229,9 @@ def _ring_attention_kernel(
         for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
             head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
             # In causal attention the last queries see the most: longest tiles first.
-            position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
+            position, row, length = shard_tile(
+                table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M
+            )
             batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
             kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
             arrivals, out, lse = attend(

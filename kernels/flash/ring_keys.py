@@ -171,7 +171,7 @@ def fetch_keys(ring, SHAPE: tl.constexpr):
             if arrived & useful:
                 fetch_shard(ring, source, SHAPE)
             if arrived:
-                announce(ring, source, SHAPE)
+                announce_source(ring, source, SHAPE)
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def fetch_shard(ring, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def announce(ring, source, SHAPE: tl.constexpr):
+def announce_source(ring, source, SHAPE: tl.constexpr):
     """Tell the programs of this launch that this one has fetched its share of `source`."""
     word = signals.slot_ptr(
         ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, tl.program_id(0)

@@ -21,8 +21,8 @@ from weft.kernels.flash.ring_call import (
     is_needed,
     key_spans,
     rows_of,
+    shard_tile,
     span_of,
-    tile_of,
 )
 from weft.kernels.flash.ring_keys import head_keys, wait_for_source
 from weft.kernels.heads.head_queries import held_queries
@@ -81,7 +81,7 @@ def make_head_dkv(
         kv_head, batch, tile = unit_of(unit, B, each // B)
         first = tl.maximum(kv_head * sharing, fetched.first)
         last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
-        position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
+        position, row, length = shard_tile(spans_ptr, owner, tile, SPANS, BLOCK_N)
         stop = row + length
         if is_needed(table, rank, owner, row, stop, SHAPE):
             distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
@@ -139,7 +139,7 @@ def add_parts(
     begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
     for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
         kv_head, batch, tile = unit_of(unit, B, count)
-        _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
+        _, row, length = shard_tile(spans_ptr, rank, tile, SPANS, BLOCK_N)
         # There are no parts of a tile that no query sees.
         users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
         users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)

@@ -22,7 +22,7 @@ from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
 from weft.kernels.heads.head_units import area_ptr
 
 
-class Areas(NamedTuple):
+class GradAreas(NamedTuple):
     """Where what is published and what peers store begins in a half, in bytes.
 
     `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see

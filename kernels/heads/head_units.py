@@ -31,7 +31,13 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.geometry import Geometry, Span
-from weft.kernels.flash.ring_call import compute_program, count_rows, count_tiles, pitch_of, tile_of
+from weft.kernels.flash.ring_call import (
+    compute_program,
+    count_rows,
+    count_tiles,
+    pitch_of,
+    shard_tile,
+)
 
 _LINE_BYTES = 128
 
@@ -111,7 +117,7 @@ def query_tile(unit, owner, B, count, ring, SHAPE: tl.constexpr, BLOCK: tl.const
     The last tile comes first: in causal attention its queries see the most.
     """
     head, batch, tile = unit_of(unit, B, count)
-    position, row, length = tile_of(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
+    position, row, length = shard_tile(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
     return head, batch, position, row, length
 
 

@@ -53,8 +53,8 @@ from weft.kernels.flash.ring_call import (
 )
 from weft.kernels.flash.ring_grad_kernel import RingGradConfig
 from weft.kernels.flash.ring_keys import (
-    announce,
     announce_results,
+    announce_source,
     await_results,
     fetch_shard,
     no_arrivals,
@@ -62,7 +62,13 @@ from weft.kernels.flash.ring_keys import (
     wait_for_source,
 )
 from weft.kernels.heads.head_dkv import add_parts, make_head_dkv, slots_for
-from weft.kernels.heads.head_queries import Areas, Fetched, fetch_queries, held_queries, publish_all
+from weft.kernels.heads.head_queries import (
+    Fetched,
+    GradAreas,
+    fetch_queries,
+    held_queries,
+    publish_all,
+)
 from weft.kernels.heads.head_units import (
     area_ptr,
     collect_rows,
@@ -163,7 +169,7 @@ def _head_attention_backward_kernel(
     queries,  # Queries, of which delta is not there
     fetched,  # Fetched
     keys,  # Keys
-    areas,  # Areas
+    areas,  # GradAreas
     sees,  # Sight of the queries
     seen_by,  # Sight of the keys
     table_ptr,
@@ -187,7 +193,7 @@ def _head_attention_backward_kernel(
         shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
         publish_all(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
         signal_published(ring, SHAPE)
-        announce(ring, rank, SHAPE)
+        announce_source(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
             source = (rank + step) % SHAPE.world_size
             if signals.wait_for(
@@ -196,7 +202,7 @@ def _head_attention_backward_kernel(
             ):  # fmt: skip
                 fetch_shard(ring, source, SHAPE)
                 fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
-                announce(ring, source, SHAPE)
+                announce_source(ring, source, SHAPE)
     else:
         # Bit 0 stands for delta.
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
@@ -275,7 +281,7 @@ def launch_head_attention_backward(
             len(heads),
         ),
         keys_of(k, v, geometry, of_keys),
-        Areas(
+        GradAreas(
             at_q,
             at_dout,
             at_lse,

@@ -256,7 +256,7 @@ class _GatheredProducts(torch.autograd.Function):
         needs_x, _, _, _, _, *needs = ctx.needs_input_grad
         needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
         gathered = x if ctx.keeps else None
-        given = Gradient(
+        given = GatherGradient(
             x, weights, list(dys), dgathered, ctx.group, ctx.sizes, needs_x, needs_w, gathered
         )
         dx, dws = generic_backward(given, ctx.dim)
@@ -300,7 +300,7 @@ class _Made(NamedTuple):
     gathered: torch.Tensor | None  # if it is wanted
 
 
-class Gradient(NamedTuple):
+class GatherGradient(NamedTuple):
     """What a backward is given: dy (M, N_i) for each y_i; dgathered (M, K) if x was returned.
 
     With the gathered x (M, K), if it was kept, only the gradient of x communicates.
@@ -361,7 +361,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         dgathered = grads[-1] if call.keep else None
         dys = epilogues.gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]
-        given = Gradient(
+        given = GatherGradient(
             x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered
         )
         if torch.is_grad_enabled():
@@ -390,7 +390,7 @@ def _with_zeros(
     return *dys, dgathered
 
 
-def run_backward(engine: RunnableEngine, given: Gradient) -> _Gradients:
+def run_backward(engine: RunnableEngine, given: GatherGradient) -> _Gradients:
     """The gradients that are needed, by a fused engine."""
     if given.gathered is not None:
         return _backward_of_gathered(engine, given, given.gathered)
@@ -398,7 +398,7 @@ def run_backward(engine: RunnableEngine, given: Gradient) -> _Gradients:
 
 
 def _backward_of_gathered(
-    engine: RunnableEngine, given: Gradient, gathered: torch.Tensor
+    engine: RunnableEngine, given: GatherGradient, gathered: torch.Tensor
 ) -> _Gradients:
     dx = None
     if given.needs_x:
@@ -443,7 +443,7 @@ def _host_forward(
     return _Made(epilogues.activate(zs, call.activation), zs, gathered)
 
 
-def _host_backward(given: Gradient) -> _Gradients:
+def _host_backward(given: GatherGradient) -> _Gradients:
     x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
@@ -526,7 +526,7 @@ def gather_workspace(
     return workspace(group, nbytes, channel=channel, device=x.device)
 
 
-def _triton_backward(given: Gradient) -> _Gradients:
+def _triton_backward(given: GatherGradient) -> _Gradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
     x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
@@ -556,7 +556,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
     return dx, dws
 
 
-def generic_backward(given: Gradient, dim: int = 0) -> _Gradients:
+def generic_backward(given: GatherGradient, dim: int = 0) -> _Gradients:
     """The same by collectives and matmuls, which are differentiable themselves.
 
     Args:
