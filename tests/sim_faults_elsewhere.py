@@ -229,8 +229,8 @@ IN_ATTENTION = [
     fault(
         "gradients of keys overlap the keys",
         ring_dkv,
-        "half + slots.offset // 4 + source",
-        "half + source",
+        "area_ptr(ring, owner, slots.offset, ",
+        "area_ptr(ring, owner, 0, ",
         BACKWARD,
         (RACE, AssertionError),
     ),

@@ -17,9 +17,9 @@ import triton.language as tl
 
 from weft.kernels.device import tiles
 from weft.kernels.flash.grad_tiles import HeadQueries, make_delta
-from weft.kernels.flash.ring_call import base_of, count_rows
+from weft.kernels.flash.ring_call import area_ptr
 from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
-from weft.kernels.heads.head_units import area_ptr
+from weft.kernels.flash.ring_tables import base_of, count_rows
 
 
 class GradAreas(NamedTuple):

@@ -32,24 +32,19 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
-from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_grad_kernel
-from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
+from weft.kernels.flash.attention_tiles import contiguous_rows
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import Queries, sum_dq
+from weft.kernels.flash.grad_tiles import Queries, given_to_gradients, spoil_gradients, sum_dq
 from weft.kernels.flash.ring_call import (
-    Ring,
+    area_ptr,
+    begin_ring,
     compute_program,
-    count_rows,
-    count_tiles,
-    keys_of,
+    launch,
     pitch_of,
-    rows_of,
-    shape_for,
     shard_bytes,
-    tables,
 )
 from weft.kernels.flash.ring_grad_kernel import RingGradConfig
 from weft.kernels.flash.ring_keys import (
@@ -61,7 +56,8 @@ from weft.kernels.flash.ring_keys import (
     signal_published,
     wait_for_source,
 )
-from weft.kernels.heads.head_dkv import add_parts, make_head_dkv, slots_for
+from weft.kernels.flash.ring_tables import count_rows, count_tiles
+from weft.kernels.heads.head_dkv import add_up_dkv, make_head_dkv, slots_for
 from weft.kernels.heads.head_queries import (
     Fetched,
     GradAreas,
@@ -70,7 +66,6 @@ from weft.kernels.heads.head_queries import (
     publish_all,
 )
 from weft.kernels.heads.head_units import (
-    area_ptr,
     collect_rows,
     first_unit,
     heads_at,
@@ -78,6 +73,7 @@ from weft.kernels.heads.head_units import (
     numbers_bytes,
     offsets_of,
     own_heads,
+    place_of_results,
     query_tile,
     rows_bytes,
     stagger_of,
@@ -144,18 +140,11 @@ def _make_dq(
     for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
         distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
         arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
-        head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
-        at = tl.cast(batch * H + head, tl.int64) * n
-        kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
-        batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        head_q = held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
-        arrivals, dq = sum_dq(arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE)
-        if owner == rank:
-            to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
-        else:
-            to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
-            pitch = tl.cast(SHAPE.pitch, tl.int32)
-        tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
+        head, tile, at = query_tile(unit, owner, B, H, n, count, ring, SHAPE, BLOCK_M)
+        head_q = held_queries(queries, fetched, areas, ring, owner, head.batch, head.q, B, 0, SHAPE)
+        arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
+        to, pitch = place_of_results(dq_ptr, areas.dq, owner, at, D, SHAPE.pitch, ring)
+        tiles.store(to, dq, tile.row, 0, tile.row + tile.length, D, pitch, 1)
     return arrivals
 
 
@@ -168,11 +157,9 @@ def _head_attention_backward_kernel(
     dlse_ptr,  # (B, H, n) or None
     queries,  # Queries, of which delta is not there
     fetched,  # Fetched
-    keys,  # Keys
     areas,  # GradAreas
-    sees,  # Sight of the queries
-    seen_by,  # Sight of the keys
-    table_ptr,
+    keys,  # Keys
+    tables,  # Tables
     link,
     B,
     scale,
@@ -185,8 +172,7 @@ def _head_attention_backward_kernel(
     and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
     slot 1. dk = slot 0 + slot 1.
     """
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    ring = begin_ring(keys, tables, link, scale, rank)
     H = queries.H
     if tl.program_id(0) < SHAPE.config.copy_programs:
         delta = area_ptr(ring, rank, areas.delta, tl.float32)
@@ -198,7 +184,7 @@ def _head_attention_backward_kernel(
             source = (rank + step) % SHAPE.world_size
             if signals.wait_for(
                 link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
-                generation, link.timeout_ns,
+                ring.generation, link.timeout_ns,
             ):  # fmt: skip
                 fetch_shard(ring, source, SHAPE)
                 fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
@@ -208,9 +194,7 @@ def _head_attention_backward_kernel(
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = make_head_dkv(
-                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE
-            )
+            arrivals = make_head_dkv(arrivals, owner, queries, fetched, areas, ring, B, SHAPE)
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
@@ -224,13 +208,9 @@ def _head_attention_backward_kernel(
             collect_rows(
                 dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, SHAPE.config.dq_m
             )
-            add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        size = tl.cast(B, tl.int64) * SHAPE.head_dim
-        signals.spoil(dq_ptr, size * H * queries.n)
-        m = rows_of(table_ptr, rank, SHAPE)
-        signals.spoil(dk_ptr, size * keys.H_KV * m)
-        signals.spoil(dv_ptr, size * keys.H_KV * m)
+            add_up_dkv(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
+    if signals.end_call(link.signal_ptrs, rank, ring.generation):
+        spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE)
 
 
 def launch_head_attention_backward(
@@ -252,54 +232,26 @@ def launch_head_attention_backward(
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
-    q, k, v, out, lse, grad_out, grad_lse = saved
-    B, H, n, D = q.shape
+    q, k, lse = saved.q, saved.k, saved.lse
+    B, H, _, D = q.shape
     W, H_kv = ws.world_size, k.shape[1]
     config = config or head_grad_config(
         B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     heads = heads_at(ws.rank, H, W)
-    of_keys = kv_range(heads, H, H_kv)
-    k, v = contiguous_rows(k, v)
-    table, sees, seen_by = tables(geometry, ws.rank, q.device, all_queries=True)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
+    pieces = q.new_empty(tokens * pitch_of(D, q.dtype)), lse.new_empty(tokens)
     most = range(-(-H // W))  # heads of a rank
     _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets_of(_area_bytes(q, k, geometry))
-    _head_attention_backward_kernel[(config.programs,)](
-        dq,
-        dk,
-        dv,
-        out,
-        None if grad_lse is None else grad_lse.contiguous(),
-        Queries(heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out)), lse, None, H, n),
-        Fetched(
-            q.new_empty(tokens * pitch_of(D, q.dtype)),
-            lse.new_empty(tokens),
-            heads.start,
-            len(heads),
-        ),
-        keys_of(k, v, geometry, of_keys),
-        GradAreas(
-            at_q,
-            at_dout,
-            at_lse,
-            at_delta,
-            at_dq,
-            at_parts,
-            max(geometry.k_sizes),
-            stagger_of(geometry.q_spans, B * len(most), config.dq_m),
-            stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n),
-        ),
-        sees,
-        seen_by,
-        table,
-        link_of(ws),
-        B,
-        scale,
-        ws.rank,
-        SHAPE=shape_for(k, geometry, config),
-        **config.options,
-    )
-    return dq, dk, dv
+    stagger = stagger_of(geometry.q_spans, B * len(most), config.dq_m)
+    kv_stagger = stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n)
+    areas = GradAreas(
+        at_q, at_dout, at_lse, at_delta, at_dq, at_parts, max(geometry.k_sizes), stagger,
+        kv_stagger,
+    )  # fmt: skip
+    given = given_to_gradients(saved, None)
+    own = *given, Fetched(*pieces, heads.start, len(heads)), areas
+    k, v = contiguous_rows(k, saved.v)
+    kernel, of_keys = _head_attention_backward_kernel, kv_range(heads, H, H_kv)
+    launch(kernel, config, own, k, v, ws, geometry, scale, of_keys)
+    return given[:3]
