@@ -115,7 +115,7 @@ def shard_bytes(heads: int, rows: int, D: int, dtype: torch.dtype) -> int:
     return 2 * heads * rows * pitch_of(D, dtype) * dtype.itemsize
 
 
-def copy_programs(
+def _copy_programs(
     chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int
 ) -> int:
     """How many programs copy: just enough to fetch a shard while the others attend to one.
@@ -127,6 +127,19 @@ def copy_programs(
         return 1
     wanted = -(-6250 * dtype.itemsize * kv_heads // max(heads * rows, 1))
     return max(2, min(chip.cores // 8, wanted))
+
+
+def ring_options(
+    heads: int, kv_heads: int, rows: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> dict[str, Any]:
+    """The RingOptions of shards of at most `rows` queries, by name; heads count over batches."""
+    copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
+    if chip is INTERPRETER:
+        return options | {"group_heads": 2, "copy_m": 16}
+    group_heads = max(1, heads // max(kv_heads, 1))
+    registers = not chip.is_amd
+    return options | {"group_heads": group_heads, "copy_m": 32, "all_registers": registers}
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:

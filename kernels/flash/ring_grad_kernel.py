@@ -42,8 +42,8 @@ from weft.kernels.flash.ring_call import (
     RingOptions,
     begin_ring,
     compute_program,
-    copy_programs,
     launch,
+    ring_options,
 )
 from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
 from weft.kernels.flash.ring_kernel import own_tile
@@ -82,28 +82,16 @@ def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options = ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return RingGradConfig(
-            block, block, block, block, 16,
-            group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
-        )  # fmt: skip
+        return RingGradConfig(block, block, block, block, 16, **options)
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    return RingGradConfig(
-        dkv_m,
-        dkv_n,
-        dq_m,
-        dq_n,
-        reduce_n=8,  # 16 rows spill, 8 bytes on sm_90
-        group_heads=max(1, heads // max(kv_heads, 1)),
-        programs=chip.programs,
-        copy_programs=copies,
-        copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        all_registers=not chip.is_amd,
-    )
+    if D > 128 and dtype.itemsize > 2:
+        options["copy_m"] = 16
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    reduce_n = 8  # 16 rows spill, 8 bytes on sm_90
+    return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 
 
 def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int, int]:

@@ -53,9 +53,9 @@ from weft.kernels.flash.ring_call import (
     RingOptions,
     begin_ring,
     compute_program,
-    copy_programs,
     head_of,
     launch,
+    ring_options,
     shard_bytes,
 )
 from weft.kernels.flash.ring_keys import (
@@ -80,29 +80,17 @@ def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options = ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return RingConfig(
-            block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
-        )
+        return RingConfig(block, block, **options)
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
         # Larger tiles, or more warps, spill 8 to 112 bytes here.
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
-    return RingConfig(
-        block_m,
-        block_n,
-        group_heads=max(1, heads // max(kv_heads, 1)),
-        programs=chip.programs,
-        copy_programs=copies,
-        copy_m=32,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        all_registers=not chip.is_amd,
-    )
+    return RingConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:

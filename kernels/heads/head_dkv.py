@@ -55,23 +55,15 @@ def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def make_head_dkv(
-    arrivals,
-    owner,
-    queries,
-    fetched,
-    areas,
-    ring,
-    B,
-    SHAPE: tl.constexpr,
-):
+def make_head_dkv(arrivals, owner, call, ring, SHAPE: tl.constexpr):
     """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    keys, sharing = ring.keys, queries.H // ring.keys.H_KV
+    fetched, areas, B, H = call.fetched, call.areas, call.B, call.queries.H
+    keys, sharing = ring.keys, H // ring.keys.H_KV
     each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
     begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
     for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
@@ -96,29 +88,21 @@ def make_head_dkv(
                     arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                     for head in range(first, last):
                         head_q = held_queries(
-                            queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
-                            B, q_row - start, SHAPE,
-                        )  # fmt: skip
+                            call, ring, source, tl.cast(batch, tl.int64), head, q_row - start, SHAPE
+                        )
                         dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
-            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
+            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, H, SHAPE)
             store_part(part_ptr, size, dk, dv, tile, ring, SHAPE)
     return arrivals
 
 
 @triton.jit
-def add_up_dkv(
-    dk_ptr,  # (B, H_KV, m, D)
-    dv_ptr,
-    areas,
-    ring,
-    B,
-    H,
-    SHAPE: tl.constexpr,
-):
+def add_up_dkv(dk_ptr, dv_ptr, call, ring, SHAPE: tl.constexpr):
     """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
     SPANS: tl.constexpr = SHAPE.spans
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     rank, keys, spans_ptr = ring.rank, ring.keys, key_spans(ring.table, SHAPE)
+    areas, B, H = call.areas, call.B, call.queries.H
     heads, sharing = tiles.cdiv(H, SHAPE.world_size), H // keys.H_KV
     count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
     begin = first_unit(0, rank * areas.kv_stagger, SHAPE)

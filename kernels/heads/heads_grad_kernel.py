@@ -37,7 +37,7 @@ from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_grad_kernel
 from weft.kernels.flash.attention_tiles import contiguous_rows
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import Queries, given_to_gradients, spoil_gradients, sum_dq
+from weft.kernels.flash.grad_tiles import given_to_gradients, spoil_gradients, sum_dq
 from weft.kernels.flash.ring_call import (
     area_ptr,
     begin_ring,
@@ -61,6 +61,7 @@ from weft.kernels.heads.head_dkv import add_up_dkv, make_head_dkv, slots_for
 from weft.kernels.heads.head_queries import (
     Fetched,
     GradAreas,
+    GradCall,
     fetch_queries,
     held_queries,
     publish_all,
@@ -117,22 +118,12 @@ def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geom
 
 
 @triton.jit
-def _make_dq(
-    dq_ptr,
-    arrivals,
-    owner,
-    queries,
-    fetched,
-    areas,
-    ring,
-    B,
-    SHAPE: tl.constexpr,
-):
+def _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE: tl.constexpr):
     """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    rank, H = ring.rank, queries.H
+    rank, areas, B, H = ring.rank, call.areas, call.B, call.queries.H
     first, last = own_heads(rank, H, SHAPE)
     n = count_rows(ring.table, owner, SHAPE.spans)
     count = count_tiles(ring.table, owner, SHAPE.spans, BLOCK_M)
@@ -141,7 +132,7 @@ def _make_dq(
         distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
         arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
         head, tile, at = query_tile(unit, owner, B, H, n, count, ring, SHAPE, BLOCK_M)
-        head_q = held_queries(queries, fetched, areas, ring, owner, head.batch, head.q, B, 0, SHAPE)
+        head_q = held_queries(call, ring, owner, head.batch, head.q, 0, SHAPE)
         arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
         to, pitch = place_of_results(dq_ptr, areas.dq, owner, at, D, SHAPE.pitch, ring)
         tiles.store(to, dq, tile.row, 0, tile.row + tile.length, D, pitch, 1)
@@ -173,11 +164,9 @@ def _head_attention_backward_kernel(
     slot 1. dk = slot 0 + slot 1.
     """
     ring = begin_ring(keys, tables, link, scale, rank)
-    H = queries.H
+    call, H = GradCall(queries, fetched, areas, B), queries.H
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        delta = area_ptr(ring, rank, areas.delta, tl.float32)
-        shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
-        publish_all(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
+        publish_all(out_ptr, dlse_ptr, call, ring, SHAPE)
         signal_published(ring, SHAPE)
         announce_source(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
@@ -187,18 +176,18 @@ def _head_attention_backward_kernel(
                 ring.generation, link.timeout_ns,
             ):  # fmt: skip
                 fetch_shard(ring, source, SHAPE)
-                fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
+                fetch_queries(call, ring, source, SHAPE)
                 announce_source(ring, source, SHAPE)
     else:
         # Bit 0 stands for delta.
         arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = make_head_dkv(arrivals, owner, queries, fetched, areas, ring, B, SHAPE)
+            arrivals = make_head_dkv(arrivals, owner, call, ring, SHAPE)
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = _make_dq(dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE)
+            arrivals = _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE)
             if step < SHAPE.world_size:
                 announce_results(arrivals, ring, owner, SHAPE)
         # Other threads stored this rank's own parts than will read them next.
@@ -208,7 +197,7 @@ def _head_attention_backward_kernel(
             collect_rows(
                 dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, SHAPE.config.dq_m
             )
-            add_up_dkv(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
+            add_up_dkv(dk_ptr, dv_ptr, call, ring, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, ring.generation):
         spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE)
 
