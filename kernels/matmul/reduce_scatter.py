@@ -41,7 +41,6 @@ from weft.kernels.engine.local_matmul import (
     sum_dtype,
 )
 from weft.kernels.engine.replicated import Summed
-from weft.kernels.matmul.all_gather import gather_workspace
 from weft.kernels.matmul.fused_sum import (
     FusedSum,
     Gradients,
@@ -50,6 +49,7 @@ from weft.kernels.matmul.fused_sum import (
     SumFunction,
     summed_reference,
 )
+from weft.kernels.matmul.gather_engines import gather_workspace
 
 
 @autocast
