@@ -252,8 +252,9 @@ IN_ATTENTION = [
     fault(
         "queries are published after the signal",
         heads_kernel,
-        "    publish_keys(ring, SHAPE)\n",
-        "    publish_keys(ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
+        "    ring_keys.publish_keys(ring, SHAPE)\n",
+        "    ring_keys.publish_keys(ring, SHAPE)\n"
+        "        ring_keys.signal_published(ring, SHAPE)\n",
         HEADS[:1],
     ),
     fault(

@@ -28,7 +28,7 @@ from weft.collectives import Group, Workspace
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
-from weft.kernels.flash import ring_kernel
+from weft.kernels.flash import ring_call, ring_kernel, ring_keys
 from weft.kernels.flash.attention_tiles import contiguous_rows
 from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.grad_tiles import (
@@ -38,23 +38,8 @@ from weft.kernels.flash.grad_tiles import (
     spoil_gradients,
     sum_dq,
 )
-from weft.kernels.flash.ring_call import (
-    RingOptions,
-    begin_ring,
-    compute_program,
-    launch,
-    ring_options,
-)
 from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
 from weft.kernels.flash.ring_kernel import own_tile
-from weft.kernels.flash.ring_keys import (
-    announce_source,
-    fetch_keys,
-    no_arrivals,
-    publish_keys,
-    signal_published,
-    wait_for_source,
-)
 from weft.kernels.flash.ring_tables import count_tiles
 
 if TYPE_CHECKING:
@@ -62,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RingGradConfig(RingOptions):
+class RingGradConfig(ring_call.RingOptions):
     """How the kernel is launched.
 
     Attributes:
@@ -82,7 +67,7 @@ def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    options = ring_options(heads, kv_heads, rows, dtype, world_size, chip)
+    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
         return RingGradConfig(block, block, block, block, 16, **options)
@@ -131,7 +116,7 @@ def _make_dq(
     """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    program, programs = compute_program(SHAPE)
+    program, programs = ring_call.compute_program(SHAPE)
     H = queries.H
     count = count_tiles(ring.table, ring.rank, SHAPE.spans, BLOCK_M)
     for number in range(program, count * B * H, programs):
@@ -164,16 +149,16 @@ def _ring_attention_backward_kernel(
     Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
     programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
     """
-    ring = begin_ring(keys, tables, link, scale, rank)
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        publish_keys(ring, SHAPE)
-        signal_published(ring, SHAPE)
+        ring_keys.publish_keys(ring, SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
-        announce_source(ring, rank, SHAPE)
-        fetch_keys(ring, SHAPE)
+        ring_keys.announce_source(ring, rank, SHAPE)
+        ring_keys.fetch_keys(ring, SHAPE)
     else:
         # Bit 0 stands for delta; the rank's own keys need no wait.
-        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = ring_keys.wait_for_source(ring_keys.no_arrivals(SHAPE), 0, ring, SHAPE)
         arrivals = make_dkv(arrivals, slots, queries, ring, SHAPE)
         _make_dq(dq_ptr, arrivals, queries, ring, B, SHAPE)
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE)
@@ -202,5 +187,5 @@ def launch_ring_attention_backward(
     given = given_to_gradients(saved, torch.empty_like(saved.lse))
     k, v = contiguous_rows(k, saved.v)
     own = slots_of(k, geometry, config.dkv_n), *given
-    launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)
+    ring_call.launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)
     return given[:3]

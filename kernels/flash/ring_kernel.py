@@ -36,6 +36,7 @@ from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.flash import ring_call, ring_keys
 from weft.kernels.flash.attention_tiles import (
     LN_2,
     LOG2_E,
@@ -49,27 +50,11 @@ from weft.kernels.flash.attention_tiles import (
     softmax_step,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_call import (
-    RingOptions,
-    begin_ring,
-    compute_program,
-    head_of,
-    launch,
-    ring_options,
-    shard_bytes,
-)
-from weft.kernels.flash.ring_keys import (
-    fetch_keys,
-    no_arrivals,
-    over_keys,
-    publish_keys,
-    signal_published,
-)
 from weft.kernels.flash.ring_tables import count_tiles, shard_tile
 
 
 @dataclass(frozen=True)
-class RingConfig(RingOptions):
+class RingConfig(ring_call.RingOptions):
     """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
 
     block_m: int
@@ -80,7 +65,7 @@ def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    options = ring_options(heads, kv_heads, rows, dtype, world_size, chip)
+    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
         return RingConfig(block, block, **options)
@@ -110,7 +95,9 @@ def workspace_for(
     k: torch.Tensor, group: Group, geometry: Geometry, extra_bytes: int = 0
 ) -> Workspace:
     """The group's workspace with room for the largest shard of keys and values, and more."""
-    nbytes = shard_bytes(k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype)
+    nbytes = ring_call.shard_bytes(
+        k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype
+    )
     return workspace(group, nbytes + extra_bytes, channel="ring", device=k.device)
 
 
@@ -163,7 +150,7 @@ def attend(
     stop = tile.row + tile.length
     q = load_rows(q_ptr, tile.row, stop, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
     softmax = empty_softmax(BLOCK_M, SHAPE.block_d)
-    arrivals, softmax = over_keys(
+    arrivals, softmax = ring_keys.over_keys(
         arrivals, softmax, _add_keys, q, tile, head, ring, SHAPE, SHAPE.config.block_n
     )
     out, lse = normalized(softmax[0], softmax[1], softmax[2])
@@ -185,7 +172,7 @@ def own_tile(number, count, B, H, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr
     In causal attention the last queries see the most: longest tiles first.
     """
     place, tile = tiles.grouped_tile(number, B * H, count, SHAPE.config.group_heads)
-    head = head_of(place // H, place % H, H, ring)
+    head = ring_call.head_of(place // H, place % H, H, ring)
     return place, shard_tile(ring.table, ring.rank, count - 1 - tile, SHAPE.spans, BLOCK), head
 
 
@@ -210,17 +197,17 @@ def _ring_attention_kernel(
     which 1 copies. On rank 0, program 1 makes queries 32 .. 47 and program 2 queries 0 .. 31, from
     own keys; on rank 1 both then wait for rank 0's.
     """
-    ring = begin_ring(keys, tables, link, scale, rank)
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        publish_keys(ring, SHAPE)
-        signal_published(ring, SHAPE)
-        fetch_keys(ring, SHAPE)
+        ring_keys.publish_keys(ring, SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
+        ring_keys.fetch_keys(ring, SHAPE)
     else:
-        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
+        arrivals = ring_keys.no_arrivals(SHAPE) | 1  # the rank's own keys are here
         count = count_tiles(ring.table, rank, SHAPE.spans, BLOCK_M)
-        program, programs = compute_program(SHAPE)
+        program, programs = ring_call.compute_program(SHAPE)
         for number in range(program, count * B * H, programs):
             place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
             q_ptr = head_ptr(q, head.batch, head.q)
@@ -259,5 +246,5 @@ def launch_ring_attention(
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
     given = out, lse, heads_of(contiguous_rows(q)), H, n
-    launch(_ring_attention_kernel, config, given, k, v, ws, geometry, scale)
+    ring_call.launch(_ring_attention_kernel, config, given, k, v, ws, geometry, scale)
     return out, lse
