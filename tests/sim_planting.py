@@ -47,6 +47,7 @@ from weft.kernels.flash import (
     ring_grad_kernel,
     ring_kernel,
     ring_keys,
+    ring_tables,
 )
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
@@ -69,6 +70,7 @@ PARTS = (
     rms_norm_kernel,
     summed_tiles,
     one_shot_kernel,
+    ring_tables,
     ring_call,
     ring_keys,
     grad_tiles,

@@ -60,7 +60,7 @@ from weft.kernels.engine.epilogues import Activation
 
 
 @dataclass(frozen=True)
-class Variant:
+class GatherVariant:
     """What the kernel is compiled for.
 
     Attributes:
@@ -172,7 +172,7 @@ def ag_gemm_kernel(
     chunk_rows,
     rank,
     halved,  # how many tiles are made in halves
-    V: tl.constexpr,  # Variant
+    V: tl.constexpr,  # GatherVariant
 ) -> None:
     """y_i = activation(gathered @ w_i + bias_i) for all i. Grid: copy programs and at least one.
 

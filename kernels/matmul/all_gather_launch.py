@@ -31,7 +31,7 @@ from weft.kernels.engine.chips import (
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import copy_engines
-from weft.kernels.matmul.all_gather_kernel import Variant, ag_gemm_kernel
+from weft.kernels.matmul.all_gather_kernel import GatherVariant, ag_gemm_kernel
 
 # The most that all programs together read directly over the link rather than from a copy made once:
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
@@ -293,7 +293,7 @@ def launch_all_gather_matmul(
     # Every part of every chunk of a shard needs its own word of the pad.
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
-    variant = Variant(
+    variant = GatherVariant(
         weights=len(weights),
         activation=activation,
         half_tiles=half,

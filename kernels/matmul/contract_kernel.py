@@ -72,7 +72,7 @@ def contract_config(
 
 
 @dataclass(frozen=True)
-class Variant:
+class ContractVariant:
     """What the kernel is compiled for.
 
     Attributes:
@@ -104,7 +104,7 @@ def _ag_gemm_contract_kernel(
     pitch,
     chunk_rows,
     rank,
-    V: tl.constexpr,  # Variant
+    V: tl.constexpr,  # ContractVariant
 ) -> None:
     """y = sum over ranks, in rank order, of x_r^T @ (its rows of w).
 
@@ -207,7 +207,7 @@ def launch_all_gather_contract(
         # A tile reads whole shards: large chunks, one a copy program.
         max(1, -(-max(sizes) // config.copy_programs)),
         ws.rank,
-        V=Variant(
+        V=ContractVariant(
             tiles=tiling,
             fetch=gathers.Fetch(W, config.copy_programs, config.copy_m, config.copy_n, with_own),
             x_in_place=gathers.in_place(x),

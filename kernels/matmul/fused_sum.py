@@ -42,7 +42,7 @@ from weft.kernels.engine.replicated import Spread, Summed
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-class Call(NamedTuple):
+class SumCall(NamedTuple):
     """One call of a fused engine, except for its tensors, which autograd must see."""
 
     op: FusedSum
@@ -72,7 +72,7 @@ class SumFunction(torch.autograd.Function):
     """`Operands`, one by one -> y, this rank's rows of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *operands: Any) -> torch.Tensor:
+    def forward(ctx: Any, call: SumCall, *operands: Any) -> torch.Tensor:
         ctx.save_for_backward(*operands[:2])
         ctx.call = call
         run = call.op.on_host if call.engine == "host" else call.op.on_triton
@@ -81,7 +81,7 @@ class SumFunction(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        call: SumCall = ctx.call
         x, w = conjugated(*ctx.saved_tensors)
         *needs, needs_residual = ctx.needs_input_grad[1:]
         grads = call.op.gradients(call, x, w, dy, needs)
@@ -118,8 +118,8 @@ class FusedSum:
 
     name: str
     function: type[SumFunction]
-    on_host: Callable[[Call, Operands], torch.Tensor]
-    on_triton: Callable[[Call, Operands], torch.Tensor]
+    on_host: Callable[[SumCall, Operands], torch.Tensor]
+    on_triton: Callable[[SumCall, Operands], torch.Tensor]
     gradients: Callable[..., Gradients]
 
     def run(
@@ -188,7 +188,7 @@ class FusedSum:
             rows = [size * math.prod(shape[1:-1]) for size in sizes]
         residual = None if residual is None else matrix(residual)
         scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
-        call = Call(self, group, engine, rows, reduce_op == "avg", scaling, dtype)
+        call = SumCall(self, group, engine, rows, reduce_op == "avg", scaling, dtype)
         made: torch.Tensor = self.function.apply(call, flat, w, bias, residual)
         made = made.view(*shape)  # given a list, it takes 3 us longer
         return made.movedim(0, dim) if dim else made

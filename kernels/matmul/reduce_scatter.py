@@ -41,15 +41,15 @@ from weft.kernels.engine.local_matmul import (
     sum_dtype,
 )
 from weft.kernels.engine.replicated import Summed
-from weft.kernels.matmul.all_gather import gather_workspace
 from weft.kernels.matmul.fused_sum import (
-    Call,
     FusedSum,
     Gradients,
     Operands,
+    SumCall,
     SumFunction,
     summed_reference,
 )
+from weft.kernels.matmul.gather_engines import gather_workspace
 
 
 @autocast
@@ -98,7 +98,7 @@ def matmul_reduce_scatter(
     return OP.run(x, w, group, scatter_dim, bias, residual, reduce_op, scale_a, scale_b, out_dtype)
 
 
-class Gradient(NamedTuple):
+class ScatterGradient(NamedTuple):
     """What a backward is given: x (M, K_r) and w (K_r, N) as in forward, dy of this rank's rows."""
 
     x: torch.Tensor
@@ -120,21 +120,21 @@ class _MatmulReduceScatter(SumFunction):
 
 
 def _gradients(
-    call: Call, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
+    call: SumCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
     record_backward(OP.name, call.engine, call.group, "all_gather")
-    given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
+    given = ScatterGradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
     if torch.is_grad_enabled():
         return _differentiable_backward(given)
     return run_backward(call.engine, given)
 
 
-def run_backward(engine: RunnableEngine, given: Gradient) -> Gradients:
+def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
     """The gradients that are needed, by a fused engine."""
     return _host_backward(given) if engine == "host" else _triton_backward(given)
 
 
-def _host_forward(call: Call, given: Operands) -> torch.Tensor:
+def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, rows, nbytes = call.group, call.rows, x.shape[0] * w.shape[1] * sum_dtype(x).itemsize
     with exchange(group, nbytes, OP.name, x.device, channel="host scatter") as ex:
@@ -146,7 +146,7 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
         return ex.result(y)
 
 
-def _host_backward(given: Gradient) -> Gradients:
+def _host_backward(given: ScatterGradient) -> Gradients:
     x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
     dx = None
     accumulator = sum_dtype(w)
@@ -180,7 +180,7 @@ def _host_backward(given: Gradient) -> Gradients:
     return dx, dw, db
 
 
-def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
+def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     from weft.kernels.matmul import reduce_scatter_kernel as kernel
 
     x, w, bias, residual = given
@@ -192,7 +192,7 @@ def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
         )  # fmt: skip
 
 
-def _triton_backward(given: Gradient) -> Gradients:
+def _triton_backward(given: ScatterGradient) -> Gradients:
     from weft.kernels.matmul import all_gather_launch, contract_kernel
 
     x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
@@ -227,7 +227,7 @@ def _triton_backward(given: Gradient) -> Gradients:
     return dx if needs_x else None, dw, db
 
 
-def _differentiable_backward(given: Gradient) -> Gradients:
+def _differentiable_backward(given: ScatterGradient) -> Gradients:
     """The same by ops that are differentiable themselves."""
     x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)

@@ -95,7 +95,7 @@ def reduce_scatter_rms_norm_all_gather(
     sizes = chunk_sizes(x.shape[dim], group.world_size)
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
-    call = Call(group, sizes, eps, dim)
+    call = NormCall(group, sizes, eps, dim)
     made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
     return made
 
@@ -141,7 +141,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-class Call(NamedTuple):
+class NormCall(NamedTuple):
     """One call, except for its tensors, which autograd must see.
 
     Attributes:
@@ -189,7 +189,7 @@ class _ReduceNormGather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: NormCall,
         by_kernel: bool,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -210,7 +210,7 @@ class _ReduceNormGather(torch.autograd.Function):
 
 
 def _forward(
-    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     h = reduce_scatter(x, call.group, dim=call.dim)
     if residual is not None:
@@ -222,7 +222,7 @@ def _forward(
 
 
 def _kernel_forward(
-    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from weft.kernels.norm import rms_norm_launch as kernel
 

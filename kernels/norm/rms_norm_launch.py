@@ -12,7 +12,7 @@ from weft.collectives.kernels.kernel_collectives import alignment
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.collectives.profiled import profiled
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
-from weft.kernels.norm.rms_norm_kernel import Variant, sum_rms_norm_kernel
+from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def launch_sum_rms_norm(
         H,
         eps,
         ws.rank,
-        V=Variant(
+        V=NormVariant(
             world_size=ws.world_size,
             team=team,
             part=config.part,
