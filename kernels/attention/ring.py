@@ -23,7 +23,7 @@ The triton engine is in `ring_kernel` and `ring_grad_kernel`, the generic one in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ import torch
 
 from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import agree, note_call
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
@@ -149,6 +150,10 @@ class AttentionPlan:
     geometry: Geometry
     scale: float
     engine: RunnableEngine
+
+    def key(self, *operands: torch.Tensor | None) -> Hashable:
+        """All that the launches go by for such operands: see `Workspace.repeat`."""
+        return self.op, self.geometry, self.scale, layouts_of(operands)
 
 
 def plan_attention(
@@ -353,16 +358,26 @@ def _triton_forward(
     from weft.kernels.flash import ring_kernel as kernel
 
     ws = kernel.workspace_for(k, call.group, call.geometry)
-    with ws.call("ring_attention"):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
+
+    with ws.call("ring_attention"):
+        out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
+    return out, lse
 
 
 def _triton_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     from weft.kernels.flash import ring_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.k, call.group, call.geometry)
-    with ws.call("ring_attention backward"):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
+
+    with ws.call("ring_attention backward"):
+        dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
+    return dq, dk, dv
 
 
 def attention_reference(

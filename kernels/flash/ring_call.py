@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.collectives.device.launches import lasting, temporary
 from weft.collectives.memory.symmetric import persistent
 from weft.collectives.ranks.chunks import offsets
+from weft.collectives.ranks.group import unwatched
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
 from weft.kernels.flash.attention_tiles import Sight
@@ -149,13 +151,18 @@ def tables(
     key = geometry, rank, device, all_queries
     found = _kept.get(key)
     if found is None:
-        found = _tables(*key)
+        with unwatched():
+            found = _tables(*key)
         room = _MOST_BYTES - _nbytes(found)
         for other, old in reversed(list(_kept.items())):
             room -= _nbytes(old)
             if room < 0:
                 _kept.pop(other, None)
         _kept[key] = found
+    table, sees, seen_by = found
+    for each in (table, sees.documents, seen_by.documents):
+        if each is not None:
+            lasting(each)
     return found
 
 
@@ -218,7 +225,7 @@ def keys_of(
     B, H_kv, _, D = k.shape
     heads = range(H_kv) if heads is None else heads
     remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
-    gathered = k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype))
+    gathered = temporary(k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype)))
     return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv, heads.start, len(heads))
 
 

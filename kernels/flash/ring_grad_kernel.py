@@ -26,6 +26,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
@@ -226,7 +227,7 @@ def launch_ring_attention_backward(
     table, sees, seen_by = tables(geometry, ws.rank, q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    _ring_attention_backward_kernel[(config.programs,)](
+    launching(_ring_attention_backward_kernel, config.programs)(
         dq,
         dk,
         dv,
@@ -236,7 +237,7 @@ def launch_ring_attention_backward(
             heads_of(contiguous_rows(q)),
             heads_of(contiguous_rows(grad_out)),
             lse,
-            torch.empty_like(lse),
+            temporary(torch.empty_like(lse)),
             H,
             n,
         ),

@@ -34,6 +34,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
@@ -272,7 +273,7 @@ def launch_ring_attention(
     table, sees, _ = tables(geometry, ws.rank, q.device)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
-    _ring_attention_kernel[(config.programs,)](
+    launching(_ring_attention_kernel, config.programs)(
         out,
         lse,
         heads_of(contiguous_rows(q)),

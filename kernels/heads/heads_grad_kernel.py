@@ -32,6 +32,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
@@ -261,7 +262,7 @@ def launch_head_attention_backward(
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
     most = range(-(-H // W))  # heads of a rank
     _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets_of(_area_bytes(q, k, geometry))
-    _head_attention_backward_kernel[(config.programs,)](
+    launching(_head_attention_backward_kernel, config.programs)(
         dq,
         dk,
         dv,
@@ -269,8 +270,8 @@ def launch_head_attention_backward(
         None if grad_lse is None else grad_lse.contiguous(),
         Queries(heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out)), lse, None, H, n),
         Fetched(
-            q.new_empty(tokens * pitch_of(D, q.dtype)),
-            lse.new_empty(tokens),
+            temporary(q.new_empty(tokens * pitch_of(D, q.dtype))),
+            temporary(lse.new_empty(tokens)),
             heads.start,
             len(heads),
         ),

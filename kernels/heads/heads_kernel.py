@@ -41,6 +41,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
@@ -235,7 +236,7 @@ def launch_head_attention(
     stagger = stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
-    _head_attention_kernel[(config.programs,)](
+    launching(_head_attention_kernel, config.programs)(
         out,
         lse,
         heads_of(contiguous_rows(q)),
