@@ -26,6 +26,7 @@ _COMMANDS = {
     "memory": "weft.bench.commands.memory",
     "published": "weft.bench.published.command",
     "solo": "weft.bench.solo.command",
+    "host": "weft.bench.host.command",
 }
 _WITH_ENGINES = {"ops", "scaling"}
 _EPILOG = """\
@@ -35,6 +36,7 @@ commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
   solo                a rank's true kernels of a group of W, alone on a whole chip
+  host                what the host takes to enqueue a call, on a driver that runs nothing
   memory              peak memory of a rank in attention over longer and longer sequences
   published [FILE]    the model's times beside those that others have published
   calibrate           measure this machine's rates again, from which auto chooses

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, divided, either_ptr, rounded
+from weft.collectives.device.launches import launching
 from weft.collectives.kernels.kernel_collectives import (
     REDUCED,
     as_words,
@@ -332,7 +333,7 @@ def launch_pull(
         check_room(ws, x.numel() * x.element_size(), "the bytes of the largest x")
     shown = given.numel() if publish else 0
     link = link_of(ws)
-    _publish_kernel[(max(1, min(most, -(-shown // block))),)](
+    launching(_publish_kernel, max(1, min(most, -(-shown // block))))(
         given,
         link,
         shown,
@@ -342,7 +343,7 @@ def launch_pull(
         num_warps=_SUM_WARPS,
     )
     row = _HEAD + 3 * table.dims
-    _pull_kernel[(max(1, min(most, -(-into.numel() // block))),)](
+    launching(_pull_kernel, max(1, min(most, -(-into.numel() // block))))(
         into,
         into.numel(),
         given,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 
 from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import agree, note_call
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
@@ -59,6 +60,10 @@ class AttentionPlan:
     geometry: Geometry
     scale: float
     engine: RunnableEngine
+
+    def key(self, *operands: torch.Tensor | None) -> Hashable:
+        """All that the launches go by for such operands: see `Workspace.repeat`."""
+        return self.op, self.geometry, self.scale, layouts_of(operands)
 
 
 def plan_attention(

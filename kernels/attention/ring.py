@@ -174,16 +174,26 @@ def _triton_forward(
     from weft.kernels.flash import ring_kernel as kernel
 
     ws = kernel.workspace_for(k, call.group, call.geometry)
-    with ws.call("ring_attention"):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
+
+    with ws.call("ring_attention"):
+        out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
+    return out, lse
 
 
 def _triton_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     from weft.kernels.flash import ring_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.k, call.group, call.geometry)
-    with ws.call("ring_attention backward"):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
+
+    with ws.call("ring_attention backward"):
+        dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
+    return dq, dk, dv
 
 
 def attention_reference(

@@ -134,8 +134,13 @@ def _head_forward(
     from weft.kernels.heads import heads_kernel as kernel
 
     ws = kernel.workspace_for(q, k, call.group, call.geometry)
-    with ws.call(OP):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
+
+    with ws.call(OP):
+        out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
+    return out, lse
 
 
 def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
@@ -143,8 +148,13 @@ def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     from weft.kernels.heads import heads_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
-    with ws.call(f"{OP} backward"):
+
+    def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
+
+    with ws.call(f"{OP} backward"):
+        dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
+    return dq, dk, dv
 
 
 def in_one_launch(call: AttentionPlan) -> bool:

@@ -106,6 +106,7 @@ def _workspace() -> Any:
         half_bytes=1 << 36,
         timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
+        repeat=lambda key, operands, make: make(),
     )
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from weft.collectives import Workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
 from weft.kernels.flash.geometry import Geometry
@@ -163,7 +164,7 @@ def keys_of(
     B, H_kv, _, D = k.shape
     heads = range(H_kv) if heads is None else heads
     remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
-    gathered = k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype))
+    gathered = temporary(k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype)))
     return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv, heads.start, len(heads))
 
 
@@ -185,7 +186,7 @@ def launch(
         heads: of keys, which are fetched to attend for the queries of all ranks; None: all heads,
             for the own queries.
     """
-    kernel[(config.programs,)](
+    launching(kernel, config.programs)(
         *given,
         keys_of(k, v, geometry, heads),
         tables(geometry, ws.rank, k.device, heads is not None),

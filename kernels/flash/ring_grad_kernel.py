@@ -26,6 +26,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_call, ring_kernel, ring_keys
@@ -184,7 +185,7 @@ def launch_ring_attention_backward(
     config = ring_grad_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
-    given = given_to_gradients(saved, torch.empty_like(saved.lse))
+    given = given_to_gradients(saved, temporary(torch.empty_like(saved.lse)))
     k, v = contiguous_rows(k, saved.v)
     own = slots_of(k, geometry, config.dkv_n), *given
     ring_call.launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)

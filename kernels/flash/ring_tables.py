@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.collectives.device.launches import lasting
 from weft.collectives.memory.symmetric import persistent
 from weft.collectives.ranks.chunks import offsets
+from weft.collectives.ranks.group import unwatched
 from weft.kernels.device import tiles
 from weft.kernels.flash.attention_tiles import Sight
 from weft.kernels.flash.geometry import Geometry, Span, needed_rows
@@ -58,13 +60,17 @@ def tables(
     key = geometry, rank, device, all_queries
     found = _kept.get(key)
     if found is None:
-        found = _tables(*key)
+        with unwatched():
+            found = _tables(*key)
         room = _MOST_BYTES - _nbytes(found)
         for other, old in reversed(list(_kept.items())):
             room -= _nbytes(old)
             if room < 0:
                 _kept.pop(other, None)
         _kept[key] = found
+    for each in (found.words, found.sees.documents, found.seen_by.documents):
+        if each is not None:
+            lasting(each)
     return found
 
 

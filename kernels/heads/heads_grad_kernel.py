@@ -32,6 +32,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_call, ring_grad_kernel, ring_keys
@@ -201,7 +202,8 @@ def launch_head_attention_backward(
     )
     heads = head_units.heads_at(ws.rank, H, W)
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
-    pieces = q.new_empty(tokens * ring_call.pitch_of(D, q.dtype)), lse.new_empty(tokens)
+    queries = temporary(q.new_empty(tokens * ring_call.pitch_of(D, q.dtype)))
+    pieces = queries, temporary(lse.new_empty(tokens))
     most = range(-(-H // W))  # heads of a rank
     offsets = head_units.offsets_of(_area_bytes(q, k, geometry))
     _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
@@ -278,7 +279,8 @@ def launch_all_gather_matmul(
     gathered = scales = None
     if not config.direct:
         gathered = x.new_empty(M, K)
-        scales = torch.empty(M, dtype=torch.float32, device=x.device) if scaling else None
+        if scaling:
+            scales = temporary(torch.empty(M, dtype=torch.float32, device=x.device))
     if config.copy_engines and not gathers.in_place(x):
         x = x.contiguous()
     # Triton's launcher takes no descriptors in a tuple.
@@ -322,7 +324,7 @@ def launch_all_gather_matmul(
             shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
             block = config.copy_m, config.copy_n
             gathers.publish(shown, ws, pitch, config.programs, *block, x_scales, scales_at)
-        ag_gemm_kernel[(config.programs,)](
+        launching(ag_gemm_kernel, config.programs)(
             Outputs(
                 tuple(ys),
                 tuple(sums) if keep_sums else None,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.collectives import exchange
+from weft.collectives import exchange, workspace
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -148,11 +148,20 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     from weft.kernels.matmul import two_shot_kernel as kernel
 
     x, w, bias, residual = given
-    ws = kernel.workspace_for(x, w, call.group, call.dtype)
-    with ws.call(OP.name):
-        return kernel.launch_matmul_all_reduce(
+    plan = call.plan
+    if plan.room < 0:
+        plan.room = kernel.room_for(x, w, call.group.world_size, call.dtype)
+    ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        y = kernel.launch_matmul_all_reduce(
             x, w, ws, bias=bias, residual=residual, scale=call.scale, scaling=call.scaling
         )
+        return [y]
+
+    with ws.call(OP.name):
+        (y,) = ws.repeat(plan, [*given, *call.scales], launched)
+    return y
 
 
 OP = FusedSum("matmul_all_reduce", _MatmulAllReduce, _host_forward, _triton_forward, _gradients)

@@ -24,14 +24,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from weft.kernels.device.epilogues import Activation
 
 from weft.collectives import Group, Workspace, all_gather, exchange, reduce_scatter, workspace
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.ranks.chunks import offsets
-from weft.kernels.device import epilogues
-from weft.kernels.engine import shards
+from weft.kernels.engine import epilogues, shards
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import RunnableEngine
+from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling, scaled_products
 from weft.kernels.engine.local_matmul import (
     WeightGrad,
@@ -218,7 +218,8 @@ def _triton_forward(
         activation=call.activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip
     ws = gather_workspace(x, group, rows, config.copy_engines)
-    with ws.call("all_gather_matmul"):
+
+    def launched() -> list[torch.Tensor]:
         made = kernel.launch_all_gather_matmul(
             x,
             weights,
@@ -231,7 +232,15 @@ def _triton_forward(
             scaling=scaling,
             config=config,
         )
-    return Made(made.ys, made.sums, made.matrix if keep else None)
+        return [*made.ys, *made.sums, *([] if made.matrix is None else [made.matrix])]
+
+    operands = [x, *weights, *biases, *(() if scaling is None else scaling.tensors)]
+    key = "all_gather_matmul", *rows, call.activation, keep, keep_sums, config
+    with ws.call("all_gather_matmul"):
+        made = [*ws.repeat((key, layouts_of(operands)), operands, launched)]
+    count = 1 if call.activation == "swiglu" else len(weights)
+    sums = made[count : count + len(weights)] if keep_sums else []
+    return Made(made[:count], sums, made[-1] if keep else None)
 
 
 def gather_workspace(
@@ -253,10 +262,14 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
         ws = reduce_scatter_kernel.workspace_for(dys[0], weights[0].t(), group, rows, x.dtype)
+
+        def summed() -> list[torch.Tensor]:
+            transposed = [w.t() for w in weights]
+            return [reduce_scatter_kernel.launch_matmul_reduce_scatter(dys, transposed, ws, rows)]
+
+        operands = [*dys, *weights]
         with ws.call(op):
-            dx = reduce_scatter_kernel.launch_matmul_reduce_scatter(
-                dys, [w.t() for w in weights], ws, rows
-            )
+            (dx,) = ws.repeat((op, *rows, layouts_of(operands)), operands, summed)
         if dgathered is not None:
             dx += reduce_scatter(dgathered, group, sizes=rows)
     gathered = None
@@ -265,11 +278,9 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
             continue
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
-            ws = gather_workspace(x, group, rows)
-            with ws.call(op):
-                gathered, _ = contract_kernel.launch_all_gather_contract(
-                    x, dy, ws, rows, out=dw, with_own=sum(needs_w) > 1
-                )
+            gathered = contract_kernel.contracted(
+                op, x, dy, gather_workspace(x, group, rows), rows, dw, with_own=sum(needs_w) > 1
+            )
         else:
             mm(gathered.t(), dy, out=dw)
     return dx, dws

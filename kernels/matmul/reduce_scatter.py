@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.collectives import Group, all_gather, exchange
+from weft.collectives import Group, all_gather, exchange, workspace
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
@@ -184,12 +185,21 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     from weft.kernels.matmul import reduce_scatter_kernel as kernel
 
     x, w, bias, residual = given
-    ws = kernel.workspace_for(x, w, call.group, call.rows, call.dtype)
-    with ws.call(OP.name):
-        return kernel.launch_matmul_reduce_scatter(
+    plan = call.plan
+    if plan.room < 0:
+        plan.room = kernel.room_for(x, w, call.group.world_size, call.rows, call.dtype)
+    ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        y = kernel.launch_matmul_reduce_scatter(
             [x], [w], ws, call.rows,
             bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
         )  # fmt: skip
+        return [y]
+
+    with ws.call(OP.name):
+        (y,) = ws.repeat(plan, [*given, *call.scales], launched)
+    return y
 
 
 def _triton_backward(given: ScatterGradient) -> Gradients:
@@ -208,21 +218,23 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
     ws = gather_workspace(own, group, rows, by_engines)
     dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
-        with ws.call(op):
+
+        def launched() -> list[torch.Tensor]:
             made = all_gather_launch.launch_all_gather_matmul(
                 own, [w.t()], ws, rows, with_own=whole, config=config
             )
-        (dx,), gathered = made.ys, made.matrix
+            return made.ys if made.matrix is None else [*made.ys, made.matrix]
+
+        with ws.call(op):
+            key = op, *rows, whole, config, layouts_of((own, w))
+            dx, *gathered = ws.repeat(key, (own, w), launched)
         if dw is not None:
-            assert gathered is not None
-            mm(x.t(), gathered, out=dw)
+            mm(x.t(), gathered[0], out=dw)
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        with ws.call(op):
-            contract_kernel.launch_all_gather_contract(own, x, ws, rows, out=dw.t())
+        contract_kernel.contracted(op, own, x, ws, rows, dw.t())
     if needs_b:
-        assert gathered is not None
-        db = gathered.sum(0, dtype=torch.float32)
+        db = gathered[0].sum(0, dtype=torch.float32)
         db = (db * divisor).to(w.dtype)
     return dx if needs_x else None, dw, db
 

@@ -24,7 +24,9 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import note_call
+from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
@@ -221,6 +223,7 @@ def _forward(
     return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
 
 
+@profiled(_OP)
 def _kernel_forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,10 +235,15 @@ def _kernel_forward(
     rows = as_rows(front)
     kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))
     ws = kernel.workspace_for(rows, share, group)
-    with ws.call(_OP):
-        y, h = kernel.launch_sum_rms_norm(
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        return kernel.launch_sum_rms_norm(
             rows, ws, share, weight=weight, residual=kept, eps=call.eps
         )
+
+    operands = rows, weight, kept
+    with ws.call(_OP):
+        y, h = ws.repeat((_OP, share, call.eps, layouts_of(operands)), operands, launched)
     h = h.view(call.sizes[group.rank], *between, H)
     return y.view(front.shape).movedim(0, call.dim), h.movedim(0, call.dim)
 

@@ -78,12 +78,13 @@ LEVELS = {
         report
         cli
         commands published solo
+        host
     """,
 }
 SIM_FROM_BENCH = {
     "blocks/virtual",
     *(f"published/{name}" for name in ("attention", "matmuls", "predict", "rows", "sums", "times")),
-    "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
+    "host/command", "host/measure", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
 }  # fmt: skip
 
 
@@ -113,6 +114,19 @@ def running(node: ast.AST) -> Iterator[ast.AST]:
 def is_module(name: str) -> bool:
     path = (ROOT / "weft").joinpath(*name.split(".")[1:])
     return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_kernels_are_launched_through_one_door() -> None:
+    """Else a call that is made again would leave one out: see `collectives.device.launches`."""
+    launches = re.compile(r"\b\w*_?kernel\[(?!grid)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("collectives", "kernels", "dtensor")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if launches.search(line) and path.name != "launches.py"
+    ]
+    assert not found, f"kernel[grid](...) must be launching(kernel, programs)(...): {found}"
 
 
 def room_of(name: str) -> tuple[str, str]:
