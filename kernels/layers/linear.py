@@ -28,7 +28,7 @@ from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
 from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen
-from weft.kernels.layers.split import Gathered, Scattered, Shared, Split
+from weft.kernels.layers.split import GatheredFeatures, Scattered, Shared, Split
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
@@ -326,7 +326,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = _of_whole_input(x, weight, bias, group)
         if self.gather_output:
-            y = Gathered.apply(y, split, group)
+            y = GatheredFeatures.apply(y, split, group)
         return y
 
 

@@ -90,7 +90,7 @@ class Split:
         return torch.cat(pieces)
 
 
-class Gathered(torch.autograd.Function):
+class GatheredFeatures(torch.autograd.Function):
     """All ranks' features, for ranks that all do the same with them: gradients are not summed."""
 
     @staticmethod
@@ -113,7 +113,7 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return Gathered.apply(dy, *ctx.where), None, None
+        return GatheredFeatures.apply(dy, *ctx.where), None, None
 
 
 class Shared(torch.autograd.Function):

@@ -28,7 +28,7 @@ from weft.sim.check.regions import Region, zeros
 from weft.sim.check.sites import Sites
 from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 from weft.sim.errors import OutOfBoundsError, RaceError
-from weft.sim.observer import Atomic, Held, HostSignal, Observer
+from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.recording import Tape
@@ -132,11 +132,11 @@ class Detector(Clocks, Observer):
     def end_launch(self, host: Strand, slots: Sequence[int]) -> None:
         self.join(host.slot, slots)
 
-    def give(self, strand: Strand, op: str, key: Hashable, held: Held) -> None:
+    def give(self, strand: Strand, op: str, key: Hashable, held: HandOver) -> None:
         before, held.clock = held.clock, self.clocks[strand.slot].copy()
         self._be_after(held.clock, before)
 
-    def take_over(self, strand: Strand, held: Held) -> None:
+    def take_over(self, strand: Strand, held: HandOver) -> None:
         self._be_after(self.clocks[strand.slot], held.clock)
 
     @staticmethod

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.sim.observer import Atomic, Held, HostSignal, Observer
+from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.regions import Region
@@ -156,7 +156,7 @@ class Tape(Observer):
         self._sync(host, "place", self._place(host))
         self._sync(host, "join", self._place(host), self._places_of(slots))
 
-    def give(self, strand: Strand, op: str, key: Hashable, held: Held) -> None:
+    def give(self, strand: Strand, op: str, key: Hashable, held: HandOver) -> None:
         self._sync(strand, op, key)
 
     def await_others(self, strand: Strand, op: str, key: Hashable, *size: int) -> None:

@@ -47,7 +47,7 @@ _LIBRARY_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class TimeSpan:
     """A core of `rank` from `start` to `end` (us): "arithmetic", "moving", "waiting".
 
     `peer` is the rank whose signal was waited for; -1: none.
@@ -73,8 +73,8 @@ class Played:
     """
 
     makespan: float
-    spans: list[Interval]
-    launches: list[Interval]
+    spans: list[TimeSpan]
+    launches: list[TimeSpan]
     link_bytes: float
     hbm_bytes: float
 
@@ -243,8 +243,8 @@ class Clock:
         self._awaited: dict[tuple[int, int], Join] = {}
         self._to_come = set(_changes(trace))
         self._meetings: dict[Hashable, Join] = {}
-        self._spans: list[Interval] = []
-        self._launches: list[Interval] = []
+        self._spans: list[TimeSpan] = []
+        self._launches: list[TimeSpan] = []
 
     def play(self) -> Played:
         """From start to end."""
@@ -277,12 +277,12 @@ class Clock:
                 yield start + hardware.launch_us
                 start = engine.now
                 yield self._launch(rank, event, beside)
-                self._launches.append(Interval(rank, -1, event.kernel, "kernel", start, engine.now))
+                self._launches.append(TimeSpan(rank, -1, event.kernel, "kernel", start, engine.now))
             elif isinstance(event, HostOp):
                 yield start + (hardware.collective_us if event.collective else hardware.launch_us)
                 start = engine.now
                 yield from self._host_op(rank, event)
-                self._launches.append(Interval(rank, -1, event.name, "kernel", start, engine.now))
+                self._launches.append(TimeSpan(rank, -1, event.name, "kernel", start, engine.now))
             elif isinstance(event, Signal):
                 # A small kernel that signals all peers.
                 if not isinstance(before, Signal):
@@ -295,7 +295,7 @@ class Clock:
                 if engine.now > start:
                     peer = self._last_to_come(event)
                     self._launches.append(
-                        Interval(rank, -1, "wait", "waiting", start, engine.now, peer)
+                        TimeSpan(rank, -1, "wait", "waiting", start, engine.now, peer)
                     )
             elif isinstance(event, Meet):
                 meeting = self._meetings.setdefault(event.key, Join(event.count))
@@ -414,7 +414,7 @@ class Clock:
                 else:
                     self._deliver(rank, event)
             if engine.now > start:
-                self._spans.append(Interval(rank, core, kernel, kind, start, engine.now, peer))
+                self._spans.append(TimeSpan(rank, core, kernel, kind, start, engine.now, peer))
         yield stored
 
     # Memory
