@@ -29,7 +29,8 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
-from weft.collectives.memory.exchange import note_call
+from weft.collectives.memory.exchange import check_call
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache
@@ -112,8 +113,8 @@ def flash_decode(
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     if window is not None and not (isinstance(window, int) and window >= 0):
         raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window!r}")
-    of = ("blocks of", cache.block), ("by", shard), ("window", window)
-    note_call(group, "flash_decode", q.dtype, q.shape, *of)
+    told = q.dtype, q.shape, ("blocks of", cache.block), ("by", shard), ("window", window)
+    check_call(group, lambda: call_of("flash_decode", told).text.decode())
     oldest = None if window is None else T + window
     check_room(cache, lengths, group, "flash_decode", oldest)
     engine = choose(_problem(q, cache, lengths, group, oldest), group, q.device)
@@ -123,12 +124,12 @@ def flash_decode(
         from weft.kernels.flash import decode_kernel as kernel
 
         ws = kernel.workspace_for(q, cache, alone() if by_head else group)
-        with ws.call("flash_decode"):
+        with ws.call("flash_decode", told):
             out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
     else:
         out, lse = attend_locally(q, cache, lengths, scale, window)
         if not by_head and group.world_size > 1:
-            out, lse = merge_ranks(out, lse, group, engine == "generic")
+            out, lse = merge_ranks(out, lse, group, engine == "generic", told)
     if by_head and group.world_size > 1:
         sizes = [q.shape[1]] * group.world_size
         packed = all_gather(with_lse(out, lse), group, dim=1, sizes=sizes)

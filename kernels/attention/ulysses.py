@@ -143,7 +143,7 @@ def _head_forward(
     from weft.kernels.heads import heads_kernel as kernel
 
     ws = kernel.workspace_for(q, k, call.group, call.geometry)
-    with ws.call(OP):
+    with ws.call(OP, call.told):
         return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
 
 
@@ -152,7 +152,7 @@ def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     from weft.kernels.heads import heads_grad_kernel as kernel
 
     ws = kernel.workspace_for(saved.q, saved.k, call.group, call.geometry)
-    with ws.call(f"{OP} backward"):
+    with ws.call(f"{OP} backward", call.told):
         return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
 
 
@@ -269,7 +269,8 @@ def to_heads(
         _pick(out, whole, mine)
         return out
     nbytes = B * H * max(sizes) * D * x.element_size()
-    with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
+    told = x.dtype, (B, H, "*", D), ("sizes", sizes)
+    with exchange(group, nbytes, OP, x.device, channel="swap", told=told) as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         ex.signal_all()
         for source in (group.rank, *ex.peers()):
@@ -314,7 +315,8 @@ def to_tokens(
             take(source, part[:, :, rows])
         return out.to(x.dtype)
     nbytes = B * max(map(len, heads)) * S * D * x.element_size()
-    with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
+    told = x.dtype, (B, H, S, D), ("sizes", sizes)
+    with exchange(group, nbytes, OP, x.device, channel="swap", told=told) as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         ex.signal_all()
         # Sums are in rank order; otherwise each rank starts with another peer.

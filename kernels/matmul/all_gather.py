@@ -26,7 +26,7 @@ The triton engine is in `all_gather_kernel`; its backward also uses the kernel o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -188,7 +188,11 @@ def all_gather_matmul(
         flat = as_rows(front)
         if scaling:
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
-        call = _Call(group, rows, engine, return_gathered, saves, activation, scaling)
+        told = (
+            x.dtype, ("x", (*x.shape[:gather_dim], "*", *x.shape[gather_dim + 1 :])),
+            ("dim", gather_dim), ("sizes", tuple(lengths)),
+        )  # fmt: skip
+        call = _Call(group, rows, engine, return_gathered, saves, activation, scaling, told)
         results = _AllGatherMatmul.apply(call, flat, *weights, *biases)
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
         ys, gathered = whole[: len(whole) - call.keep], whole[-1]
@@ -285,6 +289,7 @@ class _Call(NamedTuple):
     saves: bool  # whether it is kept for the gradients
     activation: Activation | None
     scaling: Scaling | None
+    told: tuple[Hashable, ...]  # what must be the same on every rank
 
     @property
     def keep(self) -> bool:
@@ -315,6 +320,7 @@ class Gradient(NamedTuple):
     needs_x: bool
     needs_w: Sequence[bool]
     gathered: torch.Tensor | None = None
+    told: tuple[Hashable, ...] = ()
 
 
 # For x, and for every weight; None where it is not needed.
@@ -362,7 +368,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         dys = epilogues.gradients(grads[: len(grads) - call.keep], kept, call.activation)
         dys = [dy.contiguous() for dy in dys]
         given = Gradient(
-            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered
+            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
         )
         if torch.is_grad_enabled():
             if call.activation is not None:
@@ -424,7 +430,7 @@ def _host_forward(
     if scaling is not None:
         scaling = replace(scaling, rows=all_gather(scaling.rows, group, sizes=rows))
     gathered = None
-    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host gather", told=call.told) as ex:
         shards.publish(ex, x, rows)
         if keep or scaling is not None or not shards.rows_in_place(x, weights, rows):
             gathered = shards.gather_shards(ex, x, rows)
@@ -444,20 +450,22 @@ def _host_forward(
 
 
 def _host_backward(given: Gradient) -> _Gradients:
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     with ExitStack() as stack:
         if any(needs_w):
+            nbytes = shards.gather_bytes(x, rows)
             gather = stack.enter_context(
-                exchange(group, shards.gather_bytes(x, rows), op, x.device, channel="host gather")
+                exchange(group, nbytes, op, x.device, channel="host gather", told=told)
             )
             shards.publish(gather, x, rows)
         if needs_x:
+            nbytes = M * K * wire.itemsize
             scatter = stack.enter_context(
-                exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
+                exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
             )
             plus = dgathered
             for dy, w in zip(dys[1:], weights[1:], strict=True):
@@ -499,7 +507,7 @@ def _triton_forward(
         activation=call.activation, keep=keep, keep_sums=keep_sums,
     )  # fmt: skip
     ws = gather_workspace(x, group, rows, config.copy_engines)
-    with ws.call("all_gather_matmul"):
+    with ws.call("all_gather_matmul", call.told):
         made = kernel.launch_all_gather_matmul(
             x,
             weights,
@@ -529,12 +537,12 @@ def gather_workspace(
 def _triton_backward(given: Gradient) -> _Gradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
         ws = reduce_scatter_kernel.workspace_for(dys[0], weights[0].t(), group, rows, x.dtype)
-        with ws.call(op):
+        with ws.call(op, told):
             dx = reduce_scatter_kernel.launch_matmul_reduce_scatter(
                 dys, [w.t() for w in weights], ws, rows
             )
@@ -547,7 +555,7 @@ def _triton_backward(given: Gradient) -> _Gradients:
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
             ws = gather_workspace(x, group, rows)
-            with ws.call(op):
+            with ws.call(op, told):
                 gathered, _ = contract_kernel.launch_all_gather_contract(
                     x, dy, ws, rows, out=dw, with_own=sum(needs_w) > 1
                 )
@@ -563,7 +571,7 @@ def generic_backward(given: Gradient, dim: int = 0) -> _Gradients:
         given: x and its gradients may have more dims here; a dy that is None stands for 0.
         dim: along which x is gathered; `given.rows` are the lengths.
     """
-    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered = given
+    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered, _ = given
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if gathered is None and any(needs_w):
         gathered = all_gather(x, group, dim=dim, sizes=sizes)

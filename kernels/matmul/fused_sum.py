@@ -12,15 +12,16 @@ Each op's file holds its spec, a `FusedSum`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
-from weft.collectives.memory.exchange import note_call
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose
@@ -52,6 +53,7 @@ class Call(NamedTuple):
     average: bool
     scaling: Scaling | None
     dtype: torch.dtype  # of the result
+    told: tuple[Hashable, ...]  # what must be the same on every rank
 
     @property
     def scale(self) -> float:
@@ -149,7 +151,8 @@ class FusedSum:
             return traced if residual is None else traced + residual
         group = resolve(group)
         operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))
-        note_call(group, self.name, reduce_op, x.dtype, *operands, ("dim", dim))
+        told = reduce_op, x.dtype, *operands, ("dim", dim)
+        check_call(group, lambda: call_of(self.name, told).text.decode())
         if dim is None and x.ndim == 0:
             raise ValueError("x must have at least one dim")
         if dim is not None and (x.ndim < 2 or not -x.ndim <= dim < x.ndim):
@@ -188,7 +191,7 @@ class FusedSum:
             rows = [size * math.prod(shape[1:-1]) for size in sizes]
         residual = None if residual is None else matrix(residual)
         scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
-        call = Call(self, group, engine, rows, reduce_op == "avg", scaling, dtype)
+        call = Call(self, group, engine, rows, reduce_op == "avg", scaling, dtype, told)
         made: torch.Tensor = self.function.apply(call, flat, w, bias, residual)
         made = made.view(*shape)  # given a list, it takes 3 us longer
         return made.movedim(0, dim) if dim else made

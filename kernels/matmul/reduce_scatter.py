@@ -20,7 +20,7 @@ The triton engine is in `reduce_scatter_kernel`; its backward uses the kernels o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,6 +108,7 @@ class Gradient(NamedTuple):
     rows: list[int]
     average: bool
     needs: Sequence[bool]  # of x, w and bias
+    told: tuple[Hashable, ...] = ()  # as in `Call`
 
     @property
     def divisor(self) -> int:
@@ -123,7 +124,7 @@ def _gradients(
     call: Call, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
     record_backward(OP.name, call.engine, call.group, "all_gather")
-    given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
+    given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs, call.told)
     if torch.is_grad_enabled():
         return _differentiable_backward(given)
     return run_backward(call.engine, given)
@@ -137,7 +138,9 @@ def run_backward(engine: RunnableEngine, given: Gradient) -> Gradients:
 def _host_forward(call: Call, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, rows, nbytes = call.group, call.rows, x.shape[0] * w.shape[1] * sum_dtype(x).itemsize
-    with exchange(group, nbytes, OP.name, x.device, channel="host scatter") as ex:
+    with exchange(
+        group, nbytes, OP.name, x.device, channel="host scatter", told=call.told
+    ) as ex:  # fmt: skip
         own, overwrite = shards.publish_product(ex, x, w, rows, scaling=call.scaling)
         y = shards.reduce_rows(
             ex, own, offsets(rows)[group.rank], call.dtype, average=call.average, bias=bias,
@@ -147,7 +150,7 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
 
 
 def _host_backward(given: Gradient) -> Gradients:
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
     dx = None
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
@@ -159,7 +162,7 @@ def _host_backward(given: Gradient) -> Gradients:
     in_place = in_place and not (needs_w and partials_cost(own))
     grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
     op = "matmul_reduce_scatter backward"
-    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host gather", told=told) as ex:
         shards.publish(ex, own, rows)
         for start, chunk in shards.row_chunks(ex, own, rows, in_place=in_place):
             stop = start + len(chunk)
@@ -185,7 +188,7 @@ def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
 
     x, w, bias, residual = given
     ws = kernel.workspace_for(x, w, call.group, call.rows, call.dtype)
-    with ws.call(OP.name):
+    with ws.call(OP.name, call.told):
         return kernel.launch_matmul_reduce_scatter(
             [x], [w], ws, call.rows,
             bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
@@ -195,7 +198,7 @@ def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
 def _triton_backward(given: Gradient) -> Gradients:
     from weft.kernels.matmul import all_gather_launch, contract_kernel
 
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
     divisor = given.divisor
@@ -208,7 +211,7 @@ def _triton_backward(given: Gradient) -> Gradients:
     ws = gather_workspace(own, group, rows, by_engines)
     dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
-        with ws.call(op):
+        with ws.call(op, told):
             made = all_gather_launch.launch_all_gather_matmul(
                 own, [w.t()], ws, rows, with_own=whole, config=config
             )
@@ -218,7 +221,7 @@ def _triton_backward(given: Gradient) -> Gradients:
             mm(x.t(), gathered, out=dw)
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        with ws.call(op):
+        with ws.call(op, told):
             contract_kernel.launch_all_gather_contract(own, x, ws, rows, out=dw.t())
     if needs_b:
         assert gathered is not None
@@ -229,7 +232,7 @@ def _triton_backward(given: Gradient) -> Gradients:
 
 def _differentiable_backward(given: Gradient) -> Gradients:
     """The same by ops that are differentiable themselves."""
-    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), _ = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
     dx = matmul(whole, w.t()) if needs_x else None
     dw = matmul(x.t(), whole) if needs_w else None

@@ -17,15 +17,16 @@ the residual and, gathered, that of every rank's x.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, reduce_scatter, resolve
-from weft.collectives.memory.exchange import note_call
+from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, choose, is_supported
@@ -91,11 +92,12 @@ def reduce_scatter_rms_norm_all_gather(
         return made
     group = resolve(group)
     given = ("weight", weight is not None), ("residual", residual is not None)
-    note_call(group, _OP, x.dtype, x.shape, ("dim", dim), ("eps", eps), *given)
+    told = x.dtype, x.shape, ("dim", dim), ("eps", eps), *given
+    check_call(group, lambda: call_of(_OP, told).text.decode())
     sizes = chunk_sizes(x.shape[dim], group.world_size)
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
-    call = Call(group, sizes, eps, dim)
+    call = Call(group, sizes, eps, dim, told)
     made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
     return made
 
@@ -153,6 +155,7 @@ class Call(NamedTuple):
     sizes: list[int]
     eps: float
     dim: int
+    told: tuple[Hashable, ...] = ()
 
     def gradients(
         self,
@@ -212,7 +215,9 @@ class _ReduceNormGather(torch.autograd.Function):
 def _forward(
     call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    h = reduce_scatter(x, call.group, dim=call.dim)
+    front, group = x.movedim(call.dim, 0), resolve(call.group)
+    h = movement.scatter(front, group, call.sizes, "sum", dim=call.dim, told=(_OP, *call.told))
+    h = h.movedim(0, call.dim)
     if residual is not None:
         h += residual
     wide = _wide(h)
@@ -232,7 +237,7 @@ def _kernel_forward(
     rows = as_rows(front)
     kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))
     ws = kernel.workspace_for(rows, share, group)
-    with ws.call(_OP):
+    with ws.call(_OP, call.told):
         y, h = kernel.launch_sum_rms_norm(
             rows, ws, share, weight=weight, residual=kept, eps=call.eps
         )
