@@ -341,6 +341,7 @@ def resolve(group: GroupLike = None) -> Group:
     Raises:
         ValueError, RuntimeError: as `process_group`.
         PeerTimeout: a rank of a new process group did not come.
+        MismatchError: a variable WEFT_* that must be the same on all ranks is not.
     """
     if isinstance(group, Group):
         return group
@@ -536,7 +537,11 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         why = f"{', '.join(sorted(unknown))} ranks share no memory"
         return Group(pg, rank, world_size, ranks, (), why)
     unknown_yet = Group(pg, rank, world_size, ranks, ())
-    processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
+    told = unknown_yet.gather_objects(
+        (Process.here(), settings.same_on_all_ranks()), "where ranks run"
+    )
+    _check_settings([each for _, each in told])
+    processes: list[Process] = [process for process, _ in told]
     # Every rank has come here equally often, also where names are used again or caches cleared.
     _described[pg.group_name] += 1
     name = f"{ranks} {pg.group_name} {_described[pg.group_name]}"
@@ -552,6 +557,17 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
+
+
+def _check_settings(told: Sequence[Mapping[str, str]]) -> None:
+    for name, first in told[0].items():
+        for rank, others in enumerate(told):
+            if others[name] != first:
+                raise MismatchError(
+                    f"{name} must be the same on every rank of a group: it is "
+                    f"{first or 'not set'} on rank 0 and {others[name] or 'not set'} on rank "
+                    f"{rank}. Set it alike in the environment of all, before their first call"
+                )
 
 
 def moves_gpu_tensors(pg: Any) -> bool:
