@@ -172,7 +172,7 @@ def away_body(engine: Any) -> str:
         time.sleep(3)
         return ""
     start = time.monotonic()
-    with weft.engine(engine), pytest.raises(weft.PeerTimeout, match="waited .* for rank 1"):
+    with weft.engine(engine), pytest.raises(weft.PeerTimeout, match=r"waited .* for rank 1"):
         weft.collectives.all_reduce(x)
     assert time.monotonic() - start < 3
     return "told"
