@@ -7,7 +7,7 @@ once at the end, so that results are bitwise the same from run to run and from r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import index
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -65,15 +65,22 @@ def all_gather(
 
 
 def known_sizes(
-    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None, op: str = "all_gather"
+    x: torch.Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None,
+    op: str = "all_gather",
+    *more: Hashable,
 ) -> list[int]:
     """Lengths of all ranks' shards of `x` along `dim`: `sizes`, checked, or exchanged.
+
+    Args:
+        more: what else must be the same on every rank.
 
     Raises:
         ValueError: `sizes` does not have one length for each rank, or this rank's is another.
     """
-
-    told = (*x.shape[:dim], "*", *x.shape[dim + 1 :]), x.dtype, dim
+    told = (*x.shape[:dim], "*", *x.shape[dim + 1 :]), x.dtype, ("dim", dim), *more
 
     def call() -> str:
         return f"{op} of {told}" + ("" if sizes is None else f", {list(sizes)}")

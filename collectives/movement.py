@@ -9,13 +9,14 @@ Reductions do so at any size, as they read the peers' windows in place. Large da
 copied is read straight from the peers' memory where the system allows it (see `direct`). Where
 symmetric memory does not reach, and on GPUs, the process group does it.
 
-Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one.
+Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
+and what else is to be `told` to the other ranks: see `exchange`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import pairwise
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives.memory import direct
-from weft.collectives.memory.exchange import Exchange, exchange
+from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
@@ -78,12 +79,12 @@ def _gather_into(
     numels = [size * row for size in sizes]
     widest = max(numels)
     nbytes = widest * x.element_size()
-    way = _way("all_gather", group, x, nbytes, call.where)
+    way = _way("all_gather", group, x, nbytes, call)
     if way == "generic":
         _process_group_gather(out.split(sizes), x, group)
         return
     if way == "triton":
-        with _kernels("all_gather", group, x, nbytes) as (kernels, ws, config):
+        with _kernels("all_gather", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_all_gather(x, out, ws, numels, config)
         return
     starts = offsets(numels)
@@ -117,11 +118,12 @@ def scatter(
     given: torch.Tensor | None = None,
     *,
     dim: int = 0,
+    told: tuple[Hashable, ...] = (),
 ) -> torch.Tensor:
     shape, own = (sizes[group.rank], *x.shape[1:]), offsets(sizes)[group.rank]
     call = call_of(
         f"reduce_scatter({op})",
-        (x.dtype, x.shape, ("sizes", tuple(sizes)), ("dim", dim)),
+        (x.dtype, x.shape, ("sizes", tuple(sizes)), ("dim", dim), *told),
         settings.current_engine(),
     )
     return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op)
@@ -133,12 +135,12 @@ def _scatter_into(
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
-    way = _way("reduce_scatter", group, x, nbytes, call.where)
+    way = _way("reduce_scatter", group, x, nbytes, call)
     if way == "generic":
         out.copy_(_process_group_scatter(x, group, sizes, op))
         return
     if way == "triton":
-        with _kernels("reduce_scatter", group, x, nbytes) as (kernels, ws, config):
+        with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, numels, op, config)
         return
     _reduce_parts("reduce_scatter", out.view(-1), x, group, call, numels, op, passed_on=False)
@@ -213,14 +215,14 @@ def _all_reduce_into(
     out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp
 ) -> None:
     nbytes = x.numel() * x.element_size()
-    way = _way("all_reduce", group, x, nbytes, call.where)
+    way = _way("all_reduce", group, x, nbytes, call)
     if way == "generic":
         out.copy_(_process_group_reduce(x, group, op))
         return
     if way == "triton":
-        if op == "sum" and settings.multimem() and _added_by_switch(out, x, group):
+        if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
             return
-        with _kernels("all_reduce", group, x, nbytes) as (kernels, ws, config):
+        with _kernels("all_reduce", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, None, op, config)
         return
     if nbytes > (_WINDOW_BYTES if group.world_size <= _ONE_SHOT_RANKS else _ONE_SHOT_BYTES):
@@ -306,12 +308,12 @@ def _all_to_all_into(
         table = _split_table(group, call, sends, receives)
     widest = max(max(row_sizes) for row_sizes in table) * row
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
-    way = _way("all_to_all", group, x, nbytes, call.where)
+    way = _way("all_to_all", group, x, nbytes, call)
     if way == "generic":
         dist.all_to_all_single(sendable(out), sendable(x), receives, sends, group=group.pg)
         return
     if way == "triton":
-        with _kernels("all_to_all", group, x, nbytes) as (kernels, ws, config):
+        with _kernels("all_to_all", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_exchange(
                 x, out, ws, [row * start for start in offsets(sends)], [row * n for n in sends],
                 [row * n for n in receives], widest, config,
@@ -373,7 +375,7 @@ def broadcast(
 
 
 def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, src: int) -> None:
-    if _way("broadcast", group, x, x.numel() * x.element_size(), call.where) == "generic":
+    if _way("broadcast", group, x, x.numel() * x.element_size(), call) == "generic":
         if group.rank == src:
             out.copy_(x)
         dist.broadcast(sendable(out), group.ranks[src], group=group.pg)
@@ -453,12 +455,16 @@ Way = Literal["triton", "host", "generic"]
 _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
-def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, engine: str) -> Way:
+def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way:
     """How a collective runs: by kernels, from the host through symmetric memory, or by the process
     group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
+
+    Process groups neither compare calls nor keep to WEFT_TIMEOUT_S. Where CPU ranks share memory,
+    they have met there before, for a tenth of the time that Gloo takes.
     """
     check_all()
     way: Way
+    engine = call.where
     if group.why:
         way, why = "generic", group.why
     elif engine == "generic":
@@ -470,6 +476,8 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, engine: str) -> Wa
     if settings.tracing():
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
         settings.record(op, way, why, shapes)
+    if way == "generic" and not (group.why or group.virtual or group.on_gpus(x.device)):
+        agree(group, op, 0, call=call)
     return way
 
 
@@ -496,18 +504,20 @@ def _kernel_or_not(
 
 
 @contextmanager
-def _kernels(op: str, group: Group, x: torch.Tensor, nbytes: int) -> Iterator[tuple[Any, ...]]:
+def _kernels(
+    op: str, group: Group, call: Call, x: torch.Tensor, nbytes: int
+) -> Iterator[tuple[Any, ...]]:
     """The kernels, a workspace and a configuration for a call of `op`."""
     from weft.collectives.kernels import kernel_collectives as kernels
 
     config = kernels.collective_config(op, nbytes, group.world_size, group.on_gpus(x.device))
     room = kernels.workspace_bytes(nbytes, group.world_size, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
-    with ws.call(op, None):
+    with ws.call(op, call=call):
         yield kernels, ws, config
 
 
-def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
+def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call) -> bool:
     """Have the switch add up every rank's x if it can; the same answer on every rank."""
     from weft.collectives.kernels import multimem
 
@@ -517,7 +527,7 @@ def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group) -> bool:
     ws = workspace(group, room, channel="multimem", device=x.device)
     if not ws.buffer.multicast_ptr:
         return False
-    with ws.call("all_reduce", None):
+    with ws.call("all_reduce", call=call):
         multimem.launch_all_reduce(x, out, ws)
     return True
 

@@ -74,6 +74,9 @@ VARIABLES = (
     "WEFT_TUNED",
 )
 
+# Those that decide how ranks meet: one that differs would have them wait for each other in vain.
+SAME_ON_ALL_RANKS = ("WEFT_CHECK", "WEFT_ENGINE", "WEFT_MULTIMEM", "WEFT_SMS")
+
 # Every call reads two variables: getenv is 0.8 us faster than os.environ if they are not set.
 _getenv = ctypes.PyDLL(None).getenv
 _getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
@@ -82,6 +85,11 @@ _getenv.restype, _getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
 def _variable(name: str, default: str) -> str:
     value = _getenv(name.encode())
     return os.fsdecode(value) if value else default
+
+
+def same_on_all_ranks() -> dict[str, str]:
+    """The variables that must be the same on all ranks, as they are set; empty if not."""
+    return {name: _variable(name, "") for name in SAME_ON_ALL_RANKS}
 
 
 def _flag(name: str, default: str) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from weft import settings
 from weft.collectives.memory.workspace import Workspace, workspace
-from weft.collectives.ranks import pad
+from weft.collectives.ranks import pad, waits
 from weft.collectives.ranks.flight import Call, call_of
 from weft.collectives.ranks.group import Group, GroupLike, resolve
 from weft.errors import MismatchError, PeerTimeout, WeftError
@@ -50,6 +50,8 @@ class Exchange:
         ws = self._ws
         ws.check(self.op)
         self._waiter = ws.waiter
+        if self._call is not None:
+            self._waiter.call, ws.hosted = self._call, True
         self.generation = ws.own[pad.GENERATION] + 1
         ws.own[pad.GENERATION] = self.generation
         self._parity = self.generation & 1
@@ -74,9 +76,8 @@ class Exchange:
         for peer in self.peers():
             if self._waiter.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank] < self.generation:
                 self.signal(peer)
-        self._call = None
         with suppress(WeftError):  # this rank's own error is more useful
-            self.wait_all()
+            self._told_by_all()
 
     def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """This rank's memory of this call, `offset` bytes in."""
@@ -124,12 +125,9 @@ class Exchange:
     def signal(self, peer: int) -> None:
         """Publish to `peer` all that this rank has written."""
         if self._call is not None:
-            self._waiter.words[peer][self._call_word(self.rank)] = self._call
+            word = pad.call_word(self.rank, self.generation)
+            self._waiter.words[peer][word] = self._call
         self._waiter.post(peer, self.generation)
-
-    def _call_word(self, source: int) -> int:
-        # Two words, used in turn like the halves.
-        return pad.HOST_SLOTS + pad.LINE * source + 1 + self._parity
 
     def signal_all(self) -> None:
         """`signal` to every peer, the next in rank order first."""
@@ -148,16 +146,35 @@ class Exchange:
             self._waiter.wait(peer, self.generation, self.op)
             self._pending.discard(peer)
             mine = self._call
-            if mine is None or (told := self._ws.own[self._call_word(peer)]) == mine:
-                return
-            self._call = None
-            self.wait_all()  # the next call needs all signals of this one
-            if told == _FAILED:
-                raise MismatchError(
-                    f"{self.op}: rank {peer} failed during the call; its own error tells why. "
-                    f"The next call finds all ranks in step"
-                )
-            raise MismatchError(_differs(self._ws.group, {self.rank: mine, peer: told}))
+            if mine is not None and self._told_by(peer) != mine:
+                self._refuse(peer, mine)
+
+    def _told_by(self, peer: int) -> int:
+        return self._ws.own[pad.call_word(peer, self.generation)]
+
+    def _refuse(self, peer: int, mine: int) -> None:
+        """Raise that `peer` makes another call than `mine`, once all have come to this one."""
+        told = {peer: self._told_by(peer)}
+        _answer(self._ws, self.generation, told, mine)
+        told |= self._told_by_all()
+        self._call = None
+        if told[peer] == _FAILED:
+            raise MismatchError(
+                f"{self.op}: rank {peer} failed during the call; its own error tells why. "
+                f"The next call finds all ranks in step"
+            )
+        raise MismatchError(_differ(self._ws.group, told | {self.rank: mine}))
+
+    def _told_by_all(self) -> dict[int, int]:
+        """What the peers say that they call which have not been waited for: the next call needs
+        all signals of this one."""
+        told = {}
+        for peer in sorted(self._pending):
+            self._waiter.wait(peer, self.generation, self.op)
+            self._pending.discard(peer)
+            told[peer] = self._told_by(peer)
+            _answer(self._ws, self.generation, {peer: told[peer]}, self._waiter.call)
+        return told
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, which holds what peers have sent, or will until the call ends, and has no gaps.
@@ -306,10 +323,21 @@ def exchange_on(
     return kind(ws, op, call, noted)
 
 
-def _differs(group: Group, calls: dict[int, int]) -> str:
-    """What ranks have called, given the hashes."""
-    told = (f"rank {rank} called {group.calls.words(rank, calls[rank])}" for rank in sorted(calls))
-    return f"the ranks make different calls: {'; '.join(told)}"
+def _answer(ws: Workspace, generation: int, told: dict[int, int], call: int) -> None:
+    """Answer those who are in another call: see `waits`."""
+    group = ws.group
+    stay = {
+        group.processes[rank].pid: ws.own[pad.call_word(rank, generation) - 1]
+        for rank, each in told.items()
+        if each != _FAILED and each & waits.STAYS
+    }
+    waits.answer(stay, call)
+
+
+def _differ(group: Group, told: dict[int, int]) -> str:
+    """What ranks have called, given what they have told."""
+    known = {rank: each & ~waits.STAYS for rank, each in told.items() if each != _FAILED}
+    return group.calls.differ(known)
 
 
 def agree(
@@ -339,42 +367,30 @@ def agree(
         noted = group.calls.begin(call)
     ws = workspace(group, channel="agree", device=_CPU)
     ws.check(op)
-    # A pared-down `Exchange`: two words of the cache line that holds the signal, used in turn like
-    # the halves, so that there is one message and no data to fetch.
+    # A pared-down `Exchange`: two words of the cache line that holds the signal, so that there is
+    # one message and no data to fetch.
     waiter, own, signature = ws.waiter, ws.own, call.hash
+    if ws.addresses:
+        waiter.call, ws.hosted = signature, True
     generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
-    word = pad.HOST_SLOTS + 1 + 2 * (generation & 1)
-    mine = word + pad.LINE * ws.rank
+    mine = pad.call_word(ws.rank, generation)
     for words in waiter.words:
-        words[mine], words[mine + 1] = value, signature
+        words[mine - 1], words[mine] = value, signature
     for peer in ws.peers:
         waiter.post(peer, generation)
     for peer in ws.peers:
         waiter.wait(peer, generation, op)
-    values = []
-    for theirs in range(word, word + pad.LINE * ws.world_size, pad.LINE):
-        if own[theirs + 1] != signature:
-            rank = (theirs - word) // pad.LINE
-            raise MismatchError(_differs(group, {ws.rank: signature, rank: own[theirs + 1]}))
-        values.append(own[theirs])
+    first = pad.call_word(0, generation)
+    end = first + pad.LINE * ws.world_size
+    if any(own[word] != signature for word in range(first, end, pad.LINE)):
+        calls = {rank: own[pad.call_word(rank, generation)] for rank in range(ws.world_size)}
+        _answer(ws, generation, calls, signature)
+        raise MismatchError(_differ(group, calls))
     group.calls.end(noted)
-    return values
+    return [own[word - 1] for word in range(first, end, pad.LINE)]
 
 
 _RECORD_BYTES = 1024
-
-
-def note_call(group: Group, op: str, *told: Hashable) -> None:
-    """Note a call (see `flight`), whose parts need not tell the same, and `check_call` it.
-
-    Args:
-        told: what must be the same on every rank: shapes, dtypes, dims.
-    """
-    if group.world_size == 1:
-        return
-    call = call_of(op, told, settings.current_engine())
-    check_call(group, call.text.decode)
-    group.calls.end(group.calls.begin(call))
 
 
 def check_call(group: Group, describe: Callable[[], str]) -> None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from weft import settings
-from weft.collectives.ranks import flight, pad
+from weft.collectives.ranks import flight, pad, waits
 from weft.collectives.ranks.group import Group, GroupLike, moves_gpu_tensors, resolve
 from weft.collectives.ranks.reports import Report, check_all
 from weft.errors import MismatchError, PeerTimeout, WeftError
@@ -184,7 +184,12 @@ class SymmetricBuffer:
     # Tensors made in inference mode could not be written outside of it.
     @torch.inference_mode(False)
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        group: Group,
+        device: torch.device,
+        channel: str = "",
     ) -> None:
         shape, error = tuple(shape), ""
         if any(size < 0 for size in shape):
@@ -209,7 +214,7 @@ class SymmetricBuffer:
             spec: tuple[Any, ...] = shape, str(dtype), device.type
             if device.type == "cuda":  # kernels' grids follow from it
                 spec += (f"WEFT_SMS={settings.sms() or 'all'}",)
-            _agree_on_spec(group, spec, error)
+            _agree_on_spec(group, spec, channel, error)
         elif error:
             raise ValueError(error)
 
@@ -369,17 +374,26 @@ class SymmetricBuffer:
         return f"SymmetricBuffer({state}, rank {self.rank} of {self.world_size})"
 
 
-def _agree_on_spec(group: Group, spec: tuple[Any, ...], error: str) -> None:
-    specs = group.gather_objects((spec, error), "a symmetric buffer")
-    for rank, (_, text) in enumerate(specs):
+def _agree_on_spec(group: Group, spec: tuple[Any, ...], channel: str, error: str) -> None:
+    mine = spec, channel, group.calls.under_way(), error
+    specs = group.gather_objects(mine, "a symmetric buffer")
+    for rank, (*_, text) in enumerate(specs):
         if text:
             raise ValueError(text if rank == group.rank else f"on rank {rank}: {text}")
-    if others := {r: s for r, (s, _) in enumerate(specs) if s != specs[0][0]}:
-        rank, other = next(iter(others.items()))
-        raise MismatchError(
-            f"every rank must ask for the same symmetric memory: rank 0 asked for shape, dtype, "
-            f"device = {specs[0][0]}, rank {rank} for {other}"
-        )
+    first, channel, first_call, _ = specs[0]
+    for rank, (other, name, call, _) in enumerate(specs):
+        if name != channel:
+            calls = [first_call or channel or "empty", call or name or "empty"]
+            raise MismatchError(
+                f"the ranks make different calls: rank 0 called {calls[0]}; rank {rank} called "
+                f"{calls[1]}"
+            )
+        if other != first:
+            raise MismatchError(
+                f"every rank must ask for the same symmetric memory: rank 0 asked for shape, "
+                f"dtype, device = {first}, rank {rank} for {other}"
+                + (f". They called {first_call} and {call}" if call != first_call else "")
+            )
 
 
 class Waiter:
@@ -387,6 +401,10 @@ class Waiter:
 
     A post is a release and a wait an acquire. On x86 every store and load already is; elsewhere
     a fence makes it one.
+
+    Attributes:
+        call: hash of the call that waits, which peers that make another are told; 0: they cannot
+            be told on this memory.
     """
 
     SPIN_S = 20e-6  # after that, yield the core to a peer that may have none
@@ -399,7 +417,7 @@ class Waiter:
         self.rank, self.group = buffer.rank, buffer.group
         self.words = [buffer.words(r) for r in range(buffer.world_size)]
         self.own = self.words[buffer.rank]
-        self.timeout = timeout
+        self.timeout, self.call = timeout, 0
         # With more ranks than cores, a spinning rank takes time from the one it waits for.
         crowded = buffer.world_size > (os.cpu_count() or 1)
         self.spin_s = 0.0 if crowded else self.SPIN_S
@@ -415,6 +433,7 @@ class Waiter:
 
         Raises:
             PeerTimeout: it did not come in time, its process ended, or another rank gave up on it.
+            MismatchError: it waits for this rank in another call, and cannot be answered here.
         """
         slot = pad.HOST_SLOTS + pad.LINE * peer + word
         if self.own[slot] < value:
@@ -432,25 +451,48 @@ class Waiter:
         own, clock = self.own, time.perf_counter
         start = clock()
         timeout = settings.timeout_s() if self.timeout is None else self.timeout
-        next_look = start + 0.1
-        while own[slot] < value:
-            now = clock()
-            waited = now - start
-            if waited < self.spin_s:
-                continue
-            if waited < self.YIELD_S and now > self._sleepy_until:
-                os.sched_yield()
-                if (back := clock()) - now > self.LOST_S:
-                    self._sleepy_until = back + self.SLEEPY_S
-                continue
-            time.sleep(50e-6)
-            if now < next_look:
-                continue
-            next_look = now + 0.1
-            self.check(op)
-            if waited > timeout or not self.group.processes[peer].alive():
-                self.give_up(peer, value, op, waited)
+        next_look, lasting = start + waits.LOOK_NS / 1e9, None
+        try:
+            while own[slot] < value:
+                now = clock()
+                waited = now - start
+                if waited < self.spin_s:
+                    continue
+                if waited < self.YIELD_S and now > self._sleepy_until:
+                    os.sched_yield()
+                    if (back := clock()) - now > self.LOST_S:
+                        self._sleepy_until = back + self.SLEEPY_S
+                    continue
+                time.sleep(50e-6)
+                if now < next_look:
+                    continue
+                next_look = now + waits.LOOK_NS / 1e9
+                self.check(op)
+                if waited > timeout or not self.group.processes[peer].alive():
+                    self.give_up(peer, value, op, waited)
+                if self.group.virtual is None:
+                    looked = time.monotonic_ns()
+                    if lasting is None:
+                        lasting = self._lasting(peer, looked - int(waited * 1e9))
+                    if own[slot] < value and (stuck := lasting.stuck(looked)):
+                        self._differs(stuck)
+        finally:
+            if lasting is not None:
+                lasting.end()
         _wait_seconds += clock() - start
+
+    def _lasting(self, peer: int, since: int) -> waits.Wait:
+        calls, pid = self.group.calls, self.group.processes[peer].pid
+        return waits.Wait(pid, calls.group, self.call or calls.last, since)
+
+    def _differs(self, stuck: Mapping[int, waits.Waiting]) -> None:
+        """Tell peers that wait for each other, in other calls, of this rank's."""
+        told = self.call or self.group.calls.last
+        if not self.call and waits.closes(stuck):
+            self.break_off()
+        waits.answer({pid: each.calls for pid, each in stuck.items()}, told)
+        if not self.call and waits.closes(stuck):
+            raise MismatchError(self.group.differ(stuck))
 
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""

@@ -23,8 +23,8 @@ from weft.collectives.memory.symmetric import (
     device_for,
     open_buffers,
 )
-from weft.collectives.ranks import pad, reports
-from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks import pad, reports, waits
+from weft.collectives.ranks.flight import Call, call_of
 from weft.collectives.ranks.group import (
     Group,
     GroupLike,
@@ -53,6 +53,7 @@ class Workspace:
         buffer_ptrs, signal_ptrs: int64 tensors (world_size,): each rank's data, each rank's pad.
         half_bytes: capacity of one call on each rank; half g % 2 starts at (g % 2) * half_bytes.
         addresses: of each rank's data if the host can use them, else empty.
+        hosted: whether CPU ranks have met here by signals of the host.
         captured: whether a CUDA graph refers to this memory.
     """
 
@@ -60,7 +61,7 @@ class Workspace:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.device, self.half_bytes, self.name = device, half_bytes, name
         self.peers = group.peers()
-        self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device)
+        self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device, name)
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
         # The host may copy to and from these; accesses of virtual ranks must be visible as ops.
@@ -70,6 +71,10 @@ class Workspace:
         if self._on_host:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
+        if plain and group.world_size > 1:
+            self._pids = {each.pid: rank for rank, each in enumerate(group.processes)}
+            waits.meet_on(self)
+        self.hosted = False
         self.captured = False
         self._repeated: _Repeat | None = None
         self._failed = ""  # the op of a call that this rank began and did not make
@@ -97,27 +102,35 @@ class Workspace:
         return view
 
     @contextmanager
-    def call(self, op: str, told: tuple[Hashable, ...] | None = ()) -> Iterator[None]:
+    def call(
+        self, op: str, told: tuple[Hashable, ...] = (), call: Call | None = None
+    ) -> Iterator[None]:
         """For the launches of a call: `check` before them, `launched` after.
 
+        Kernels of CPU ranks take milliseconds in the interpreter: these compare their calls first.
+
         Args:
-            told: what must be the same on every rank beside `op`, to be noted (see `flight`); None
-                if the caller has noted the call.
+            told: what must be the same on every rank beside `op`, to be noted: see `flight`.
+            call: the call that this is a part of, if its caller has noted that.
 
         If this rank fails inside, say for lack of memory, its next call waits until its peers have
         failed likewise: otherwise they are in this call still, or past it, and would take the next
         one's data for this one's.
         """
         self.check(op)
-        calls = self.group.calls
-        noted = -1 if told is None else calls.begin(call_of(op, told, self.name))
-        if self._failed:
-            from weft.collectives.memory.exchange import agree
+        from weft.collectives.memory.exchange import agree
 
+        calls, noted = self.group.calls, -1
+        if call is None:
+            call = call_of(op, told, self.name)
+            noted = calls.begin(call)
+        if self._failed:
             # Not noted: ranks come here one by one, as they have failed.
             agree(self.group, op, 0, call=call_of(op, (("after a failed", self._failed),)))
             self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
             self._failed = ""
+        if self.addresses:
+            agree(self.group, op, 0, call=call)
         try:
             yield
         except Exception:
@@ -162,6 +175,25 @@ class Workspace:
         if signals.INTERPRETED or (virtual is not None and virtual.sharing > 1):
             return lambda key, operands, make: make()
         return launches.Repeated(self.device, [self.buffer_ptrs, self.signal_ptrs]).call
+
+    def lacks(self, pid: int) -> bool:
+        """Whether the process `pid` has begun a call here that this rank has not."""
+        rank, next_call = self._pids.get(pid), self.own[pad.GENERATION] + 1
+        return (
+            self.hosted
+            and rank is not None
+            and self.waiter.words[rank][pad.GENERATION] == next_call
+        )
+
+    def answer(self, call: int, number: int) -> None:
+        """Take part in the next call here by telling all ranks that this one makes `call`, and the
+        `number` of its calls."""
+        generation = self.own[pad.GENERATION] = self.own[pad.GENERATION] + 1
+        word = pad.call_word(self.rank, generation)
+        for peer in self.peers:
+            words = self.waiter.words[peer]
+            words[word - 1], words[word] = number, call
+            self.waiter.post(peer, generation)
 
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or

@@ -3,7 +3,8 @@
 A process keeps a ring of its last CALLS calls, in an anonymous file that its peers map when they
 first meet. An error about a peer shows what that has called, also if it has died since.
 
-The first ENTRY bytes hold the NUMBER of the last call, then come the entries:
+The first ENTRY bytes hold the NUMBER of the last call, and what the process waits for: see `waits`.
+Then come the entries:
 
     word      holds
     NUMBER    of the call among all of this process; 0 while the entry is written
@@ -23,6 +24,7 @@ import hashlib
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -31,6 +33,8 @@ from typing import NamedTuple
 CALLS, ENTRY = 256, 256
 _ENTRY = struct.Struct(f"6q{ENTRY - 6 * 8}s")
 _WORDS, _ENDED = ENTRY // 8, 5
+THREADS = 7  # of the first entry: 1 once threads other than the main one have made calls
+_HEAD = struct.Struct("8q")
 _MASK = (1 << 62) - 1
 _BYTES = (CALLS + 1) * ENTRY
 
@@ -71,32 +75,52 @@ def call_of(op: str, told: tuple[Hashable, ...], where: str = "", nbytes: int = 
 
 
 def _words(value: Hashable) -> str:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        return f"{value[0]} {_words(value[1])}"
-    return str(list(value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+    name = ""
+    if isinstance(value, tuple) and len(value) == 2 and str(value[0])[0].isalpha():
+        name, value = f"{value[0]} ", value[1]
+    plain = list(value) if isinstance(value, tuple) else value
+    return name + str(plain).removeprefix("torch.")
+
+
+def _readable(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
 
 
 class FlightRecorder:
-    """The ring of this process."""
+    """The ring of this process.
+
+    Attributes:
+        words: of the ring, int64.
+    """
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("weft calls")
         os.ftruncate(self.fd, _BYTES)
         self.ring = mmap.mmap(self.fd, _BYTES)
-        self._words = memoryview(self.ring).cast("q")
-        self._number = 0
+        self.words = memoryview(self.ring).cast("q")
+        self.pid = os.getpid()
+        self._number, self._main = 0, threading.main_thread().ident
 
     def note(self, group: int, position: int, call: Call) -> int:
         """Write an entry; its number in the ring, for `end`."""
         self._number = number = self._number + 1
         at, began = _place(number), time.monotonic_ns()
         _ENTRY.pack_into(self.ring, at, number, group, position, call.hash, began, 0, call.text)
-        self._words[0] = number
+        self.words[0] = number
+        if threading.get_ident() != self._main:
+            self.words[THREADS] = 1
         return number
 
     def end(self, number: int) -> None:
         """The call has ended."""
-        self._words[(number % CALLS + 1) * _WORDS + _ENDED] = time.monotonic_ns()
+        self.words[(number % CALLS + 1) * _WORDS + _ENDED] = time.monotonic_ns()
+
+    def under_way(self, number: int) -> str:
+        """The words of the call with this number; empty if it has ended or is not held any more."""
+        if not self._number - CALLS < number <= self._number or number < 1:
+            return ""
+        *_, ended, text = _ENTRY.unpack_from(self.ring, _place(number))
+        return "" if ended else _readable(text)
 
 
 _own: FlightRecorder | None = None
@@ -145,6 +169,10 @@ class Reader:
         except (OSError, ValueError):
             return None
 
+    def head(self) -> tuple[int, ...]:
+        """The words of the first entry."""
+        return _HEAD.unpack_from(self._ring, 0)
+
     def noted(self, group: int | None = None) -> Iterator[Noted]:
         """What the ring holds of a group (of all), the last one first."""
         last, *_ = _ENTRY.unpack_from(self._ring, 0)
@@ -153,8 +181,7 @@ class Reader:
             # NUMBER is written first: if it is still the one expected, all has been read.
             intact = _ENTRY.unpack_from(self._ring, _place(number))[0] == number
             if intact and group in (None, entry[1]):
-                text = entry[-1].rstrip(b"\0").decode(errors="replace")
-                yield Noted._make((*entry[:-1], text))
+                yield Noted._make((*entry[:-1], _readable(entry[-1])))
 
 
 class Calls:
@@ -162,6 +189,7 @@ class Calls:
 
     Attributes:
         group: hash of the group, the same on all of its ranks.
+        last: hash of the last call of this rank.
     """
 
     def __init__(
@@ -178,24 +206,38 @@ class Calls:
         """
         self.group, self._readers = _hash(group), dict(readers or {})
         self._position, self._own = 0, own
+        self.last, self._noted = 0, -1
 
     def begin(self, call: Call) -> int:
         """Note a call of this rank; its number, for `end`. -1: nothing is noted."""
         if self._own is None:
             return -1
         self._position += 1
-        return self._own.note(self.group, self._position, call)
+        self.last = call.hash
+        self._noted = noted = self._own.note(self.group, self._position, call)
+        return noted
 
     def end(self, noted: int) -> None:
         """A call that was noted has ended."""
         if noted >= 0 and self._own is not None:
             self._own.end(noted)
 
+    def under_way(self) -> str:
+        """The last call of this rank, unless it has ended."""
+        return self._own.under_way(self._noted) if self._own is not None else ""
+
+    def differ(self, calls: Mapping[int, int]) -> str:
+        """What ranks have called, given the hashes."""
+        told = (f"rank {rank} called {self.words(rank, calls[rank])}" for rank in sorted(calls))
+        return f"the ranks make different calls: {'; '.join(told)}"
+
     def words(self, rank: int, hash: int) -> str:
         """What `rank` has called, given the hash of it."""
         ring = self._readers.get(rank)
-        found = ring and next((e.text for e in ring.noted(self.group) if e.hash == hash), None)
-        return found or "another"
+        found = ring and next((e for e in ring.noted() if e.hash == hash), None)
+        if not found:
+            return "another"
+        return found.text + ("" if found.group == self.group else ", of another group")
 
     def history(self, last: int = 6) -> str:
         """The last calls of all ranks side by side, a line each."""

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
-from weft.collectives.ranks import flight
+from weft.collectives.ranks import flight, waits
 from weft.collectives.ranks.peer_access import why_gpus_do_not_reach
-from weft.errors import MismatchError, PeerTimeout
+from weft.errors import MismatchError, PeerTimeout, WeftError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,7 +165,9 @@ class Group:
         if self.virtual is not None:
             return self.virtual.gather(self.rank, value)
         _refuse_inherited(self.pg)
-        noted = self.calls.begin(flight.call_of("set-up", (what,)))
+        caller = self.calls.under_way()
+        within = (("for", caller),) if caller else ()
+        noted = self.calls.begin(flight.call_of("set-up", (what, *within)))
         told: list[Any] = [None] * self.world_size
         _, store = dist.distributed_c10d._world.pg_map.get(self.pg, (None, None))
         with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
@@ -181,6 +183,15 @@ class Group:
                     f"{rank}"
                 )
         return [value for _, value in told]
+
+    def differ(self, stuck: Mapping[int, waits.Waiting]) -> str:
+        """What processes that wait for each other, this one among them, have called."""
+        told = {
+            rank: stuck[process.pid].call
+            for rank, process in enumerate(self.processes)
+            if process.pid in stuck
+        }
+        return self.calls.differ(told)
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self
@@ -208,7 +219,6 @@ _arrivals: Counter[str] = Counter()
 _described: Counter[str] = Counter()
 
 _GAVE_UP = b"weft gave up on "  # no pickle begins so
-_LOOK_S = 0.1  # between looks at whether processes live
 
 
 def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
@@ -218,42 +228,77 @@ def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
     numbered, as a store outlives the groups made with it; a rank that gives up says so under its
     own, until it comes again. All ranks have read the keys before the last.
     """
-    name, timeout_s, W = group.pg.group_name, settings.timeout_s(), group.world_size
+    name, W = group.pg.group_name, group.world_size
     number = _arrivals[name] + 1
     keys = [f"weft {number} {rank}" for rank in range(W)]
     store.set(keys[group.rank], pickle.dumps(value))
-    start = time.monotonic()
-    pause_s, looked = 1e-4, start
-    while True:
+    found: list[bytes] = []
+
+    def come() -> bool:
         if store.check(keys):
-            found: list[bytes] = store.multi_get(keys)
-            if not any(each.startswith(_GAVE_UP) for each in found):
-                break
-        now = time.monotonic()
-        gone = None
-        if now - start > timeout_s:
-            gone = _absent(group, store, keys)
-        elif now - looked > _LOOK_S:
-            looked = now
-            if group.processes:
-                alive = (each.alive() for each in group.processes)
-                gone = next((peer for peer, lives in enumerate(alive) if not lives), None)
-        if gone is not None:
-            store.set(keys[group.rank], _GAVE_UP + str(gone).encode())
-            history = group.calls.history()
-            waited_s = now - start
-            raise PeerTimeout(group.rank, gone, "set-up of the group", number, waited_s, history)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+            found[:] = store.multi_get(keys)
+        return bool(found) and not any(each.startswith(_GAVE_UP) for each in found)
+
+    try:
+        _until(come, group, lambda: _absent(group, store, keys), number)
+    except WeftError as error:
+        gone = error.peer if isinstance(error, PeerTimeout) else _absent(group, store, keys)
+        store.set(keys[group.rank], _GAVE_UP + str(gone).encode())
+        raise
     if number > 1:
         store.delete_key(f"weft {number - 1} {group.rank}")
     _arrivals[name] = number
     return found
 
 
-def _absent(group: Group, store: Any, keys: Sequence[str]) -> int | None:
+def _until(come: Callable[[], bool], group: Group, absent: Callable[[], int], number: int) -> None:
+    """Wait in a set-up until all ranks have `come`.
+
+    Args:
+        absent: a rank that has not.
+
+    Raises:
+        PeerTimeout: one did not come in time, or has died.
+        MismatchError: one waits for this rank in another call.
+    """
+    timeout_s, start = settings.timeout_s(), time.monotonic_ns()
+    pause_s, next_look, lasting = 1e-4, start + waits.LOOK_NS, None
+    try:
+        while True:
+            looked = time.monotonic_ns()
+            if come():
+                return
+            if (waited_s := (looked - start) / 1e9) > timeout_s:
+                raise _not_come(group, absent(), number, waited_s)
+            if looked > next_look and group.processes:
+                next_look = looked + waits.LOOK_NS
+                for peer, process in enumerate(group.processes):
+                    if not process.alive():
+                        raise _not_come(group, peer, number, waited_s)
+                peer = absent()
+                pid = group.processes[peer].pid
+                if lasting is None or lasting.peer != pid:
+                    lasting = waits.Wait(pid, group.calls.group, group.calls.last, start)
+                stuck = {} if peer == group.rank else lasting.stuck(looked)
+                if waits.closes(stuck):
+                    calls = {each: wait.calls for each, wait in stuck.items()}
+                    waits.answer(calls, group.calls.last)
+                    raise MismatchError(group.differ(stuck))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+    finally:
+        if lasting is not None:
+            lasting.end()
+
+
+def _not_come(group: Group, peer: int, number: int, waited_s: float) -> PeerTimeout:
+    history = group.calls.history()
+    return PeerTimeout(group.rank, peer, "set-up of the group", number, waited_s, history)
+
+
+def _absent(group: Group, store: Any, keys: Sequence[str]) -> int:
     """A rank that has not come: one that nobody has seen, before one that has given that up."""
-    gave_up = None
+    gave_up = group.rank
     for peer in group.peers():
         if not store.check([keys[peer]]):
             return peer
@@ -296,6 +341,7 @@ def resolve(group: GroupLike = None) -> Group:
     Raises:
         ValueError, RuntimeError: as `process_group`.
         PeerTimeout: a rank of a new process group did not come.
+        MismatchError: a variable WEFT_* that must be the same on all ranks is not.
     """
     if isinstance(group, Group):
         return group
@@ -491,19 +537,37 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         why = f"{', '.join(sorted(unknown))} ranks share no memory"
         return Group(pg, rank, world_size, ranks, (), why)
     unknown_yet = Group(pg, rank, world_size, ranks, ())
-    processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
+    told = unknown_yet.gather_objects(
+        (Process.here(), settings.same_on_all_ranks()), "where ranks run"
+    )
+    _check_settings([each for _, each in told])
+    processes: list[Process] = [process for process, _ in told]
     # Every rank has come here equally often, also where names are used again or caches cleared.
     _described[pg.group_name] += 1
     name = f"{ranks} {pg.group_name} {_described[pg.group_name]}"
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
-    readers = {r: flight.Reader.of(each.pid, each.calls_fd) for r, each in enumerate(processes)}
-    own = flight.recorder()
-    calls = flight.Calls(name, {r: each for r, each in readers.items() if each}, own)
+    readers: dict[int, flight.Reader] = {}
+    for peer, process in enumerate(processes):
+        if reader := flight.Reader.of(process.pid, process.calls_fd):
+            readers[peer] = reader
+            waits.know(process, reader)
+    calls = flight.Calls(name, readers, flight.recorder())
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
+
+
+def _check_settings(told: Sequence[Mapping[str, str]]) -> None:
+    for name, first in told[0].items():
+        for rank, others in enumerate(told):
+            if others[name] != first:
+                raise MismatchError(
+                    f"{name} must be the same on every rank of a group: it is "
+                    f"{first or 'not set'} on rank 0 and {others[name] or 'not set'} on rank "
+                    f"{rank}. Set it alike in the environment of all, before their first call"
+                )
 
 
 def moves_gpu_tensors(pg: Any) -> bool:

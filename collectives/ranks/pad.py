@@ -8,7 +8,7 @@
     CLAIM          this rank         1 while kernels make a call
     REPORT         the host          address of a line of the host's words, or 0: see `reports`
     CLOCK          this rank         time in ns, as kernels last saw it
-    HOST_SLOTS     rank s, line s    a cache line for each source rank: its generation, its message
+    HOST_SLOTS     rank s, line s    a cache line for each source rank: its generation, its call
     KERNEL_SLOTS   rank s            signals of kernels
 
 Every slot has one writer. Signals only grow and are never reset: a waiter waits for "at least this
@@ -56,6 +56,12 @@ def status_in(word: int) -> tuple[int, int, int, int]:
     mask = (1 << _RANK_BITS) - 1
     waiter, peer = word >> _CODE_BITS & mask, word >> _CODE_BITS + _RANK_BITS & mask
     return word & (1 << _CODE_BITS) - 1, waiter, peer, word >> 32
+
+
+def call_word(source: int, generation: int) -> int:
+    """Where rank `source` tells the hash of its call: one of two words, used in turn like the
+    halves. The word before it is for a value."""
+    return HOST_SLOTS + LINE * source + 2 + 2 * (generation & 1)
 
 
 def pad_bytes(world_size: int) -> int:

@@ -22,7 +22,7 @@ with their own heads alone, and go on with the results of those.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,9 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import note_call
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.profiled import profiled
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache
@@ -115,19 +116,19 @@ def flash_decode(
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
     if window is not None and not (isinstance(window, int) and window >= 0):
         raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window!r}")
-    of = ("blocks of", cache.block), ("by", shard), ("window", window)
-    note_call(group, "flash_decode", q.dtype, q.shape, *of)
+    told = q.dtype, q.shape, ("blocks of", cache.block), ("by", shard), ("window", window)
+    check_call(group, lambda: call_of("flash_decode", told).text.decode())
     oldest = None if window is None else T + window
     check_room(cache, lengths, group, "flash_decode", oldest)
     engine = choose(_problem(q, cache, lengths, group, oldest), group, q.device)
     if by_head:
         q = q.chunk(group.world_size, 1)[group.rank]
     if engine == "triton":
-        out, lse = _by_kernel(q, cache, lengths, scale, alone() if by_head else group, window)
+        out, lse = _by_kernel(q, cache, lengths, scale, alone() if by_head else group, window, told)
     else:
         out, lse = attend_locally(q, cache, lengths, scale, window)
         if not by_head and group.world_size > 1:
-            out, lse = merge_ranks(out, lse, group, engine == "generic")
+            out, lse = merge_ranks(out, lse, group, engine == "generic", told)
     if by_head and group.world_size > 1:
         sizes = [q.shape[1]] * group.world_size
         packed = all_gather(with_lse(out, lse), group, dim=1, sizes=sizes)
@@ -144,6 +145,7 @@ def _by_kernel(
     scale: float,
     group: Group,
     window: int | None,
+    told: tuple[Hashable, ...],
 ) -> Sequence[torch.Tensor]:
     """out (B, H, T, D) and lse (B, H, T)."""
     from weft.kernels.flash import decode_kernel as kernel
@@ -155,7 +157,7 @@ def _by_kernel(
 
     operands = q, cache.k, cache.v, cache.table, lengths
     of = cache.block, cache.rank, cache.world_size
-    with ws.call("flash_decode"):
+    with ws.call("flash_decode", told):
         key = "flash_decode", scale, window, of, layouts_of(operands)
         return ws.repeat(key, operands, launched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -152,15 +153,21 @@ def with_lse(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 @profiled("flash_decode, merge")
 def merge_ranks(
-    out: torch.Tensor, lse: torch.Tensor, group: Group, by_process_group: bool
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: Group,
+    by_process_group: bool,
+    told: tuple[Hashable, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' partial results, merged in rank order."""
+    """All ranks' partial results, merged in rank order. `told`: as in `exchange`."""
     packed = with_lse(out, lse)
     if by_process_group:
         every = all_gather(packed.unsqueeze(0), group, sizes=[1] * group.world_size)
     else:
         nbytes = packed.numel() * packed.element_size()
-        with exchange(group, nbytes, "flash_decode", packed.device, channel="decode") as ex:
+        with exchange(
+            group, nbytes, "flash_decode", packed.device, channel="decode", told=told
+        ) as ex:  # fmt: skip
             ex.local(tuple(packed.shape), packed.dtype).copy_(packed)
             ex.signal_all()
             ex.wait_all()

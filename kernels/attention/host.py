@@ -222,7 +222,9 @@ def host_forward(
     geometry, rank = call.geometry, call.group.rank
     partial = PartialAttention(q, geometry.sees, call.scale)
     nbytes = _shown_bytes(k, geometry, k.dtype)
-    with exchange(call.group, nbytes, "ring_attention", q.device, channel="ring keys") as ex:
+    with exchange(
+        call.group, nbytes, "ring_attention", q.device, channel="ring keys", told=call.told
+    ) as ex:  # fmt: skip
         _publish_keys(ex, k, v)
         partial.add(k, v, rectangles_between(geometry, rank, rank))
         for peer in ex.peers():
@@ -239,7 +241,8 @@ def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     grad = AttentionGrad(saved, geometry.sees, call.scale)
     dk, dv = (Total(torch.empty(k.shape, dtype=wide, device=k.device)) for _ in range(2))
     nbytes = _shown_bytes(k, geometry, k.dtype)
-    with exchange(group, nbytes, op, q.device, channel="ring keys") as keys:
+    told = call.told
+    with exchange(group, nbytes, op, q.device, channel="ring keys", told=told) as keys:
         _publish_keys(keys, k, v)
         grad.add(k, v, rectangles_between(geometry, rank, rank), dk, dv)
         nbytes = _shown_bytes(k, geometry, wide)
@@ -247,7 +250,9 @@ def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
             if not any(rectangles_between(geometry, r, (r + step) % W) for r in range(W)):
                 continue
             owner, source = (rank + step) % W, (rank - step) % W
-            with exchange(group, nbytes, op, q.device, channel="ring gradients") as ex:
+            with exchange(
+                group, nbytes, op, q.device, channel="ring gradients", told=told
+            ) as ex:  # fmt: skip
                 if seen := rectangles_between(geometry, rank, owner):
                     parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
                     grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)

@@ -15,7 +15,8 @@ import torch
 from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import agree, note_call
+from weft.collectives.memory.exchange import agree, check_call
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
 from weft.kernels.flash.geometry import (
@@ -60,6 +61,7 @@ class AttentionPlan:
     geometry: Geometry
     scale: float
     engine: RunnableEngine
+    told: tuple[Hashable, ...]
 
     def key(self, *operands: torch.Tensor | None) -> Hashable:
         """All that the launches go by for such operands: see `Workspace.repeat`."""
@@ -86,11 +88,12 @@ def plan_attention(
     documents = _documents(cu_seqlens)
     B, H, D = q.shape[0], q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    call = (
-        f"{op} of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
-        f"{after=}, {scale=}, {layout}, {documents=}"
-    )
-    q_sizes, k_sizes = _sizes(q, k, group, call, sizes, key_sizes)
+    told: tuple[Hashable, ...] = (
+        q.dtype, ("q", (B, H, "*", D)), ("k", (B, k.shape[1], "*", D)), layout, ("scale", scale),
+        ("before", before), ("after", after), ("documents", documents),
+    )  # fmt: skip
+    q_sizes, k_sizes = _sizes(q, k, group, op, told, sizes, key_sizes)
+    told = *told, ("sizes", q_sizes), ("key_sizes", k_sizes)
     total = sum(k_sizes)
     if documents is not None and not sum(q_sizes) == total == documents[-1]:
         raise ValueError(
@@ -116,7 +119,7 @@ def plan_attention(
         host_refusal=_host_refusal(q, scale),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
     )
-    return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device))
+    return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device), told)
 
 
 def _host_refusal(q: torch.Tensor, scale: float) -> str:
@@ -175,19 +178,26 @@ def _sizes(
     q: torch.Tensor,
     k: torch.Tensor,
     group: Group,
-    call: str,
+    op: str,
+    told: tuple[Hashable, ...],
     sizes: Sequence[int] | None,
     key_sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of q and of k of every rank: those given, after a check, or exchanged."""
-    note_call(group, call, *(() if sizes is None else (f"{sizes=}", f"{key_sizes=}")))
+
+    def call() -> str:
+        given = () if sizes is None else (f"{sizes=}", f"{key_sizes=}")
+        return call_of(op, (*told, *given)).text.decode()
+
+    check_call(group, call)
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
         if group.why:
-            told = group.gather_objects(mine, call)
+            pairs = group.gather_objects(mine, call())
         else:
-            told = [divmod(n, 1 << 31) for n in agree(group, call, (mine[0] << 31) + mine[1])]
-        return tuple(n for n, _ in told), tuple(m for _, m in told)
+            both = agree(group, op, (mine[0] << 31) + mine[1], told)
+            pairs = [divmod(n, 1 << 31) for n in both]
+        return tuple(n for n, _ in pairs), tuple(m for _, m in pairs)
     if sizes is None:
         raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")
     lengths = [tuple(sizes), tuple(sizes if key_sizes is None else key_sizes)]

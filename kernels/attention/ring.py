@@ -178,7 +178,7 @@ def _triton_forward(
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
 
-    with ws.call("ring_attention"):
+    with ws.call("ring_attention", call.told):
         out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
     return out, lse
 
@@ -191,7 +191,7 @@ def _triton_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
 
-    with ws.call("ring_attention backward"):
+    with ws.call("ring_attention backward", call.told):
         dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
     return dq, dk, dv
 

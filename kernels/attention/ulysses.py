@@ -138,7 +138,7 @@ def _head_forward(
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
 
-    with ws.call(OP):
+    with ws.call(OP, call.told):
         out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
     return out, lse
 
@@ -152,7 +152,7 @@ def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
 
-    with ws.call(f"{OP} backward"):
+    with ws.call(f"{OP} backward", call.told):
         dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
     return dq, dk, dv
 

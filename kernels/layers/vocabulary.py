@@ -201,7 +201,8 @@ def vocab_parallel_cross_entropy(
         sizes = None  # the graph itself learns them
     else:
         group = resolve(group)
-        sizes = known_sizes(logits, group, logits.ndim - 1, sizes, "cross entropy")
+        told = ("ignored", ignore_index), ("smoothing", label_smoothing), reduction
+        sizes = known_sizes(logits, group, logits.ndim - 1, sizes, "cross entropy", *told)
         if target.device.type == "cpu":
             _check_targets(target, sum(sizes), ignore_index)
     loss, counted = row_losses(logits, target, group, ignore_index, label_smoothing, sizes)

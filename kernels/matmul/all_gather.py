@@ -158,7 +158,11 @@ def all_gather_matmul(
         rows = [length * batch.numel() for length in lengths]
         if scaling:
             scaling = replace(scaling, rows=scaling.rows.movedim(gather_dim, 0).flatten()[:, None])
-        call = GatherCall(group, engine, 0, rows, return_gathered, saves, activation, scaling)
+        told = (
+            x.dtype, ("x", (*x.shape[:gather_dim], "*", *x.shape[gather_dim + 1 :])),
+            ("dim", gather_dim), ("sizes", tuple(lengths)),
+        )  # fmt: skip
+        call = GatherCall(group, engine, 0, rows, return_gathered, saves, activation, scaling, told)
         results = _AllGatherMatmul.apply(call, as_rows(front), *weights, *biases)
         whole = [r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) for r in results]
         ys, gathered = whole[: len(whole) - call.keep], whole[-1]
@@ -240,7 +244,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if fused:
             dys = [dy.contiguous() for dy in epilogues.gradients(dys, kept, call.activation)]
         given = GatherGradient(
-            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered
+            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
         )
         if torch.is_grad_enabled() and call.activation is not None:
             refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")

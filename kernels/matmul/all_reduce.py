@@ -114,7 +114,7 @@ def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     M, N, wire = x.shape[0], w.shape[1], sum_dtype(x)
     op, nbytes = OP.name, M * N * wire.itemsize
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
-    with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host scatter", told=call.told) as ex:
         shown = ex.local((M, N), wire)
         if scaling:
             shown.copy_(scaled_partial(x, w, scaling))
@@ -133,7 +133,7 @@ def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
         )  # fmt: skip
         ex.result(part)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    with exchange(group, nbytes, op, x.device, channel="host scatter") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host scatter", told=call.told) as ex:
         ex.local(tuple(part.shape), dtype).copy_(part)
         ex.signal_all()
         y[own] = part
@@ -159,7 +159,7 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
         )
         return [y]
 
-    with ws.call(OP.name):
+    with ws.call(OP.name, call.told):
         (y,) = ws.repeat(plan, [*given, *call.scales], launched)
     return y
 

@@ -21,7 +21,7 @@ deadlocks, covers this kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -222,6 +222,7 @@ def launch_all_gather_contract(
 
 def contracted(
     op: str,
+    told: tuple[Hashable, ...],
     x: torch.Tensor,
     w: torch.Tensor,
     ws: Workspace,
@@ -232,6 +233,9 @@ def contracted(
 ) -> torch.Tensor:
     """`launch_all_gather_contract` into `out` as a call of `op`, or its launches of before.
 
+    Args:
+        told: as in `Workspace.call`.
+
     Returns:
         the gathered matrix.
     """
@@ -240,7 +244,7 @@ def contracted(
         return [launch_all_gather_contract(x, w, ws, sizes, out=out, with_own=with_own)[0]]
 
     operands = x, w, out
-    with ws.call(op):
+    with ws.call(op, told):
         key = op, *sizes, with_own, layouts_of(operands)
         (gathered,) = ws.repeat(key, operands, launched)
     return gathered

@@ -12,7 +12,7 @@ Each op's file holds its spec, a `FusedSum`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from torch._C._autograd import _profiler_enabled
 from weft import settings
 from weft.collectives import Group, all_gather, cost, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import note_call
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced, kept_by_group
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine.autocast import outside_autocast
@@ -82,6 +83,7 @@ class SumCall(NamedTuple):
     average: bool
     scaling: Scaling | None
     dtype: torch.dtype  # of the result
+    told: tuple[Hashable, ...]  # what must be the same on every rank
 
     @property
     def scale(self) -> float:
@@ -198,7 +200,8 @@ class FusedSum:
             return traced if residual is None else traced + residual
         group = resolve(group)
         operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))
-        note_call(group, self.name, reduce_op, x.dtype, *operands, ("dim", dim))
+        told = reduce_op, x.dtype, *operands, ("dim", dim)
+        check_call(group, lambda: call_of(self.name, told).text.decode())
         scales_given = scaling.tensors if scaling else []
         key = (
             self.name, group, dim, reduce_op, dtype, settings.current_engine(),
@@ -231,7 +234,7 @@ class FusedSum:
         flat = x if x.ndim == 2 and not dim else matrix(x)
         residual = None if residual is None else matrix(residual)
         scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
-        call = SumCall(self, group, plan, reduce_op == "avg", scaling, dtype)
+        call = SumCall(self, group, plan, reduce_op == "avg", scaling, dtype, told)
         given = Operands(flat, w, bias, residual)
         made: torch.Tensor
         if _profiler_enabled() or needs_gradient(given):

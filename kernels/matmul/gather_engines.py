@@ -18,7 +18,7 @@ along the gathered dim first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -55,6 +55,7 @@ class GatherCall(NamedTuple):
     saves: bool  # whether it is kept for the gradients
     activation: Activation | None
     scaling: Scaling | None
+    told: tuple[Hashable, ...] = ()  # what must be the same on every rank
 
     @property
     def keep(self) -> bool:
@@ -86,6 +87,7 @@ class GatherGradient(NamedTuple):
     needs_x: bool
     needs_w: Sequence[bool]
     gathered: torch.Tensor | None = None
+    told: tuple[Hashable, ...] = ()
 
 
 # For x, and for every weight; None where it is not needed.
@@ -143,7 +145,7 @@ def _host_forward(
     if scaling is not None:
         scaling = replace(scaling, rows=all_gather(scaling.rows, group, sizes=rows))
     gathered = None
-    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host gather", told=call.told) as ex:
         shards.publish(ex, x, rows)
         if keep or scaling is not None or not shards.rows_in_place(x, weights, rows):
             gathered = shards.gather_shards(ex, x, rows)
@@ -163,20 +165,22 @@ def _host_forward(
 
 
 def _host_backward(given: GatherGradient) -> GatherGradients:
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     with ExitStack() as stack:
         if any(needs_w):
+            nbytes = shards.gather_bytes(x, rows)
             gather = stack.enter_context(
-                exchange(group, shards.gather_bytes(x, rows), op, x.device, channel="host gather")
+                exchange(group, nbytes, op, x.device, channel="host gather", told=told)
             )
             shards.publish(gather, x, rows)
         if needs_x:
+            nbytes = M * K * wire.itemsize
             scatter = stack.enter_context(
-                exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
+                exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
             )
             plus = dgathered
             for dy, w in zip(dys[1:], weights[1:], strict=True):
@@ -236,7 +240,7 @@ def _triton_forward(
 
     operands = [x, *weights, *biases, *(() if scaling is None else scaling.tensors)]
     key = "all_gather_matmul", *rows, call.activation, keep, keep_sums, config
-    with ws.call("all_gather_matmul"):
+    with ws.call("all_gather_matmul", call.told):
         made = [*ws.repeat((key, layouts_of(operands)), operands, launched)]
     count = 1 if call.activation == "swiglu" else len(weights)
     sums = made[count : count + len(weights)] if keep_sums else []
@@ -257,7 +261,7 @@ def gather_workspace(
 def _triton_backward(given: GatherGradient) -> GatherGradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
@@ -268,7 +272,7 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
             return [reduce_scatter_kernel.launch_matmul_reduce_scatter(dys, transposed, ws, rows)]
 
         operands = [*dys, *weights]
-        with ws.call(op):
+        with ws.call(op, told):
             (dx,) = ws.repeat((op, *rows, layouts_of(operands)), operands, summed)
         if dgathered is not None:
             dx += reduce_scatter(dgathered, group, sizes=rows)
@@ -279,8 +283,9 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
             gathered = contract_kernel.contracted(
-                op, x, dy, gather_workspace(x, group, rows), rows, dw, with_own=sum(needs_w) > 1
-            )
+                op, told, x, dy, gather_workspace(x, group, rows), rows, dw,
+                with_own=sum(needs_w) > 1,
+            )  # fmt: skip
         else:
             mm(gathered.t(), dy, out=dw)
     return dx, dws
@@ -293,7 +298,7 @@ def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
         given: x and its gradients may have more dims here; a dy that is None stands for 0.
         dim: along which x is gathered; `given.rows` are the lengths.
     """
-    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered = given
+    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered, _ = given
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if gathered is None and any(needs_w):
         gathered = all_gather(x, group, dim=dim, sizes=sizes)

@@ -20,7 +20,7 @@ The triton engine is in `reduce_scatter_kernel`; its backward uses the kernels o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,6 +109,7 @@ class ScatterGradient(NamedTuple):
     rows: list[int]
     average: bool
     needs: Sequence[bool]  # of x, w and bias
+    told: tuple[Hashable, ...] = ()  # as in `Call`
 
     @property
     def divisor(self) -> int:
@@ -124,7 +125,9 @@ def _gradients(
     call: SumCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
     record_backward(OP.name, call.engine, call.group, "all_gather")
-    given = ScatterGradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
+    given = ScatterGradient(
+        x, w, dy.contiguous(), call.group, call.rows, call.average, needs, call.told
+    )
     if torch.is_grad_enabled():
         return _differentiable_backward(given)
     return run_backward(call.engine, given)
@@ -138,7 +141,9 @@ def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
 def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, rows, nbytes = call.group, call.rows, x.shape[0] * w.shape[1] * sum_dtype(x).itemsize
-    with exchange(group, nbytes, OP.name, x.device, channel="host scatter") as ex:
+    with exchange(
+        group, nbytes, OP.name, x.device, channel="host scatter", told=call.told
+    ) as ex:  # fmt: skip
         own, overwrite = shards.publish_product(ex, x, w, rows, scaling=call.scaling)
         y = shards.reduce_rows(
             ex, own, offsets(rows)[group.rank], call.dtype, average=call.average, bias=bias,
@@ -148,7 +153,7 @@ def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
 
 
 def _host_backward(given: ScatterGradient) -> Gradients:
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
     dx = None
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
@@ -160,7 +165,7 @@ def _host_backward(given: ScatterGradient) -> Gradients:
     in_place = in_place and not (needs_w and partials_cost(own))
     grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
     op = "matmul_reduce_scatter backward"
-    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+    with exchange(group, nbytes, op, x.device, channel="host gather", told=told) as ex:
         shards.publish(ex, own, rows)
         for start, chunk in shards.row_chunks(ex, own, rows, in_place=in_place):
             stop = start + len(chunk)
@@ -197,7 +202,7 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
         )  # fmt: skip
         return [y]
 
-    with ws.call(OP.name):
+    with ws.call(OP.name, call.told):
         (y,) = ws.repeat(plan, [*given, *call.scales], launched)
     return y
 
@@ -205,7 +210,7 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
 def _triton_backward(given: ScatterGradient) -> Gradients:
     from weft.kernels.matmul import all_gather_launch, contract_kernel
 
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
     divisor = given.divisor
@@ -225,14 +230,14 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
             )
             return made.ys if made.matrix is None else [*made.ys, made.matrix]
 
-        with ws.call(op):
+        with ws.call(op, told):
             key = op, *rows, whole, config, layouts_of((own, w))
             dx, *gathered = ws.repeat(key, (own, w), launched)
         if dw is not None:
             mm(x.t(), gathered[0], out=dw)
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        contract_kernel.contracted(op, own, x, ws, rows, dw.t())
+        contract_kernel.contracted(op, told, own, x, ws, rows, dw.t())
     if needs_b:
         db = gathered[0].sum(0, dtype=torch.float32)
         db = (db * divisor).to(w.dtype)
@@ -241,7 +246,7 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
 
 def _differentiable_backward(given: ScatterGradient) -> Gradients:
     """The same by ops that are differentiable themselves."""
-    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), _ = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
     dx = matmul(whole, w.t()) if needs_x else None
     dw = matmul(x.t(), whole) if needs_w else None

@@ -17,17 +17,18 @@ the residual and, gathered, that of every rank's x.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import note_call
+from weft.collectives.memory.exchange import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, choose, is_supported
@@ -93,11 +94,12 @@ def reduce_scatter_rms_norm_all_gather(
         return made
     group = resolve(group)
     given = ("weight", weight is not None), ("residual", residual is not None)
-    note_call(group, _OP, x.dtype, x.shape, ("dim", dim), ("eps", eps), *given)
+    told = x.dtype, x.shape, ("dim", dim), ("eps", eps), *given
+    check_call(group, lambda: call_of(_OP, told).text.decode())
     sizes = chunk_sizes(x.shape[dim], group.world_size)
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
-    call = NormCall(group, sizes, eps, dim)
+    call = NormCall(group, sizes, eps, dim, told)
     made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
     return made
 
@@ -155,6 +157,7 @@ class NormCall(NamedTuple):
     sizes: list[int]
     eps: float
     dim: int
+    told: tuple[Hashable, ...] = ()
 
     def gradients(
         self,
@@ -214,7 +217,9 @@ class _ReduceNormGather(torch.autograd.Function):
 def _forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    h = reduce_scatter(x, call.group, dim=call.dim)
+    front, group = x.movedim(call.dim, 0), resolve(call.group)
+    h = movement.scatter(front, group, call.sizes, "sum", dim=call.dim, told=(_OP, *call.told))
+    h = h.movedim(0, call.dim)
     if residual is not None:
         h += residual
     wide = _wide(h)
@@ -242,7 +247,7 @@ def _kernel_forward(
         )
 
     operands = rows, weight, kept
-    with ws.call(_OP):
+    with ws.call(_OP, call.told):
         y, h = ws.repeat((_OP, share, call.eps, layouts_of(operands)), operands, launched)
     h = h.view(call.sizes[group.rank], *between, H)
     return y.view(front.shape).movedim(0, call.dim), h.movedim(0, call.dim)

@@ -103,7 +103,7 @@ def main(script: str, chip_name: str) -> int:
         found.setdefault(key, launch)
         ranks.setdefault(key, []).append(each.rank)
     # Ranks whose constants differ usually need the same resources, and then share a line.
-    alike: dict[str, tuple[aot.Report, list[int]]] = {}
+    alike: dict[str, tuple[aot.KernelReport, list[int]]] = {}
     for key, launch in found.items():
         tensors = [v for v in launch.arguments.values() if isinstance(v, torch.Tensor)]
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)

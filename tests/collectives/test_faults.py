@@ -148,6 +148,41 @@ def set_up_body(timeout_s: float) -> Any:
     return seconds, caught.value.peer
 
 
+def settings_body(name: str, value: str) -> None:
+    if dist.get_rank() == 1:
+        os.environ[name] = value
+    with pytest.raises(weft.MismatchError, match=f"{name} .* not set on rank 0 and {value} on"):
+        weft.collectives.all_reduce(torch.ones(3))
+    os.environ.pop(name, None)
+    assert weft.collectives.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("WEFT_ENGINE", "generic"), ("WEFT_CHECK", "1")])
+def test_settings_that_must_agree_are_told_by_name(own_ranks: Any, name: str, value: str) -> None:
+    own_ranks(2).run(settings_body, name, value, timeout_s=60)
+
+
+def away_body(engine: Any) -> str:
+    """Rank 1 is away, whatever the engine; it may come from another one, too."""
+    x = torch.ones(5)
+    with weft.engine(engine):
+        weft.collectives.all_reduce(x)
+    os.environ["WEFT_TIMEOUT_S"] = "1"
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    start = time.monotonic()
+    with weft.engine(engine), pytest.raises(weft.PeerTimeout, match=r"waited .* for rank 1"):
+        weft.collectives.all_reduce(x)
+    assert time.monotonic() - start < 3
+    return "told"
+
+
+@pytest.mark.parametrize("engine", ["generic", "host", "triton"])
+def test_one_bound_for_every_engine(own_ranks: Any, engine: str) -> None:
+    assert own_ranks(2).run(away_body, engine, timeout_s=60) == ["told", ""]
+
+
 def test_a_rank_that_misses_the_first_call_of_a_group(own_ranks: Any) -> None:
     """The set-up of a group is bounded as all waits are, and can be had again."""
     for rank, (seconds, peer) in enumerate(own_ranks(2).run(set_up_body, 1.0, timeout_s=60)):

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives.ranks import flight
+from weft.collectives.ranks import flight, waits
 from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SOON_S = 20  # on a busy machine; the bound on waits is set far beyond it
@@ -178,6 +179,46 @@ def test_groups_and_processes_do_not_mix() -> None:
             calls.begin(flight.call_of(letter, ()))
     assert re.findall(r"rank 0: (\w)", one.history()) == ["a", "b", "d"]
     assert re.findall(r"rank 0: (\w)", other.history()) == ["c"]
+
+
+class Ring:
+    """Of a process that waits for another, as `waits` reads it; the last state stays."""
+
+    def __init__(self, *states: tuple[int, ...]) -> None:
+        self.states = list(states)
+
+    def head(self) -> tuple[int, ...]:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+
+MS = 1_000_000
+OF_1 = (5, 1, 102, 0, 0, 1000 * MS, 1100 * MS, 0)  # waits for 102 since 1000, looked at 1100
+OF_2 = (7, 1, 101, 0, 0, 1050 * MS, 1150 * MS, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "certain"),
+    [
+        ([OF_1], [OF_2], True),
+        ([OF_1], [(7, 0, *OF_2[2:])], False),  # does not wait
+        ([OF_1], [(*OF_2[:2], 103, *OF_2[3:])], False),  # waits for a process that is not known
+        ([(*OF_1[:6], 1055 * MS, 0)], [OF_2], False),  # a signal of just before may be on its way
+        ([OF_1], [(*OF_2[:7], 1)], False),  # threads of it may go on
+        ([OF_1], [OF_2, OF_2, (7, 2, *OF_2[2:])], False),  # another wait by now
+        ([OF_1], [OF_2, (7, 2, *OF_2[2:])], False),  # while it was read
+    ],
+)
+def test_a_circle_is_certain(first: Any, second: Any, certain: bool) -> None:
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def alive(self) -> bool:
+            return True
+
+    known = {101: (Process(101), Ring(*first)), 102: (Process(102), Ring(*second))}
+    with patch.object(waits, "_known", known):
+        assert list(waits._circle(101)) == ([101, 102] if certain else [])
 
 
 @pytest.mark.ranks(2)
