@@ -71,7 +71,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Table:
+class BoxTable:
     """Boxes as the kernel reads them. Made by `table_of`.
 
     Attributes:
@@ -137,7 +137,7 @@ def table_of(
     op: str | None = None,
     divisor: int = 1,
     align: int = 16,
-) -> Table:
+) -> BoxTable:
     """What `rank` is to take, made once for all calls with the same layouts.
 
     Args:
@@ -174,7 +174,7 @@ def table_of(
             row += [extent, target // word, source // word]
         rows.append([*row, inner // word, 1, 1])
         holders += box.holders
-    return Table(
+    return BoxTable(
         persistent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
         persistent(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
         sum(box.holders == (rank,) for box in boxes),
@@ -312,7 +312,7 @@ def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def launch_pull(
-    x: torch.Tensor, out: torch.Tensor, ws: Workspace, table: Table, *, publish: bool
+    x: torch.Tensor, out: torch.Tensor, ws: Workspace, table: BoxTable, *, publish: bool
 ) -> None:
     """Enqueue one pull. Every rank of the group must, with its own table.
 

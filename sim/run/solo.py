@@ -106,7 +106,7 @@ class _Buffer:
 
 
 class SoloTeam:
-    """All ranks, as `weft.collectives.ranks.group.Ranks`: whichever asks, peers say the same."""
+    """All ranks, as `collectives.ranks.group.VirtualRanks`: whichever asks, peers say the same."""
 
     chip, sharing = "", 1
     rates: Machine | None = None

@@ -1,6 +1,6 @@
 """Ranks that make calls together: the virtual world, or a group of it.
 
-It implements `weft.collectives.ranks.group.Ranks`: values gathered from all members, symmetric
+It implements `collectives.ranks.group.VirtualRanks`: values gathered from all members, symmetric
 memory, host-side signals; and the messages of a process group.
 """
 
