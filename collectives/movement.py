@@ -30,7 +30,7 @@ from weft.collectives.memory.exchange import Exchange, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
-from weft.collectives.ranks.flight import Call, call_of
+from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
 from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
@@ -432,7 +432,11 @@ def _moved(
         out.copy_(x)
     else:
         noted = group.calls.begin(call)
-        move(out, x, group, call, *args)
+        try:
+            move(out, x, group, call, *args)
+        except BaseException:
+            group.calls.end(noted, failed=True)
+            raise
         group.calls.end(noted)
     if given is None:
         return out
@@ -467,6 +471,8 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, engine: str) -> Wa
         way, why = _kernel_or_not(op, group, x, nbytes, asked=engine == "triton")
     else:
         way, why = "host", "through symmetric memory"
+    if way == "generic":  # the others tell more: see `Exchange`, `Workspace.call`
+        group.calls.runs(GENERIC)
     if settings.tracing():
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
         settings.record(op, way, why, shapes)

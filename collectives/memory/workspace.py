@@ -24,7 +24,7 @@ from weft.collectives.memory.symmetric import (
     open_buffers,
 )
 from weft.collectives.ranks import pad, reports
-from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.flight import TRITON, call_of
 from weft.collectives.ranks.group import (
     Group,
     GroupLike,
@@ -70,6 +70,13 @@ class Workspace:
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
+    def stream(self) -> int:
+        """The current stream, as CUDA names it; 0 on the host."""
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    @property
     def timeout_ns(self) -> int:
         """How long a kernel polls a signal before it gives up."""
         from weft.collectives.device import signals
@@ -106,6 +113,7 @@ class Workspace:
         self.check(op)
         calls = self.group.calls
         noted = -1 if told is None else calls.begin(call_of(op, told, self.name))
+        calls.runs(TRITON, stream=self.stream)
         if self._failed:
             from weft.collectives.memory.exchange import agree
 
@@ -118,6 +126,7 @@ class Workspace:
         except Exception:
             if self._on_host or not torch.cuda.is_current_stream_capturing():
                 self._failed = op
+            calls.end(noted, failed=True)
             raise
         except (
             BaseException
@@ -126,6 +135,7 @@ class Workspace:
                 self.waiter.break_off()
             elif not self._on_host and not torch.cuda.is_current_stream_capturing():
                 self.break_off()
+            calls.end(noted, failed=True)
             raise
         self.launched(op)
         calls.end(noted)

@@ -494,13 +494,15 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     processes: list[Process] = unknown_yet.gather_objects(Process.here(), "where ranks run")
     # Every rank has come here equally often, also where names are used again or caches cleared.
     _described[pg.group_name] += 1
-    name = f"{ranks} {pg.group_name} {_described[pg.group_name]}"
+    first = processes[0]  # no other run, whose calls may be kept in the same folder, begins with it
+    name = f"{ranks} {pg.group_name} {_described[pg.group_name]} {first.pid} {first.start_time}"
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
     readers = {r: flight.Reader.of(each.pid, each.calls_fd) for r, each in enumerate(processes)}
     own = flight.recorder()
     calls = flight.Calls(name, {r: each for r, each in readers.items() if each}, own)
+    own.joined(calls.group, ranks, rank)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
