@@ -23,7 +23,7 @@ from weft.collectives.memory.symmetric import (
     device_for,
     open_buffers,
 )
-from weft.collectives.ranks import pad, reports
+from weft.collectives.ranks import caches, pad, reports
 from weft.collectives.ranks.flight import TRITON, call_of
 from weft.collectives.ranks.group import (
     Group,
@@ -338,7 +338,8 @@ def check_peers() -> None:
 
 
 def close() -> None:
-    """Free all workspaces and symmetric buffers of this process.
+    """Free all workspaces and symmetric buffers of this process, and all that it keeps for later
+    calls: see `caches`.
 
     Call it on every rank while no call is in flight, before `destroy_process_group`. Later calls
     make new workspaces. It is not needed at exit: nothing outlives the processes.
@@ -352,6 +353,7 @@ def close() -> None:
         kept.clear()
     for forget_mesh in forget_meshes:
         forget_mesh()
+    caches.forget()
     close_buffers()
     reports.forget()
 

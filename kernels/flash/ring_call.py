@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.memory.symmetric import persistent
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import offsets
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
@@ -128,6 +129,9 @@ _kept: dict[tuple[Geometry, int, torch.device, bool], _Tables] = {}
 
 
 _MOST_BYTES = 128 << 20
+caches.register(
+    f"{__name__}._kept", _kept, _MOST_BYTES, lambda: sum(map(_nbytes, list(_kept.values())))
+)
 
 
 def tables(
