@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-fast test-all test-oldest test-newest opinfo sweeps lint format bench docs gpu clean
+.PHONY: help demo test test-fast test-all test-oldest test-newest opinfo sweeps faults lint format bench docs gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -72,6 +72,9 @@ gpu:  ## proofs and figures on GPUs, in slices: ARGS="--minutes 9 --out DIR", th
 
 sweeps: .venv/.installed  ## docs/sweeps.md: 2,000 interleavings of every kernel (an hour; goes on where it was)
 	$(BIN)/python tests/sweeps.py --page docs/sweeps.md
+
+faults: .venv/.installed  ## docs/reliability.md: ranks killed and stopped, disks full, bits flipped, .. (15 minutes)
+	$(BIN)/python tests/faults/campaign.py --page docs/reliability.md $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

@@ -35,6 +35,7 @@ from weft.collectives.collective_ops import (
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.symmetric import SymmetricBuffer, empty, wait_seconds
 from weft.collectives.memory.workspace import Workspace, check_peers, close, workspace
+from weft.collectives.ranks.caches import caches
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import Group, ranks_group, resolve, spanning_group
 
@@ -49,6 +50,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "caches",
     "check_peers",
     "chunk_sizes",
     "close",

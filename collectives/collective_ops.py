@@ -21,7 +21,7 @@ from weft.collectives.movement import ReduceOp
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import Group, GroupLike, group_name, is_call_traced, resolve
 from weft.collectives.ranks.reports import check_all
-from weft.errors import MismatchError
+from weft.errors import MismatchError, PeerTimeout
 
 
 def all_gather(
@@ -397,7 +397,7 @@ def barrier(group: GroupLike = None) -> None:
     """Wait until every rank of the group is here.
 
     Raises:
-        PeerTimeout: one did not come.
+        PeerTimeout: ranks did not come; `absent` are all of them.
     """
     if torch.compiler.is_compiling():
         torch.ops.weft.barrier(group_name(group))
@@ -407,8 +407,12 @@ def barrier(group: GroupLike = None) -> None:
     if group.why:
         dist.barrier(group.pg)
     elif group.world_size > 1:
-        with exchange(group, 0, "barrier") as ex:
-            ex.signal_all()
+        waits = exchange(group, 0, "barrier")
+        try:
+            with waits as ex:
+                ex.signal_all()
+        except PeerTimeout as error:
+            raise error.of(waits.absent()) from None
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:

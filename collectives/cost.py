@@ -238,7 +238,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
     for folder in _folders():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             kept: Any = json.loads((folder / name).read_text())
             if isinstance(kept, dict) and kept.keys() == set(fields) and _are_rates(kept):
                 return kept

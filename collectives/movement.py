@@ -31,7 +31,7 @@ from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
-from weft.collectives.ranks.flight import Call, call_of
+from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
 from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
@@ -434,7 +434,11 @@ def _moved(
         out.copy_(x)
     else:
         noted = group.calls.begin(call)
-        move(out, x, group, call, *args)
+        try:
+            move(out, x, group, call, *args)
+        except BaseException:
+            group.calls.end(noted, failed=True)
+            raise
         group.calls.end(noted)
     if given is None:
         return out
@@ -478,6 +482,8 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way
         settings.record(op, way, why, shapes)
     if way == "generic" and not (group.why or group.virtual or group.on_gpus(x.device)):
         agree(group, op, 0, call=call)
+    if way == "generic":  # the others tell more: see `Exchange`, `Workspace.call`
+        group.calls.runs(GENERIC)
     return way
 
 

@@ -15,7 +15,7 @@ FAST = {
     "collectives": ["test_collectives.py::test_misuse_is_an_error_on_every_rank"],
     "collectives/ranks": [
         "test_collectives.py::test_chunk_sizes_are_those_of_torch",
-        "test_mismatches.py::test_the_ring_holds_the_last_calls_only",
+        "test_flight.py::test_the_ring_holds_the_last_calls_only",
     ],
     "collectives/device": ["test_signals.py"],
     "collectives/memory": ["test_workspace.py"],

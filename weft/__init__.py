@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft import dtensor as dtensor
     from weft import kernels as kernels
     from weft import sim as sim
+    from weft.collectives import caches as caches
     from weft.collectives import close as close
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
@@ -71,6 +72,7 @@ _HOME = {
     "vocab_parallel_cross_entropy": "weft.kernels",
     "engine": "weft.settings",
     "explain": "weft.settings",
+    "caches": "weft.collectives",
     "close": "weft.collectives",
     "WeftError": "weft.errors",
     "PeerTimeout": "weft.errors",

@@ -5,10 +5,12 @@ The demo and the benchmarks start their ranks with it; training scripts are star
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -198,6 +200,7 @@ def _rank_main(
         if rank == 0:
             send("progress", value)
 
+    _end_with_parent()
     with open(_stack_file(Path(folder), rank), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -220,6 +223,18 @@ def _rank_main(
             os._exit(1)  # no destructors: they would wait for peers that may be gone
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
+
+
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this rank when its launcher ends, however it does."""
+    parent = mp.parent_process()
+    if sys.platform == "linux" and parent is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent.pid:  # it has ended before that
+            os._exit(1)
 
 
 def _end_group() -> None:

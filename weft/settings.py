@@ -10,6 +10,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_SMS         SMs (CUs) of a GPU that kernels count on; the rest is left to others (all)
     WEFT_CACHE_DIR   the one folder of what is measured on this machine (~/.cache/weft)
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
+    WEFT_FLIGHT_DIR  folder of every process's last calls, and of stacks on SIGUSR1 (in memory)
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ VARIABLES = (
     "WEFT_SMS",
     "WEFT_CACHE_DIR",
     "WEFT_TUNED",
+    "WEFT_FLIGHT_DIR",
 )
 
 # Those that decide how ranks meet: one that differs would have them wait for each other in vain.
@@ -162,6 +164,12 @@ def cache_dir_is_set() -> bool:
 def tuned() -> str:
     """The folder of tuned tables; empty for that of the kernels."""
     return _variable("WEFT_TUNED", "")
+
+
+def flight_dir() -> Path | None:
+    """Where a process keeps its last calls; None for memory alone."""
+    text = _variable("WEFT_FLIGHT_DIR", "")
+    return Path(text).expanduser() if text else None
 
 
 def _valid(name: str, told_by: str = "engine") -> Engine:

@@ -1,7 +1,8 @@
 """`weft doctor`: what this machine has, how weft can use it, and what is missing.
 
 The exit status is 0 if fused ops can run on two or more ranks of this machine, through symmetric
-memory and with right results; 1 if they cannot.
+memory and with right results; 1 if they cannot. With --flight it tells instead what the ranks of
+a run have called last; 2 if that cannot be read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -55,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
     )
+    parser.add_argument(
+        "--flight", type=Path, metavar="DIR",
+        help="the last calls of all ranks side by side: DIR is their $WEFT_FLIGHT_DIR",
+    )  # fmt: skip
     args = parser.parse_args(argv)
+    if args.flight is not None:
+        return _flight(args.flight)
     bad, lacking = 0, False
     for title, findings in sections(args.ranks):
         print(title)
@@ -71,6 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("all that weft needs is here: try `weft demo`, or `weft bench ops --quick`")
     return int(bad > 0)
+
+
+def _flight(folder: Path) -> int:
+    from weft.bench.commands import flight
+    from weft.dtensor.checkpoint.metadata import printable
+
+    try:
+        for line in list(flight.lines(folder)):
+            print(line)
+    except ValueError as error:
+        print(f"weft doctor: {printable(str(error))}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def sections(ranks: int) -> list[tuple[str, list[Finding]]]:

@@ -24,7 +24,7 @@ import torch
 from weft import settings
 from weft.collectives.memory.workspace import Workspace, workspace
 from weft.collectives.ranks import pad, waits
-from weft.collectives.ranks.flight import Call, call_of
+from weft.collectives.ranks.flight import HOST, Call, call_of
 from weft.collectives.ranks.group import Group, GroupLike, resolve
 from weft.errors import MismatchError, PeerTimeout, WeftError
 
@@ -42,30 +42,41 @@ class Exchange:
 
     def __init__(self, ws: Workspace, op: str, call: Call | None = None, noted: int = -1) -> None:
         self.rank, self.world_size, self.op = ws.rank, ws.world_size, op
-        self._ws, self._noted = ws, noted
+        self._ws, self._noted, self.generation = ws, noted, 0
         self._pending = set(ws.peers)
         self._call = call.hash if call is not None and ws.addresses else None
 
     def __enter__(self) -> Exchange:
         ws = self._ws
-        ws.check(self.op)
+        self._check()
         self._waiter = ws.waiter
         if self._call is not None:
             self._waiter.call, ws.hosted = self._call, True
         self.generation = ws.own[pad.GENERATION] + 1
         ws.own[pad.GENERATION] = self.generation
+        ws.group.calls.runs(HOST, self.generation)
         self._parity = self.generation & 1
         return self
 
+    def _check(self) -> None:
+        try:
+            self._ws.check(self.op)
+        except WeftError:
+            self._ws.group.calls.end(self._noted, failed=True)
+            raise
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait_all()
-            if self._noted >= 0:
-                self._ws.group.calls.end(self._noted)
-        elif self._ws.addresses and not issubclass(kind, Exception):
-            self._waiter.break_off()
-        elif self._call is not None and kind is not PeerTimeout:
-            self._abandon()
+        failed = True
+        try:
+            if kind is None:
+                self.wait_all()
+                failed = False
+            elif self._ws.addresses and not issubclass(kind, Exception):
+                self._waiter.break_off()
+            elif self._call is not None and kind is not PeerTimeout:
+                self._abandon()
+        finally:
+            self._ws.group.calls.end(self._noted, failed)
 
     def _abandon(self) -> None:
         """Tell the peers that this rank has failed during the call.
@@ -184,6 +195,13 @@ class Exchange:
         """
         return x
 
+    def absent(self) -> list[int]:
+        """The peers that have not signalled yet; none if that cannot be seen from the host."""
+        if not self._ws.addresses:
+            return []
+        slots = {peer: pad.HOST_SLOTS + pad.LINE * peer for peer in self.peers()}
+        return sorted(p for p, slot in slots.items() if self._ws.own[slot] < self.generation)
+
     def wait_all(self) -> None:
         """`wait` for every peer that has not been waited for."""
         for peer in sorted(self._pending):
@@ -217,7 +235,8 @@ class StreamExchange(Exchange):
 
         self._signals, self._parity = stream_signals, 0
         self._results: list[torch.Tensor] = []
-        self._ws.check(self.op)
+        self._check()
+        self._ws.group.calls.runs(HOST, stream=self._ws.stream)
         stream_signals.begin(self._ws)
         return self
 
@@ -225,9 +244,9 @@ class StreamExchange(Exchange):
         if kind is None:
             self._signals.end(self._ws, self._results)
             self._ws.launched(self.op)
-            self._ws.group.calls.end(self._noted)
         elif kind is not PeerTimeout:
             self._abandon()
+        self._ws.group.calls.end(self._noted, failed=kind is not None)
 
     def _abandon(self) -> None:
         """This rank has failed amid the call. Peers may have enqueued calls ahead, and streams do
@@ -365,6 +384,16 @@ def agree(
     if call is None:
         call = call_of(op, told, "")
         noted = group.calls.begin(call)
+    try:
+        values = _agreed(group, op, value, call)
+    except BaseException:
+        group.calls.end(noted, failed=True)
+        raise
+    group.calls.end(noted)
+    return values
+
+
+def _agreed(group: Group, op: str, value: int, call: Call) -> list[int]:
     ws = workspace(group, channel="agree", device=_CPU)
     ws.check(op)
     # A pared-down `Exchange`: two words of the cache line that holds the signal, so that there is
@@ -373,6 +402,7 @@ def agree(
     if ws.addresses:
         waiter.call, ws.hosted = signature, True
     generation = own[pad.GENERATION] = own[pad.GENERATION] + 1
+    group.calls.runs(HOST, generation)
     mine = pad.call_word(ws.rank, generation)
     for words in waiter.words:
         words[mine - 1], words[mine] = value, signature
@@ -386,7 +416,6 @@ def agree(
         calls = {rank: own[pad.call_word(rank, generation)] for rank in range(ws.world_size)}
         _answer(ws, generation, calls, signature)
         raise MismatchError(_differ(group, calls))
-    group.calls.end(noted)
     return [own[word - 1] for word in range(first, end, pad.LINE)]
 
 

@@ -481,11 +481,11 @@ class Waiter:
                 lasting.end()
         _wait_seconds += clock() - start
 
-    def _lasting(self, peer: int, since: int) -> waits.Wait:
+    def _lasting(self, peer: int, since: int) -> waits.LongWait:
         calls, pid = self.group.calls, self.group.processes[peer].pid
-        return waits.Wait(pid, calls.group, self.call or calls.last, since)
+        return waits.LongWait(pid, calls.group, self.call or calls.last, since)
 
-    def _differs(self, stuck: Mapping[int, waits.Waiting]) -> None:
+    def _differs(self, stuck: Mapping[int, waits.LongWaiting]) -> None:
         """Tell peers that wait for each other, in other calls, of this rank's."""
         told = self.call or self.group.calls.last
         if not self.call and waits.closes(stuck):

@@ -23,8 +23,8 @@ from weft.collectives.memory.symmetric import (
     device_for,
     open_buffers,
 )
-from weft.collectives.ranks import pad, reports, waits
-from weft.collectives.ranks.flight import Call, call_of
+from weft.collectives.ranks import caches, pad, reports, waits
+from weft.collectives.ranks.flight import TRITON, Call, call_of
 from weft.collectives.ranks.group import (
     Group,
     GroupLike,
@@ -80,6 +80,13 @@ class Workspace:
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
+    def stream(self) -> int:
+        """The current stream, as CUDA names it; 0 on the host."""
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    @property
     def timeout_ns(self) -> int:
         """How long a kernel polls a signal before it gives up."""
         from weft.collectives.device import signals
@@ -131,11 +138,13 @@ class Workspace:
             self._failed = ""
         if self.addresses:
             agree(self.group, op, 0, call=call)
+        calls.runs(TRITON, stream=self.stream)
         try:
             yield
         except Exception:
             if self._on_host or not torch.cuda.is_current_stream_capturing():
                 self._failed = op
+            calls.end(noted, failed=True)
             raise
         except (
             BaseException
@@ -144,6 +153,7 @@ class Workspace:
                 self.waiter.break_off()
             elif not self._on_host and not torch.cuda.is_current_stream_capturing():
                 self.break_off()
+            calls.end(noted, failed=True)
             raise
         self.launched(op)
         calls.end(noted)
@@ -393,7 +403,8 @@ def check_peers() -> None:
 
 
 def close() -> None:
-    """Free all workspaces and symmetric buffers of this process.
+    """Free all workspaces and symmetric buffers of this process, and all that it keeps for later
+    calls: see `caches`.
 
     Call it on every rank while no call is in flight, before `destroy_process_group`. Later calls
     make new workspaces. It is not needed at exit: nothing outlives the processes.
@@ -407,6 +418,7 @@ def close() -> None:
         kept.clear()
     for forget_mesh in forget_meshes:
         forget_mesh()
+    caches.forget()
     close_buffers()
     reports.forget()
 

@@ -1,21 +1,25 @@
 """The flight recorder: what every rank has called lately, in memory that the others can read.
 
 A process keeps a ring of its last CALLS calls, in an anonymous file that its peers map when they
-first meet. An error about a peer shows what that has called, also if it has died since.
+first meet. An error about a peer shows what that has called, also if it has died since. Where
+$WEFT_FLIGHT_DIR names a folder the file is there, for `weft doctor --flight`: see `flight_files`.
 
 The first ENTRY bytes hold the NUMBER of the last call, and what the process waits for: see `waits`.
 Then come the entries:
 
-    word      holds
-    NUMBER    of the call among all of this process; 0 while the entry is written
-    GROUP     hash of the group that makes it
-    POSITION  of the call among those of the group: 1, 2, ...
-    CALL      hash of all that must be the same on all ranks
-    BEGAN     ns of the machine's clock
-    ENDED     likewise; 0 while the call is under way
-    TEXT      what CALL is the hash of, to be read
+    word        holds
+    NUMBER      of the call among all of this process; 0 while the entry is written
+    GROUP       hash of the group that makes it
+    POSITION    of the call among those of the group: 1, 2, ...
+    CALL        hash of all that must be the same on all ranks
+    BEGAN       ns of the machine's clock
+    ENDED       likewise; 0 while the call is under way, negative if it has failed
+    ENGINE      that runs it, in ENGINES; 0 until that is known
+    GENERATION  of the workspace, as errors name it; 0 where only kernels count it
+    STREAM      of a GPU; 0 on the host
+    TEXT        what CALL is the hash of, to be read
 
-To note a call takes half a microsecond. Nobody is told anything: peers look only for an error.
+To note a call takes a microsecond. Nobody is told anything: peers look only for an error.
 """
 
 from __future__ import annotations
@@ -28,15 +32,21 @@ import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
-CALLS, ENTRY = 256, 256
-_ENTRY = struct.Struct(f"6q{ENTRY - 6 * 8}s")
-_WORDS, _ENDED = ENTRY // 8, 5
+from weft import settings
+from weft.collectives.ranks import flight_files
+
+CALLS, ENTRY = 256, 320
+ENGINES = ("", "triton", "host", "generic")
+TRITON, HOST, GENERIC = 1, 2, 3
+_ENTRY = struct.Struct(f"9q{ENTRY - 9 * 8}s")
+_WORDS, _ENDED, _ENGINE = ENTRY // 8, 5, 6
 THREADS = 7  # of the first entry: 1 once threads other than the main one have made calls
 _HEAD = struct.Struct("8q")
 _MASK = (1 << 62) - 1
-_BYTES = (CALLS + 1) * ENTRY
+BYTES = (CALLS + 1) * ENTRY
 
 
 def _place(number: int) -> int:
@@ -93,34 +103,58 @@ class FlightRecorder:
         words: of the ring, int64.
     """
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("weft calls")
-        os.ftruncate(self.fd, _BYTES)
-        self.ring = mmap.mmap(self.fd, _BYTES)
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: where to keep it; None for anonymous memory."""
+        if folder is None:
+            self.fd = os.memfd_create("weft calls")
+            os.ftruncate(self.fd, BYTES)
+        else:
+            self.fd = flight_files.make(folder, BYTES)
+        self.ring = mmap.mmap(self.fd, BYTES)
         self.words = memoryview(self.ring).cast("q")
         self.pid = os.getpid()
         self._number, self._main = 0, threading.main_thread().ident
+        self._in_folder = folder is not None
+        self._groups: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def note(self, group: int, position: int, call: Call) -> int:
         """Write an entry; its number in the ring, for `end`."""
         self._number = number = self._number + 1
         at, began = _place(number), time.monotonic_ns()
-        _ENTRY.pack_into(self.ring, at, number, group, position, call.hash, began, 0, call.text)
+        _ENTRY.pack_into(
+            self.ring, at, number, group, position, call.hash, began, 0, 0, 0, 0, call.text
+        )
         self.words[0] = number
         if threading.get_ident() != self._main:
             self.words[THREADS] = 1
         return number
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, failed: bool) -> None:
         """The call has ended."""
-        self.words[(number % CALLS + 1) * _WORDS + _ENDED] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        self.words[(number % CALLS + 1) * _WORDS + _ENDED] = -now if failed else now
+
+    def runs(self, number: int, engine: int, generation: int, stream: int) -> None:
+        """How the call runs that is under way."""
+        at, words = (number % CALLS + 1) * _WORDS + _ENGINE, self.words
+        words[at] = engine
+        if generation:
+            words[at + 1] = generation
+        if stream:
+            words[at + 2] = stream
+
+    def joined(self, group: int, ranks: tuple[int, ...], rank: int) -> None:
+        """This process is number `rank` of these global `ranks`."""
+        if self._in_folder:
+            self._groups[group] = ranks, rank
+            flight_files.tell(self.fd, BYTES, self._groups)
 
     def under_way(self, number: int) -> str:
         """The words of the call with this number; empty if it has ended or is not held any more."""
         if not self._number - CALLS < number <= self._number or number < 1:
             return ""
-        *_, ended, text = _ENTRY.unpack_from(self.ring, _place(number))
-        return "" if ended else _readable(text)
+        entry = _ENTRY.unpack_from(self.ring, _place(number))
+        return "" if entry[_ENDED] else _readable(entry[-1])
 
 
 _own: FlightRecorder | None = None
@@ -130,7 +164,7 @@ def recorder() -> FlightRecorder:
     """That of this process."""
     global _own
     if _own is None:
-        _own = FlightRecorder()
+        _own = FlightRecorder(settings.flight_dir())
     return _own
 
 
@@ -151,7 +185,16 @@ class Noted(NamedTuple):
     hash: int
     began: int
     ended: int
+    engine: int
+    generation: int
+    stream: int
     text: str
+
+    @property
+    def run(self) -> str:
+        """How it runs, as far as that is known."""
+        engine = ENGINES[self.engine] if 0 < self.engine < len(ENGINES) else ""
+        return f"{engine} {self.generation}" if engine and self.generation else engine
 
 
 class Reader:
@@ -165,7 +208,7 @@ class Reader:
         """None where the process cannot be looked at."""
         try:
             with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
-                return Reader(mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ))
+                return Reader(mmap.mmap(file.fileno(), BYTES, prot=mmap.PROT_READ))
         except (OSError, ValueError):
             return None
 
@@ -206,7 +249,8 @@ class Calls:
         """
         self.group, self._readers = _hash(group), dict(readers or {})
         self._position, self._own = 0, own
-        self.last, self._noted = 0, -1
+        self.last = 0
+        self._last = self._around = -1  # the call under way, and the one that it is a part of
 
     def begin(self, call: Call) -> int:
         """Note a call of this rank; its number, for `end`. -1: nothing is noted."""
@@ -214,22 +258,31 @@ class Calls:
             return -1
         self._position += 1
         self.last = call.hash
-        self._noted = noted = self._own.note(self.group, self._position, call)
-        return noted
+        self._around = self._last
+        self._last = self._own.note(self.group, self._position, call)
+        return self._last
 
-    def end(self, noted: int) -> None:
+    def runs(self, engine: int, generation: int = 0, stream: int = 0) -> None:
+        """How the call runs that is under way. `engine`: its place in ENGINES."""
+        if self._own is not None and self._last >= 0:
+            self._own.runs(self._last, engine, generation, stream)
+
+    def end(self, noted: int, failed: bool = False) -> None:
         """A call that was noted has ended."""
         if noted >= 0 and self._own is not None:
-            self._own.end(noted)
+            self._own.end(noted, failed)
+            if noted == self._last:
+                self._last = self._around
 
     def under_way(self) -> str:
         """The last call of this rank, unless it has ended."""
-        return self._own.under_way(self._noted) if self._own is not None else ""
+        return self._own.under_way(self._last) if self._own is not None else ""
 
     def differ(self, calls: Mapping[int, int]) -> str:
         """What ranks have called, given the hashes."""
         told = (f"rank {rank} called {self.words(rank, calls[rank])}" for rank in sorted(calls))
-        return f"the ranks make different calls: {'; '.join(told)}"
+        history = self.history()
+        return f"the ranks make different calls: {'; '.join(told)}" + f"\n{history}" * bool(history)
 
     def words(self, rank: int, hash: int) -> str:
         """What `rank` has called, given the hash of it."""
@@ -240,37 +293,54 @@ class Calls:
         return found.text + ("" if found.group == self.group else ", of another group")
 
     def history(self, last: int = 6) -> str:
-        """The last calls of all ranks side by side, a line each."""
-        calls = self._by_position()
-        now, lines = time.monotonic_ns(), []
-        for position in sorted(calls)[-last:]:
+        """The last calls of all ranks side by side, a line each, and where they part."""
+        calls = by_position(self._readers, self.group)
+        if not calls:
+            return ""
+        now, parts, lines = time.monotonic_ns(), parting(calls), []
+        shown = sorted(calls)[-last:]
+        if parts is not None and parts not in shown:
+            shown = [parts, *shown[1:]]
+        for position in shown:
+            entries = calls[position]
             told = [
-                f"{_ranks(ranks)}: {text}{_state(calls[position], ranks, now)}"
-                for text, ranks in _by_text(calls[position]).items()
+                f"{ranks_told(ranks)}: {text}{_state(entries, ranks, now)}"
+                for text, ranks in by_text(entries).items()
             ]
-            missing = sorted(set(self._readers) - set(calls[position]))
+            missing = sorted(set(self._readers) - set(entries))
             if missing and position > max(calls) - CALLS // 2:
-                told.append(f"{_ranks(missing)}: not begun")
-            lines.append(f"  call {position}   " + "; ".join(told))
-        return "\n".join(["the last calls of the group:", *lines]) if lines else ""
-
-    def _by_position(self) -> dict[int, dict[int, Noted]]:
-        calls: dict[int, dict[int, Noted]] = {}
-        for rank, ring in self._readers.items():
-            for entry in ring.noted(self.group):
-                calls.setdefault(entry.position, {})[rank] = entry
-        return calls
+                told.append(f"{ranks_told(missing)}: not begun")
+            here = "   <- here they part" if position == parts else ""
+            lines.append(f"  call {position}   " + "; ".join(told) + here)
+        return "\n".join(["the last calls of the group:", *lines])
 
 
-def _by_text(entries: Mapping[int, Noted]) -> dict[str, list[int]]:
+def by_position(rings: Mapping[int, Reader], group: int) -> dict[int, dict[int, Noted]]:
+    """The calls of a group by position, and by rank."""
+    calls: dict[int, dict[int, Noted]] = {}
+    for rank, ring in rings.items():
+        for entry in ring.noted(group):
+            calls.setdefault(entry.position, {})[rank] = entry
+    return calls
+
+
+def parting(calls: Mapping[int, Mapping[int, Noted]]) -> int | None:
+    """The first position at which ranks have made different calls, as far as rings go back."""
+    return next(
+        (at for at in sorted(calls) if len({each.hash for each in calls[at].values()}) > 1), None
+    )
+
+
+def by_text(entries: Mapping[int, Noted]) -> dict[str, list[int]]:
     """Ranks by what they called."""
     ranks: dict[str, list[int]] = {}
-    for rank, entry in entries.items():
+    for rank, entry in sorted(entries.items()):
         ranks.setdefault(entry.text, []).append(rank)
     return ranks
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_told(ranks: Iterable[int]) -> str:
+    """Example: ranks 0, 2."""
     some = list(ranks)
     return f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
 
@@ -278,4 +348,10 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _state(entries: Mapping[int, Noted], ranks: Iterable[int], now: int) -> str:
     some = [entries[rank] for rank in ranks]
     under_way = [now - entry.began for entry in some if not entry.ended]
-    return f" (under way for {max(under_way) / 1e9:.3g} s)" if under_way else ""
+    runs = sorted({entry.run for entry in some} - {""})
+    state = [f"on {', '.join(runs)}"] * bool(runs)
+    if any(entry.ended < 0 for entry in some):
+        state.append("failed")
+    if under_way:
+        state.append(f"under way for {max(under_way) / 1e9:.3g} s")
+    return f" ({', '.join(state)})" if state else ""

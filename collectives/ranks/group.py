@@ -184,7 +184,7 @@ class Group:
                 )
         return [value for _, value in told]
 
-    def differ(self, stuck: Mapping[int, waits.Waiting]) -> str:
+    def differ(self, stuck: Mapping[int, waits.LongWaiting]) -> str:
         """What processes that wait for each other, this one among them, have called."""
         told = {
             rank: stuck[process.pid].call
@@ -278,7 +278,7 @@ def _until(come: Callable[[], bool], group: Group, absent: Callable[[], int], nu
                 peer = absent()
                 pid = group.processes[peer].pid
                 if lasting is None or lasting.peer != pid:
-                    lasting = waits.Wait(pid, group.calls.group, group.calls.last, start)
+                    lasting = waits.LongWait(pid, group.calls.group, group.calls.last, start)
                 stuck = {} if peer == group.rank else lasting.stuck(looked)
                 if waits.closes(stuck):
                     calls = {each: wait.calls for each, wait in stuck.items()}
@@ -544,7 +544,8 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     processes: list[Process] = [process for process, _ in told]
     # Every rank has come here equally often, also where names are used again or caches cleared.
     _described[pg.group_name] += 1
-    name = f"{ranks} {pg.group_name} {_described[pg.group_name]}"
+    first = processes[0]  # no other run, whose calls may be kept in the same folder, begins with it
+    name = f"{ranks} {pg.group_name} {_described[pg.group_name]} {first.pid} {first.start_time}"
     if len({process.host for process in processes}) > 1:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
         return Group(pg, rank, world_size, ranks, (), why)
@@ -553,7 +554,9 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         if reader := flight.Reader.of(process.pid, process.calls_fd):
             readers[peer] = reader
             waits.know(process, reader)
-    calls = flight.Calls(name, readers, flight.recorder())
+    own = flight.recorder()
+    calls = flight.Calls(name, readers, own)
+    own.joined(calls.group, ranks, rank)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)

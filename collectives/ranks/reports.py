@@ -18,12 +18,12 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import here
+from weft.collectives.ranks.waits import Alive
 
 REPORTED, GONE_WORD, ALARM_WORD = 0, 1, 2
 _LINE = 8  # words
@@ -47,12 +47,6 @@ class _Page:
 _pages: list[_Page] = []  # for good: a kernel may still write there
 _reports: list[Report] = []  # of open buffers
 _untold: list[tuple[object, Exception]] = []  # of buffers closed since: of which virtual rank, what
-
-
-class Alive(Protocol):
-    """A process, as `weft.collectives.ranks.group.Process`."""
-
-    def alive(self) -> bool: ...
 
 
 class Report:

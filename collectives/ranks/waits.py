@@ -68,10 +68,14 @@ class Waiting(NamedTuple):
 class Alive(Protocol):
     """A process, as `weft.collectives.ranks.group.Process`."""
 
+    def alive(self) -> bool: ...
+
+
+class WaitedFor(Alive, Protocol):
+    """A process that has a number."""
+
     @property
     def pid(self) -> int: ...
-
-    def alive(self) -> bool: ...
 
 
 class Answering(Protocol):
@@ -85,11 +89,11 @@ class Answering(Protocol):
         NUMBER in its ring."""
 
 
-_known: dict[int, tuple[Alive, flight.Reader]] = {}  # by pid
+_known: dict[int, tuple[WaitedFor, flight.Reader]] = {}  # by pid
 _memory: weakref.WeakSet[Answering] = weakref.WeakSet()
 
 
-def know(process: Alive, reader: flight.Reader) -> None:
+def know(process: WaitedFor, reader: flight.Reader) -> None:
     """`reader` reads the ring of `process`."""
     _known[process.pid] = process, reader
 
@@ -99,7 +103,7 @@ def meet_on(memory: Answering) -> None:
     _memory.add(memory)
 
 
-class Wait:
+class LongWait:
     """One wait of this process that lasts. Made after it has lasted LOOK_NS.
 
     Attributes:
@@ -114,12 +118,12 @@ class Wait:
             peer: pid of the process that is waited for.
             since: when the wait began, ns.
         """
-        Wait._last += 1
+        LongWait._last += 1
         own = flight.recorder()
         self._words = own.words
         self._words[WAIT] = 0
         _BODY.pack_into(own.ring, 8 * PEER, peer, group, call, since, 0)
-        self._words[WAIT] = Wait._last
+        self._words[WAIT] = LongWait._last
         self.peer = peer
 
     def stuck(self, looked: int) -> dict[int, Waiting]:

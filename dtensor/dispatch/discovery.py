@@ -29,6 +29,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.collectives.ranks import caches
 from weft.dtensor.dispatch.call import Meta, OpCall, Strategy, leaves, map_tree
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -59,6 +60,8 @@ _Kinds = tuple["int | str", ...]
 # What each output is, if the inputs are cut: a dim, "same", or "sum"; whether values were refused.
 _Found = tuple[_Kinds | None, bool]
 _found: dict[Any, _Found] = {}
+_MAX_FOUND = 4096
+caches.register(f"{__name__}._found", _found, _MAX_FOUND)
 
 
 def discovered(call: OpCall, writes: Sequence[int]) -> tuple[list[Strategy], bool]:
@@ -185,7 +188,7 @@ def _probed(
     small = _shrunk(call)
     key = _key(call, dims, small, empty)
     if key not in _found:
-        if len(_found) > 4096:
+        if len(_found) >= _MAX_FOUND:
             _found.clear()
         with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.group import forget_meshes, is_plain
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.call import Op, leaves, map_tree
@@ -39,6 +40,7 @@ _MAX_PLANS = 8192
 # The first entry of a key is the id of an op, or a torch function that `learn` knows; see `_read`.
 _plans: dict[tuple[Any, ...], CallPlan] = {}
 forget_meshes.append(_plans.clear)
+caches.register(f"{__name__}._plans", _plans, _MAX_PLANS)
 
 
 def forget_plans(op: Op) -> None:

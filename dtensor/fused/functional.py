@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
+from weft.collectives.ranks import caches
 from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
@@ -318,6 +319,8 @@ _is_compiling = torch.compiler.is_compiling
 _count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 # Whether a call of the form (function, number of arguments, *keywords) is known to be one op.
 _is_an_op: dict[tuple[Any, ...], bool] = {}
+_MAX_FORMS = 4096
+caches.register(f"{__name__}._is_an_op", _is_an_op, _MAX_FORMS)
 
 
 def _has_functions_of_its_own(kind: Any) -> bool:
@@ -353,6 +356,8 @@ def _torch_function(
     try:
         result = _below_functions(func, types, args, kwargs or {})
         if ops is not None:
+            if len(_is_an_op) >= _MAX_FORMS:
+                _is_an_op.clear()
             _is_an_op.setdefault(form, learn(func, args, kwargs or {}, result))
         return result
     finally:

@@ -124,4 +124,6 @@ def cached(function: _Cached) -> _Cached:
                 raise
         return function(*args)
 
+    told: Any = call  # as of a function of `lru_cache`: see `caches`
+    told.cache_info, told.cache_clear = kept.cache_info, kept.cache_clear
     return cast(_Cached, call)

@@ -26,7 +26,7 @@ from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.memory.exchange import check_call
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
-from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.layout.boxes import (
@@ -364,6 +364,7 @@ def _all_to_all(
     outgoing = torch.cat(packed) if packed else local.new_empty(0)
     incoming = local.new_empty(sum(receives.values()))
     noted = group.calls.begin(call_of("redistribute", step.told, "generic"))
+    group.calls.runs(GENERIC)
     work = dist.all_to_all_single(
         sendable(incoming),
         sendable(outgoing),

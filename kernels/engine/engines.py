@@ -18,6 +18,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, cost
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine import kernel_rates, tuning
@@ -127,6 +128,7 @@ _choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] 
 kept_by_group.append(_choices)
 cost.kept_by_rates.append(_choices)
 _MAX_CHOICES = 4096
+caches.register(f"{__name__}._choices", _choices, _MAX_CHOICES)
 
 
 def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:

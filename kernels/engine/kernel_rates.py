@@ -84,7 +84,7 @@ def load(where: str, chip: str) -> Mapping[Tile, float]:
             table[tile] = float(entry["rate"])
             if not 0 < table[tile] < math.inf:
                 raise ValueError(f"a rate of {entry['rate']}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a table of rates ({type(error).__name__}: {error}): make it again with "
             f"`weft bench solo --rates`, or remove it"

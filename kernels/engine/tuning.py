@@ -121,7 +121,7 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
             choice = dict(entry["choice"])
             tiling = choice.pop("tiling", None)
             table[key] = Choice(tiling=Tiling(**tiling) if tiling else None, **choice)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a table of tuned launches ({type(error).__name__}: {error}): make it "
             f"again with `weft tune`, or remove it"

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from weft.collectives.device.launches import lasting
 from weft.collectives.memory.symmetric import persistent
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import offsets
 from weft.collectives.ranks.group import unwatched
 from weft.kernels.device import tiles
@@ -46,6 +47,9 @@ _kept: dict[tuple[Geometry, int, torch.device, bool], Tables] = {}
 
 
 _MOST_BYTES = 128 << 20
+caches.register(
+    f"{__name__}._kept", _kept, _MOST_BYTES, lambda: sum(map(_nbytes, list(_kept.values())))
+)
 
 
 def tables(

@@ -23,6 +23,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, cost, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import check_call
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced, kept_by_group
@@ -71,6 +72,7 @@ class SumPlan:
 _plans: dict[tuple[Any, ...], SumPlan] = {}
 _MOST_PLANS = 4096
 kept_by_group.append(_plans)
+caches.register(f"{__name__}._plans", _plans, _MOST_PLANS)
 cost.kept_by_rates.append(_plans)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
-from weft.collectives.ranks import flight, waits
+from weft.collectives.ranks import waits
 from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SOON_S = 20  # on a busy machine; the bound on waits is set far beyond it
@@ -150,35 +150,6 @@ def test_a_time_out_shows_the_last_calls_of_all_ranks(own_ranks: Any) -> None:
     assert re.search(
         r"rank 0: all_gather.*sizes \[7, 7\].*under way for .*; rank 1: not begun", last
     )
-
-
-def rings(*sequences: str) -> list[flight.Calls]:
-    """What each of the ranks of a group sees that have made these calls, a letter each."""
-    recorders = [flight.FlightRecorder() for _ in sequences]
-    readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
-    groups = [flight.Calls("g", readers, each) for each in recorders]
-    for calls, sequence in zip(groups, sequences, strict=True):
-        for letter in sequence:
-            calls.end(calls.begin(flight.call_of(letter, ())))
-    return groups
-
-
-def test_the_ring_holds_the_last_calls_only() -> None:
-    first, second = rings("b" + "a" * 300, "ca")
-    assert first.words(0, flight.call_of("a", ()).hash) == "a"
-    assert first.words(0, flight.call_of("b", ()).hash) == "another"
-    assert second.words(1, flight.call_of("c", ()).hash) == "c"
-
-
-def test_groups_and_processes_do_not_mix() -> None:
-    own = flight.FlightRecorder()
-    readers = {0: flight.Reader(own.ring)}
-    one, other = (flight.Calls(name, readers, own) for name in "xy")
-    for calls, letters in ((one, "ab"), (other, "c"), (one, "d")):
-        for letter in letters:
-            calls.begin(flight.call_of(letter, ()))
-    assert re.findall(r"rank 0: (\w)", one.history()) == ["a", "b", "d"]
-    assert re.findall(r"rank 0: (\w)", other.history()) == ["c"]
 
 
 class Ring:

@@ -29,6 +29,8 @@ GPU = torch.device("cuda", 1)
 
 
 class Stream:
+    cuda_stream = 7
+
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log = name, log
 
