@@ -485,7 +485,7 @@ class Waiter:
         calls, pid = self.group.calls, self.group.processes[peer].pid
         return waits.LongWait(pid, calls.group, self.call or calls.last, since)
 
-    def _differs(self, stuck: Mapping[int, waits.LongWaiting]) -> None:
+    def _differs(self, stuck: Mapping[int, waits.Waiting]) -> None:
         """Tell peers that wait for each other, in other calls, of this rank's."""
         told = self.call or self.group.calls.last
         if not self.call and waits.closes(stuck):

@@ -137,11 +137,7 @@ class FlightRecorder:
     def runs(self, number: int, engine: int, generation: int, stream: int) -> None:
         """How the call runs that is under way."""
         at, words = (number % CALLS + 1) * _WORDS + _ENGINE, self.words
-        words[at] = engine
-        if generation:
-            words[at + 1] = generation
-        if stream:
-            words[at + 2] = stream
+        words[at], words[at + 1], words[at + 2] = engine, generation, stream
 
     def joined(self, group: int, ranks: tuple[int, ...], rank: int) -> None:
         """This process is number `rank` of these global `ranks`."""

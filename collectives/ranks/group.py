@@ -184,7 +184,7 @@ class Group:
                 )
         return [value for _, value in told]
 
-    def differ(self, stuck: Mapping[int, waits.LongWaiting]) -> str:
+    def differ(self, stuck: Mapping[int, waits.Waiting]) -> str:
         """What processes that wait for each other, this one among them, have called."""
         told = {
             rank: stuck[process.pid].call
