@@ -41,7 +41,7 @@ from weft.dtensor.layout.boxes import (
 )
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import name_of
-from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, plan
+from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +143,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
 
 
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    steps = plan(source, target).steps
+    steps = move_plan(source, target).steps
     if target.has_own_boxes:
         return steps  # no collective can move overlapping boxes
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
@@ -178,7 +178,7 @@ def redistribute_plan(
     onto = dst_mesh or mesh
     source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
     target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
-    return (collective_plan if by_groups else plan)(source, target)
+    return (collective_plan if by_groups else move_plan)(source, target)
 
 
 def _group_of(step: Step) -> Group:
