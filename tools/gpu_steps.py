@@ -139,7 +139,8 @@ def tune_specs(quick: bool) -> dict[str, Any]:
 
 def suites_of(step: str) -> Sequence[Any]:
     """The suites of a step."""
-    from weft.bench.suites import attention, local_attention, matmul, ops
+    from weft.bench.solo import local_attention
+    from weft.bench.suites import attention, matmul, ops
 
     return [matmul, local_attention] if step == "plain" else [ops, attention]
 

@@ -1,4 +1,5 @@
 """Commands that look or time, and are no suite.
 
-May import all of `bench`. `doctor`, `calibrate`, `explain`, `memory`, `tune`.
+May import all of `bench`. `doctor`, `calibrate`, `explain`, `memory`, `plan`,
+`tune`.
 """

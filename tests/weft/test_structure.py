@@ -56,9 +56,9 @@ LEVELS = {
         rules
         fused
         api debug experimental
-        interop
+        interop parallel
+        plans
         .
-        parallel
     """,
     "sim": """
         errors progress_bar unwaited
