@@ -42,7 +42,7 @@ class Label(NamedTuple):
     trail: Trail | None
 
     def joined(self, later: Label) -> Label:
-        choices = () if later.trail is None else _in_order(later.trail)
+        choices = () if later.trail is None else _taken(later.trail)
         us, data_us = self.us + later.us, self.data_us + later.data_us
         return Label(us, data_us, self.nbytes + later.nbytes, Trail(self.trail, choices))
 
@@ -126,10 +126,10 @@ def steps(
 
 def choices_of(label: Label) -> list[Option]:
     """The options of all nodes, in order."""
-    return [] if label.trail is None else list(_in_order(label.trail))
+    return [] if label.trail is None else list(_taken(label.trail))
 
 
-def _in_order(trail: Trail) -> tuple[Option, ...]:
+def _taken(trail: Trail) -> tuple[Option, ...]:
     found: list[tuple[Option, ...]] = []
     at: Trail | None = trail
     while at is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weft.dtensor.layout.boxes import show
@@ -24,13 +25,39 @@ def table(plan: Plan) -> str:
         fits = "does not fit" if over else ""
         rows.append((name, time(each.step_us), size(each.memory_bytes), fits, layout(each)))
     lines = [f"plan for a mesh of {mesh}, by rates of {plan.hardware}{limit}", "", *_columns(rows)]
-    styles = [(path or "the model", repr(style)) for path, style in plan.styles.items()]
+    styles = _grouped({path: repr(style) for path, style in plan.styles.items()})
     if styles:
         lines += ["", "styles", *_columns([("  " + path, style) for path, style in styles])]
     params = {name: p for name, p in plan.placements.items() if not p.is_replicate()}
     if params and not styles:
         lines += ["", *(f"  {name}: {show([p])}" for name, p in params.items())]
     return "\n".join(lines)
+
+
+def _grouped(styles: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Paths that differ in one number, and have the same style, as one: "layers.[0-7,9].w1"."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for path, style in styles.items():
+        parts = re.fullmatch(r"(.*?\.)(\d+)(\..*)", path)
+        before, number, after = parts.groups() if parts else (path, "", "")
+        found.setdefault((before, after, style), []).extend([int(number)] if number else [])
+    told = []
+    for (before, after, style), numbers in found.items():
+        path = f"{before}[{_ranges(numbers)}]{after}" if len(numbers) > 1 else ""
+        one = f"{before}{numbers[0]}{after}" if numbers else before
+        told.append((path or one or "the model", style))
+    return told
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def layout(plan: Plan) -> str:

@@ -211,8 +211,8 @@ def test_plan_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     others = [each["step_us"] for each in found["beside"].values() if isinstance(each, dict)]
     assert found["step_us"] <= min(others) and found["rows"] and found["placements"]
-    assert plan.main([*options, "--memory", "1GB"]) == 1
-    assert "fits 1 GB a rank: the least is" in capsys.readouterr().err
+    assert plan.main([*options, "--memory", "10MB"]) == 1
+    assert "fits 10 MB a rank: the least is" in capsys.readouterr().err
     own = tmp_path / "own.py"
     own.write_text(
         "import torch\ndef example():\n    return torch.nn.Linear(64, 64), torch.zeros(8, 64)\n"
