@@ -2,7 +2,7 @@
 
 May import all of `dtensor` but its own `__init__`. To read in this order: `prices` (what the parts
 of a step take), `graph` (the model as a list of nodes), `propagation` (what layout follows from
-others), `options` (what each node may do, and its price), `search` (the cheapest of all
+others), `bills` and `options` (what each node may do, and its price), `search` (the cheapest of all
 combinations), `applying` (styles for `parallelize_module`, and FSDP), `planning` (the function
 itself), `told` (its table).
 """

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from weft.dtensor.api import distribute_parameter, distribute_tensor
 from weft.dtensor.experimental import implicit_replication
 from weft.dtensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel
+from weft.dtensor.plans.bills import Option
 from weft.dtensor.plans.graph import Graph
-from weft.dtensor.plans.options import Option
 from weft.dtensor.tensor import DTensor
 
 

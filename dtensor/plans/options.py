@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -28,14 +27,13 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.collectives.protocols import Collective
 from weft.dtensor.dispatch.call import Meta
 from weft.dtensor.layout.boxes import is_shard, shard_dim
+from weft.dtensor.plans.bills import Bill, DataParallel, Option, Value
 from weft.dtensor.plans.graph import Graph, Node, nbytes
 from weft.dtensor.plans.prices import FusedOp, Prices
 from weft.dtensor.plans.propagation import Propagation
 from weft.dtensor.rules.attention import RING, ULYSSES
 
 R, SUM = Replicate(), Partial("sum")
-# Two moments of fp32; a step reads and writes them, and the parameter, and reads the gradient.
-_MOMENTS = 8
 # Ops that keep none of their inputs for backward, and those that keep their result instead.
 _KEEPS_NOTHING = {
     "add", "sub", "neg", "sum", "mean", "cat", "stack", "to", "_to_copy", "clone", "dropout",
@@ -44,114 +42,6 @@ _KEEPS_NOTHING = {
 _KEEPS_RESULT = {"softmax", "_softmax", "log_softmax", "exp", "sigmoid", "tanh", "relu", "rsqrt"}
 _PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}
 _LARGE = 64 << 20  # bytes at which a collective's rate counts, not its latency
-
-
-class Value(NamedTuple):
-    """How a tensor is placed along the mesh dim.
-
-    `grad`, of a replicated one: "gathered" if a hook made it of shards, so that the sum of its
-    gradient is scattered; "summed" once that sum is paid for.
-    """
-
-    placement: Placement
-    grad: Literal["", "gathered", "summed"] = ""
-
-
-class Option(NamedTuple):
-    """One way to run a node.
-
-    Attributes:
-        values: its results.
-        us: computation, and communication that it waits for.
-        data_us: gathers and gradients of its parameters along the data-parallel dims.
-        nbytes: of parameters, gradients, moments and of what is kept for backward.
-        way: of a weight: "colwise", "rowwise", "replicated"; of attention the fused op.
-        ops: the fused ops and collectives of forward, then "|", then those of backward.
-        paid: inputs whose value is another from here on.
-        placed: the placements of the node's weights.
-        found: the placement of the result before a hook changes it.
-        keep_gathered: as of `ColwiseParallel`.
-    """
-
-    values: tuple[Value, ...]
-    us: float
-    data_us: float
-    nbytes: float
-    way: str = ""
-    ops: tuple[str, ...] = ()
-    paid: tuple[tuple[int, Value], ...] = ()
-    placed: tuple[Placement, ...] = ()
-    found: Placement = R
-    keep_gathered: bool = True
-
-
-@dataclass(frozen=True)
-class DataParallel:
-    """The mesh dims that the batch is cut along: how many ranks, and how far apart they are."""
-
-    ranks: int = 1
-    stride: int = 1
-    sharded: bool = False  # FSDP, not replicas
-
-
-@dataclass
-class _Bill:
-    """What an option takes, added up."""
-
-    of: Options
-    us: float = 0.0
-    data_us: float = 0.0
-    nbytes: float = 0.0
-    forward: list[str] = field(default_factory=list)
-    backward: list[str] = field(default_factory=list)
-
-    def matmul(self, M: float, N: float, K: float, dtype: torch.dtype) -> None:
-        self.us += self.of.prices.matmul_us(math.ceil(M), math.ceil(N), math.ceil(K), dtype)
-
-    def fused(
-        self, op: FusedOp, M: float, N: float, K: float, dtype: torch.dtype, *, backward: bool
-    ) -> None:
-        sizes = math.ceil(M), math.ceil(N), math.ceil(K)
-        self.us += self.of.prices.fused_us(op, *sizes, dtype, self.of.ranks)
-        (self.backward if backward else self.forward).append(op)
-
-    def collective(self, op: Collective, nbytes: float, *, backward: bool) -> None:
-        self.us += self.of.prices.collective_us(op, nbytes, self.of.ranks)
-        (self.backward if backward else self.forward).append(op)
-
-    def memory(self, moved: float) -> None:
-        self.us += self.of.prices.memory_us(moved)
-
-    def weight(self, weight: torch.Tensor, placement: Placement, *, summed: bool) -> None:
-        """A parameter; `summed`: its gradient is a sum over the ranks of this mesh dim."""
-        data, size = self.of.data, weight.dtype.itemsize
-        count = weight.numel() / (self.of.ranks if is_shard(placement) else 1)
-        held = count / (data.ranks if data.sharded else 1)
-        if not weight.requires_grad:
-            self.nbytes += held * size
-            if data.sharded:
-                self.data_us += 2 * count * size * self.of.rate("all_gather", data)
-            return
-        self.nbytes += held * (2 * size + _MOMENTS)
-        self.memory(held * (3 * size + 2 * _MOMENTS))
-        if summed:
-            here = DataParallel(self.of.ranks)
-            self.us += count * size * self.of.rate("all_reduce", here)
-            self.backward.append("all_reduce")
-        if data.ranks == 1:
-            return
-        gradient: Collective = "reduce_scatter" if data.sharded else "all_reduce"
-        self.data_us += count * size * self.of.rate(gradient, data)
-        if data.sharded:
-            self.data_us += 2 * count * size * self.of.rate("all_gather", data)
-
-    def option(self, *values: Value, **rest: Any) -> Option:
-        ops = (*self.forward, "|", *self.backward) if self.forward or self.backward else ()
-        return Option(values, self.us, self.data_us, self.nbytes, ops=ops, **rest)
-
-    def copy(self) -> _Bill:
-        lists = [*self.forward], [*self.backward]
-        return _Bill(self.of, self.us, self.data_us, self.nbytes, *lists)
 
 
 class Options:
@@ -225,7 +115,7 @@ class Options:
         """The shards along all dims but the last that are even."""
         return [Shard(d) for d, n in enumerate(meta.shape[:-1]) if n and n % self.ranks == 0]
 
-    def _save(self, bill: _Bill, node: Node, values: Sequence[Value]) -> None:
+    def _save(self, bill: Bill, node: Node, values: Sequence[Value]) -> None:
         """What a node's own result adds to what is kept for backward."""
         if node.index in self.kept:
             for meta, value in zip(node.metas, values, strict=True):
@@ -236,22 +126,22 @@ class Options:
 
     def _source(self, node: Node) -> Iterator[Option]:
         if node.kind == "constant":
-            yield _Bill(self).option(*[Value(R)] * len(node.metas))
+            yield Bill(self).option(*[Value(R)] * len(node.metas))
             return
         meta = node.meta
         if node.kind == "input":
-            yield _Bill(self).option(Value(R))
+            yield Bill(self).option(Value(R))
             shards = range(len(meta.shape) - (1 if meta.dtype.is_floating_point else 0))
             for dim in shards:
                 if meta.shape[dim] % self.ranks == 0:
-                    yield _Bill(self).option(Value(Shard(dim)), found=Shard(dim))
+                    yield Bill(self).option(Value(Shard(dim)), found=Shard(dim))
             return
         weight = _weight(node)
         placements: list[Placement] = [R]
         if weight.ndim > 1:
             placements += [Shard(d) for d, n in enumerate(weight.shape) if n % self.ranks == 0]
         for placement in placements:
-            bill = _Bill(self)
+            bill = Bill(self)
             bill.weight(weight, placement, summed=False)  # its readers know
             yield bill.option(Value(placement), placed=(placement,), found=placement)
 
@@ -270,13 +160,13 @@ class Options:
             bias = R if placement == Shard(1) else placement
             return tuple(placement if w.ndim > 1 else bias for w in node.weights.values())
 
-        def bill(placement: Placement, *, summed: bool = False) -> _Bill:
-            made = _Bill(self)
+        def bill(placement: Placement, *, summed: bool = False) -> Bill:
+            made = Bill(self)
             for each, own in zip(node.weights.values(), placed(placement), strict=True):
                 made.weight(each, own, summed=summed)
             return made
 
-        def made(bill: _Bill, value: Value, way: str, found: Placement, **rest: Any) -> Option:
+        def made(bill: Bill, value: Value, way: str, found: Placement, **rest: Any) -> Option:
             self._save(bill, node, [value])
             weights = {"colwise": Shard(0), "rowwise": Shard(1)}.get(way, R)
             return bill.option(value, way=way, placed=placed(weights), found=found, **rest)
@@ -337,7 +227,7 @@ class Options:
                 yield made(row, Value(target), "rowwise", SUM)
 
     def _summed_gradient(
-        self, bill: _Bill, source: Node, ref: int, x: Value, sizes: tuple[float, float, float]
+        self, bill: Bill, source: Node, ref: int, x: Value, sizes: tuple[float, float, float]
     ) -> tuple[tuple[int, Value], ...]:
         """The gradient of a replicated x, a sum: the product, and its reduction once."""
         dtype, size = source.metas[0].dtype, nbytes(source.metas[0])
@@ -358,15 +248,15 @@ class Options:
         size, W, last = nbytes(out), self.ranks, len(out.shape) - 1
         trained = weight.requires_grad
 
-        def bill(placement: Placement, at: Placement) -> _Bill:
-            made = _Bill(self)
+        def bill(placement: Placement, at: Placement) -> Bill:
+            made = Bill(self)
             made.weight(weight, placement, summed=is_shard(at))
             part = math.prod(self.part(out, at)) * out.dtype.itemsize
             table = weight.numel() * out.dtype.itemsize / (W if is_shard(placement) else 1)
             made.memory(2 * part + (table + part if trained else 0))
             return made
 
-        def option(bill: _Bill, way: str, found: Placement, value: Value) -> Option:
+        def option(bill: Bill, way: str, found: Placement, value: Value) -> Option:
             placement = {"colwise": Shard(1), "rowwise": Shard(0)}.get(way, R)
             self._save(bill, node, [value])
             return bill.option(value, way=way, placed=(placement,), found=found)
@@ -413,7 +303,7 @@ class Options:
             if all(value.placement == R for value in values):
                 yield from self._op(node, values)
             return
-        bill, out = _Bill(self), chosen.outputs[0][0]
+        bill, out = Bill(self), chosen.outputs[0][0]
         batch, heads, queries, width = self.part(metas[0], out)
         keys = metas[1].shape[2]
         way = "" if chosen.way is None else chosen.way.name
@@ -451,7 +341,7 @@ class Options:
         results = self.propagation.results(node, given)
         if results is None or len(results) != len(node.metas):
             return
-        bill = _Bill(self)
+        bill = Bill(self)
         if node.base == node.index:
             read = sum(self.part_bytes(meta, p) for meta, p in given)
             written = sum(self.part_bytes(m, p) for m, p in zip(node.metas, results, strict=True))
@@ -467,7 +357,7 @@ class Options:
         yield from self._placed_by_hook(bill, node, results[0])
 
     def _product(
-        self, bill: _Bill, node: Node, given: list[tuple[Meta, Placement]], out: Placement
+        self, bill: Bill, node: Node, given: list[tuple[Meta, Placement]], out: Placement
     ) -> None:
         first = given[1 if node.name in ("addmm", "baddbmm") else 0]  # a summand comes before
         K = self.part(*first)[-1]
@@ -479,7 +369,7 @@ class Options:
 
     def _gradients(
         self,
-        bill: _Bill,
+        bill: Bill,
         node: Node,
         given: list[tuple[Meta, Placement]],
         results: tuple[Placement, ...],
@@ -499,12 +389,12 @@ class Options:
                 op: Collective = "all_gather" if alike else "all_reduce"
                 bill.collective(op, nbytes(meta), backward=True)
 
-    def _placed_by_hook(self, bill: _Bill, node: Node, found: Placement) -> Iterator[Option]:
+    def _placed_by_hook(self, bill: Bill, node: Node, found: Placement) -> Iterator[Option]:
         """The result of a module, as it comes and in each layout that a hook may bring it to."""
         meta, trains = node.metas[0], node.needs_grad
         size = nbytes(meta)
 
-        def option(bill: _Bill, value: Value) -> Option:
+        def option(bill: Bill, value: Value) -> Option:
             self._save(bill, node, [value])
             return bill.option(value, found=found)
 
@@ -526,7 +416,7 @@ class Options:
             yield option(cut, Value(target))
 
     def _output(self, node: Node, values: Sequence[Value]) -> Iterator[Option]:
-        bill, each = _Bill(self), iter(values)
+        bill, each = Bill(self), iter(values)
         for ref in node.refs:
             for meta in self.graph.nodes[ref].metas:
                 at = next(each).placement

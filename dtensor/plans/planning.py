@@ -20,8 +20,9 @@ from weft.collectives.protocols import Collective
 from weft.dtensor.parallel import parallelize_module
 from weft.dtensor.plans import told
 from weft.dtensor.plans.applying import data_parallel, layers, styles_of
+from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, Node, recorded
-from weft.dtensor.plans.options import DataParallel, Option, Options
+from weft.dtensor.plans.options import Options
 from weft.dtensor.plans.prices import Prices, has_groups, prices_of
 from weft.dtensor.plans.search import Label, choices_of, search
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from weft.dtensor.plans.bills import Option, Value
 from weft.dtensor.plans.graph import Graph, Node, Segment
-from weft.dtensor.plans.options import Option, Options, Value
+from weft.dtensor.plans.options import Options
 
 _MOST, _STATES = 64, 128
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from weft.dtensor import DeviceMesh, Plan, init_device_mesh, plan
 from weft.dtensor.debug import CommDebugMode
 from weft.dtensor.plans import planning
+from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, recorded
-from weft.dtensor.plans.options import DataParallel, Option, Options
+from weft.dtensor.plans.options import Options
 from weft.dtensor.plans.prices import prices_of
 from weft.dtensor.plans.search import State, remaining, search, steps
 
@@ -212,14 +213,21 @@ _AS_COLLECTIVE = {
 def predicted(found: Plan) -> Counter[str]:
     """The collectives of forward."""
     ops = [op for row in found.rows for op in itertools.takewhile("|".__ne__, row.ops)]
-    return Counter(_AS_COLLECTIVE.get(op, op) for op in ops)
+    return in_halves(Counter(_AS_COLLECTIVE.get(op, op) for op in ops))
 
 
 def counted(comm: CommDebugMode) -> Counter[str]:
-    counts = comm.get_comm_counts().items()
-    return Counter(
-        {_AS_COLLECTIVE.get(name, name): n for op, n in counts for name in [str(op).split(".")[-1]]}
-    )
+    found = Counter[str]()
+    for op, count in comm.get_comm_counts().items():
+        name = str(op).split(".")[-1]
+        found[_AS_COLLECTIVE.get(name, name)] += count
+    return in_halves(found)
+
+
+def in_halves(counts: Counter[str]) -> Counter[str]:
+    """With an all-reduce as a reduce-scatter and an all-gather, which large sums are."""
+    sums = counts.pop("all_reduce", 0)
+    return +(counts + Counter(all_gather=sums, reduce_scatter=sums))
 
 
 def check(found: Plan, model: nn.Module, x: Tensor, name: str) -> None:
@@ -240,7 +248,7 @@ def check(found: Plan, model: nn.Module, x: Tensor, name: str) -> None:
     if found.styles and parts == 1 and not name.startswith(("mixtral", "stacked")):
         # Of an index that is cut, ranks agree on whether it was out of range; routing has several.
         agreed = x.dtype == torch.int64 and found.rows[0].placement.is_shard()
-        ran, told = counted(comm), predicted(found) + Counter(all_reduce=int(agreed))
+        ran, told = counted(comm), predicted(found) + in_halves(Counter(all_reduce=int(agreed)))
         assert ran == told, f"{name}: {ran} instead of {told} in {found}"
     y.backward(own_dy)
     for (key, parameter), wanted in zip(made.named_parameters(), grads, strict=True):
