@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.cli import at_least
-from weft.demo.model import Llama, Shape
+from weft.cli import Parser, at_least
+from weft.demo.model import Llama, LlamaShape
 from weft.dtensor import DeviceMesh, Plan, plan
 from weft.dtensor.plans.planning import bytes_of
 
@@ -35,12 +35,7 @@ and the tensor, or tuple of arguments, that one step of all ranks together is ca
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan, beside those that people make by hand. 1: no layout fits."""
-    parser = argparse.ArgumentParser(
-        prog="weft plan",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("weft plan", __doc__, epilog=_EPILOG)
     parser.add_argument(
         "--model", default="llama", metavar="MODEL",
         help=f"{', '.join(MODELS)} (as large as their namesakes), or FILE.py:function (llama)",
@@ -137,7 +132,7 @@ def _in_file(path: Path, name: str) -> tuple[nn.Module, Any]:
 
 def llama(layers: int | None, tokens: int) -> nn.Module:
     """Llama 3 8B, in bf16; its vocabulary is one of bytes, as the demo's."""
-    model = Llama(Shape(4096, layers or 32, heads=32, kv_heads=8, ffn=14336, seq_len=tokens))
+    model = Llama(LlamaShape(4096, layers or 32, heads=32, kv_heads=8, ffn=14336, seq_len=tokens))
     return _in_bf16(model)
 
 
@@ -145,17 +140,17 @@ def mixtral(layers: int | None, tokens: int) -> nn.Module:
     """Mixtral 8x7B, in bf16, with all experts on all tokens: as many layers, experts and features;
     routed, it would multiply a quarter of that.
     """
-    shape = Shape(4096, layers or 32, heads=32, kv_heads=8, ffn=14336, seq_len=tokens)
+    shape = LlamaShape(4096, layers or 32, heads=32, kv_heads=8, ffn=14336, seq_len=tokens)
     model = Llama(shape)
     for block in model.blocks:
-        block.ffn = Experts(shape.d_model, shape.ffn, 8)
+        block.ffn = StackedExperts(shape.d_model, shape.ffn, 8)
     return _in_bf16(model)
 
 
 MODELS: dict[str, Callable[[int | None, int], nn.Module]] = {"llama": llama, "mixtral": mixtral}
 
 
-class Experts(nn.Module):
+class StackedExperts(nn.Module):
     """SwiGLU experts as stacks of weights, each token weighted by its two best."""
 
     def __init__(self, width: int, hidden: int, count: int) -> None:

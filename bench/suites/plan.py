@@ -21,7 +21,7 @@ from torch import nn
 from weft.bench.blocks.tensor_parallel import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
 from weft.demo.data import standard_library
-from weft.demo.model import Llama, Shape
+from weft.demo.model import Llama, LlamaShape
 
 NAME = "plan"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -37,9 +37,9 @@ def cases(options: Options) -> list[Spec]:
     kv_heads = W * max(1, 4 // W)
     heads = 2 * kv_heads
     if options.quick:
-        shape, batch = Shape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
+        shape, batch = LlamaShape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
     else:
-        shape, batch = Shape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
+        shape, batch = LlamaShape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
     sizes = f"{shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}"
     params = {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name}
     return [
@@ -71,7 +71,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     """The step of each variant on this rank."""
     from weft.dtensor import Plan, plan
 
-    shape, batch = Shape(**spec.params["shape"]), spec.params["batch"]
+    shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
     tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
     tokens, targets = tokens.to(options.device), targets.to(options.device)
     whole = _model(shape, spec.params["experts"], options.dtype, options.device)
@@ -97,7 +97,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     )
 
 
-def _model(shape: Shape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
+def _model(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
     torch.manual_seed(0)
     made: Any = Llama(shape)
     for block in made.blocks if experts else ():

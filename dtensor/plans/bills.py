@@ -15,7 +15,7 @@ from weft.dtensor.layout.boxes import is_shard
 from weft.dtensor.plans.prices import FusedOp
 
 if TYPE_CHECKING:
-    from weft.dtensor.plans.options import Options
+    from weft.dtensor.plans.options import NodeOptions
 
 # Two moments of fp32; a step reads and writes them, and the parameter, and reads the gradient.
 _MOMENTS = 8
@@ -73,7 +73,7 @@ class DataParallel:
 class Bill:
     """What an option takes, added up."""
 
-    of: Options
+    of: NodeOptions
     us: float = 0.0
     data_us: float = 0.0
     nbytes: float = 0.0

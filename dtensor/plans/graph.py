@@ -41,7 +41,7 @@ class Ref:
 
 
 @dataclass(eq=False)
-class Node:
+class ModelNode:
     """One step of the forward.
 
     Attributes:
@@ -104,7 +104,7 @@ class Segment:
 class Graph:
     """The nodes of a model, cut into segments."""
 
-    nodes: list[Node]
+    nodes: list[ModelNode]
     segments: list[Segment]
 
 
@@ -166,7 +166,7 @@ class _Recording:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         signature = program.graph_signature
         self.param_of = signature.inputs_to_parameters
-        self.nodes: list[Node] = []
+        self.nodes: list[ModelNode] = []
         self.at: dict[fx.Node, int] = {}
         self.storage: dict[int, int] = {}
         self.called: Counter[str] = Counter()
@@ -183,20 +183,20 @@ class _Recording:
         if node.op == "placeholder":
             if node.name not in self.param_of:  # parameters come where they are used
                 kind: Kind = "input" if node.name in inputs else "constant"
-                self._append(node, Node(-1, kind, target=node.name), value)
+                self._append(node, ModelNode(-1, kind, target=node.name), value)
         elif node.op == "output":
             args = self._mapped(node.args)
-            self._append(node, Node(-1, "output", args=args), None)
+            self._append(node, ModelNode(-1, "output", args=args), None)
         elif node.op == "get_attr" or value is None or not _has_tensors(value):
             if isinstance(value, torch.Tensor):
-                self._append(node, Node(-1, "constant", target=node.name), value)
+                self._append(node, ModelNode(-1, "constant", target=node.name), value)
         else:
             self._append(node, self._made(node, exits), value)
 
-    def _made(self, node: fx.Node, exits: dict[fx.Node, str]) -> Node:
+    def _made(self, node: fx.Node, exits: dict[fx.Node, str]) -> ModelNode:
         module, target = _module_of(node), node.target
         owner: Any = self.model.get_submodule(module) if _is_path(self.model, module) else None
-        made = Node(-1, "op", target=target, module=module, exits=exits.get(node, ""))
+        made = ModelNode(-1, "op", target=target, module=module, exits=exits.get(node, ""))
         plain: dict[Any, tuple[Kind, Any, int]] = {
             _aten.linear.default: ("linear", nn.Linear, 1),
             _aten.embedding.default: ("embedding", nn.Embedding, 0),
@@ -235,13 +235,13 @@ class _Recording:
     def _ref(self, node: fx.Node) -> Ref | None:
         if node not in self.at and node.name in self.param_of:
             name = self.param_of[node.name]
-            made = Node(-1, "param", target=name, weights={name: self.params[name]})
+            made = ModelNode(-1, "param", target=name, weights={name: self.params[name]})
             self._append(node, made, node.meta["val"])
         if node not in self.at:
             return None  # a check, whose result nobody needs
         return Ref(self.at[node])
 
-    def _append(self, node: fx.Node, made: Node, value: Any) -> None:
+    def _append(self, node: fx.Node, made: ModelNode, value: Any) -> None:
         made.index = self.at[node] = len(self.nodes)
         made.several = isinstance(value, (list, tuple))
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
@@ -298,7 +298,7 @@ def _exits(graph: fx.Graph, single: set[str]) -> dict[fx.Node, str]:
     return found
 
 
-def _segments(nodes: list[Node]) -> list[Segment]:
+def _segments(nodes: list[ModelNode]) -> list[Segment]:
     """Cut where as few tensors as possible are alive, so that no segment is long."""
     alive = list(_alive(nodes))
     begin = next((n.index for n in nodes if n.kind not in ("input", "constant")), 0)
@@ -313,7 +313,7 @@ def _segments(nodes: list[Node]) -> list[Segment]:
     ]
 
 
-def _alive(nodes: list[Node]) -> Iterator[tuple[int, ...]]:
+def _alive(nodes: list[ModelNode]) -> Iterator[tuple[int, ...]]:
     """Before each node: the earlier ones that are still read, without constants."""
     now: tuple[int, ...] = ()
     for node in nodes:
@@ -322,7 +322,9 @@ def _alive(nodes: list[Node]) -> Iterator[tuple[int, ...]]:
         now = tuple(i for i in born if nodes[i].last_use > node.index)
 
 
-def _signature(nodes: list[Node], start: int, stop: int, alive: tuple[int, ...]) -> tuple[Any, ...]:
+def _signature(
+    nodes: list[ModelNode], start: int, stop: int, alive: tuple[int, ...]
+) -> tuple[Any, ...]:
     def relative(leaf: Any) -> Any:
         if not isinstance(leaf, Ref):
             return repr(leaf)
@@ -332,7 +334,7 @@ def _signature(nodes: list[Node], start: int, stop: int, alive: tuple[int, ...])
         at = leaf.index - start if leaf.index >= start else -1 - alive.index(leaf.index)
         return "node", at, node.needs_grad, node.readers, node.metas
 
-    def of(node: Node) -> tuple[Any, ...]:
+    def of(node: ModelNode) -> tuple[Any, ...]:
         leaves = pytree.tree_leaves([node.args, node.kwargs])
         weights = [(tuple(w.shape), w.dtype, w.requires_grad) for w in node.weights.values()]
         ends = node.last_use < stop

@@ -28,7 +28,7 @@ from weft.collectives.protocols import Collective
 from weft.dtensor.dispatch.call import Meta
 from weft.dtensor.layout.boxes import is_shard, shard_dim
 from weft.dtensor.plans.bills import Bill, DataParallel, Option, Value
-from weft.dtensor.plans.graph import Graph, Node, nbytes
+from weft.dtensor.plans.graph import Graph, ModelNode, nbytes
 from weft.dtensor.plans.prices import FusedOp, Prices
 from weft.dtensor.plans.propagation import Propagation
 from weft.dtensor.rules.attention import RING, ULYSSES
@@ -44,7 +44,7 @@ _PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}
 _LARGE = 64 << 20  # bytes at which a collective's rate counts, not its latency
 
 
-class Options:
+class NodeOptions:
     """The options of a graph's nodes along one mesh dim of `ranks` ranks.
 
     Args:
@@ -75,7 +75,7 @@ class Options:
         us = (self.prices.collective_us(op, n * _LARGE, group.ranks, group.stride) for n in (2, 1))
         return (next(us) - next(us)) / _LARGE
 
-    def of(self, node: Node, values: Sequence[Value]) -> list[Option]:
+    def of(self, node: ModelNode, values: Sequence[Value]) -> list[Option]:
         """What `node` may do with inputs placed like this (one a `Ref`; of a list its items)."""
         key = node.index, tuple(values)
         if key not in self._known:
@@ -84,7 +84,7 @@ class Options:
             self._known[key] = found[:1] if self.ranks == 1 else found
         return self._known[key]
 
-    def _find(self, node: Node, values: Sequence[Value]) -> Iterator[Option]:
+    def _find(self, node: ModelNode, values: Sequence[Value]) -> Iterator[Option]:
         if node.kind == "linear":
             return self._linear(node, values[0])
         if node.kind == "embedding":
@@ -115,7 +115,7 @@ class Options:
         """The shards along all dims but the last that are even."""
         return [Shard(d) for d, n in enumerate(meta.shape[:-1]) if n and n % self.ranks == 0]
 
-    def _save(self, bill: Bill, node: Node, values: Sequence[Value]) -> None:
+    def _save(self, bill: Bill, node: ModelNode, values: Sequence[Value]) -> None:
         """What a node's own result adds to what is kept for backward."""
         if node.index in self.kept:
             for meta, value in zip(node.metas, values, strict=True):
@@ -124,7 +124,7 @@ class Options:
 
     # ---- nodes
 
-    def _source(self, node: Node) -> Iterator[Option]:
+    def _source(self, node: ModelNode) -> Iterator[Option]:
         if node.kind == "constant":
             yield Bill(self).option(*[Value(R)] * len(node.metas))
             return
@@ -145,7 +145,7 @@ class Options:
             bill.weight(weight, placement, summed=False)  # its readers know
             yield bill.option(Value(placement), placed=(placement,), found=placement)
 
-    def _linear(self, node: Node, x: Value) -> Iterator[Option]:
+    def _linear(self, node: ModelNode, x: Value) -> Iterator[Option]:
         (ref,) = node.refs
         source, weight = self.graph.nodes[ref], _weight(node)
         (N, K), meta, W = weight.shape, source.metas[0], self.ranks
@@ -227,7 +227,7 @@ class Options:
                 yield made(row, Value(target), "rowwise", SUM)
 
     def _summed_gradient(
-        self, bill: Bill, source: Node, ref: int, x: Value, sizes: tuple[float, float, float]
+        self, bill: Bill, source: ModelNode, ref: int, x: Value, sizes: tuple[float, float, float]
     ) -> tuple[tuple[int, Value], ...]:
         """The gradient of a replicated x, a sum: the product, and its reduction once."""
         dtype, size = source.metas[0].dtype, nbytes(source.metas[0])
@@ -243,7 +243,7 @@ class Options:
             bill.collective("reduce_scatter" if scattered else "all_reduce", size, backward=True)
         return ((ref, Value(R, "summed")),)
 
-    def _embedding(self, node: Node, index: Value) -> Iterator[Option]:
+    def _embedding(self, node: ModelNode, index: Value) -> Iterator[Option]:
         weight, out = _weight(node), node.meta
         size, W, last = nbytes(out), self.ranks, len(out.shape) - 1
         trained = weight.requires_grad
@@ -291,7 +291,7 @@ class Options:
                         moved.collective("all_to_all", size / W, backward=True)
                 yield option(moved, way, found, Value(target))
 
-    def _attention(self, node: Node, values: Sequence[Value]) -> Iterator[Option]:
+    def _attention(self, node: ModelNode, values: Sequence[Value]) -> Iterator[Option]:
         metas = [self.graph.nodes[ref].metas[0] for ref in node.refs]
         given = [(m, v.placement) for m, v in zip(metas, values, strict=True)]
         bound = dict(zip(("mask", "dropout", "is_causal"), node.args[3:], strict=False))
@@ -332,7 +332,7 @@ class Options:
         self._save(bill, node, [Value(out)])
         yield bill.option(Value(out), way=way, found=out)
 
-    def _op(self, node: Node, values: Sequence[Value]) -> Iterator[Option]:
+    def _op(self, node: ModelNode, values: Sequence[Value]) -> Iterator[Option]:
         given: list[tuple[Meta, Placement]] = []
         each = iter(values)
         for ref in node.refs:
@@ -357,7 +357,7 @@ class Options:
         yield from self._placed_by_hook(bill, node, results[0])
 
     def _product(
-        self, bill: Bill, node: Node, given: list[tuple[Meta, Placement]], out: Placement
+        self, bill: Bill, node: ModelNode, given: list[tuple[Meta, Placement]], out: Placement
     ) -> None:
         first = given[1 if node.name in ("addmm", "baddbmm") else 0]  # a summand comes before
         K = self.part(*first)[-1]
@@ -370,7 +370,7 @@ class Options:
     def _gradients(
         self,
         bill: Bill,
-        node: Node,
+        node: ModelNode,
         given: list[tuple[Meta, Placement]],
         results: tuple[Placement, ...],
     ) -> None:
@@ -389,7 +389,7 @@ class Options:
                 op: Collective = "all_gather" if alike else "all_reduce"
                 bill.collective(op, nbytes(meta), backward=True)
 
-    def _placed_by_hook(self, bill: Bill, node: Node, found: Placement) -> Iterator[Option]:
+    def _placed_by_hook(self, bill: Bill, node: ModelNode, found: Placement) -> Iterator[Option]:
         """The result of a module, as it comes and in each layout that a hook may bring it to."""
         meta, trains = node.metas[0], node.needs_grad
         size = nbytes(meta)
@@ -415,7 +415,7 @@ class Options:
                 cut.collective("all_gather", size, backward=True)
             yield option(cut, Value(target))
 
-    def _output(self, node: Node, values: Sequence[Value]) -> Iterator[Option]:
+    def _output(self, node: ModelNode, values: Sequence[Value]) -> Iterator[Option]:
         bill, each = Bill(self), iter(values)
         for ref in node.refs:
             for meta in self.graph.nodes[ref].metas:
@@ -427,7 +427,7 @@ class Options:
         yield bill.option()
 
 
-def _weight(node: Node) -> torch.Tensor:
+def _weight(node: ModelNode) -> torch.Tensor:
     return next(iter(node.weights.values()))  # a module's own comes before its bias
 
 

@@ -21,8 +21,8 @@ from weft.dtensor.parallel import parallelize_module
 from weft.dtensor.plans import told
 from weft.dtensor.plans.applying import data_parallel, layers, styles_of
 from weft.dtensor.plans.bills import DataParallel, Option
-from weft.dtensor.plans.graph import Graph, Node, recorded
-from weft.dtensor.plans.options import Options
+from weft.dtensor.plans.graph import Graph, ModelNode, recorded
+from weft.dtensor.plans.options import NodeOptions
 from weft.dtensor.plans.prices import Prices, has_groups, prices_of
 from weft.dtensor.plans.search import Label, choices_of, search
 
@@ -31,7 +31,7 @@ _SMALL = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedStep:
     """What one step of the model's forward does.
 
     Attributes:
@@ -77,7 +77,7 @@ class Plan:
     sharded: bool
     styles: dict[str, ParallelStyle] = field(repr=False)
     placements: dict[str, Placement] = field(repr=False)
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[PlannedStep, ...] = field(repr=False)
     step_us: float
     memory_bytes: float
     hardware: str
@@ -94,7 +94,7 @@ class Plan:
         Raises:
             ValueError: the mesh has no process groups, or no names where it has several dims.
         """
-        return apply(self, model)
+        return lay_out(self, model)
 
     def __str__(self) -> str:
         return told.table(self)
@@ -170,7 +170,7 @@ class _Split:
     """The mesh, its last `inner` dims for layers and those before them for the batch."""
 
     inner: int
-    options: Options
+    options: NodeOptions
     units: int  # that FSDP gathers one at a time
     largest: float  # bytes of the largest one on a rank, gathered
 
@@ -238,12 +238,12 @@ class _Way:
         )
 
 
-def _row(node: Node, option: Option) -> Row:
+def _row(node: ModelNode, option: Option) -> PlannedStep:
     op = node.name if node.kind == "op" else node.kind
     module = node.module or str(node.target or "")
     shape = node.meta.shape if node.metas else ()
     placement = option.values[0].placement if option.values else option.found
-    return Row(
+    return PlannedStep(
         module, op, option.way, option.found, placement, shape, option.us, option.nbytes, option.ops
     )
 
@@ -272,7 +272,7 @@ def _splits(
             graphs[parts] = recorded(model, own)
         for sharded in (False, True) if parts > 1 else (False,):
             data = DataParallel(parts, ranks, sharded)
-            options = Options(
+            options = NodeOptions(
                 graphs[parts], ranks, prices, mesh.device_type, data, gather_output=gather_output
             )
             yield _Split(inner, options, len(units), largest / ranks)
@@ -307,20 +307,22 @@ def _too_small(every: Sequence[_Way], limit: float, mesh: DeviceMesh) -> str:
 # ---- plans that people make by hand
 
 # Whether a plan of that kind has an option of a node, given the size of the largest weight.
-_ByHand = Callable[[int, Node, Option], bool]
+_ByHand = Callable[[int, ModelNode, Option], bool]
 
 
-def _megatron(largest: int, node: Node, option: Option) -> bool:
+def _megatron(largest: int, node: ModelNode, option: Option) -> bool:
     """Column- and row-parallel linears, and shards of the sequence between them."""
     return _usual(largest, node, option, between=lambda rank: Shard(max(rank - 2, 0)))
 
 
-def _torch_default(largest: int, node: Node, option: Option) -> bool:
+def _torch_default(largest: int, node: ModelNode, option: Option) -> bool:
     """Column- and row-parallel linears, and replicas between them."""
     return _usual(largest, node, option, between=lambda _: Replicate())
 
 
-def _usual(largest: int, node: Node, option: Option, between: Callable[[int], Placement]) -> bool:
+def _usual(
+    largest: int, node: ModelNode, option: Option, between: Callable[[int], Placement]
+) -> bool:
     """`between`: how a tensor of so many dims is placed between layers."""
     if node.kind == "input":
         return option.values[0].placement == Replicate()
@@ -348,7 +350,7 @@ _BY_HAND: dict[str, tuple[int, bool, _ByHand | None]] = {
 }
 
 
-def apply(found: Plan, model: nn.Module) -> nn.Module:
+def lay_out(found: Plan, model: nn.Module) -> nn.Module:
     """See `Plan.apply`."""
     mesh, count = found.mesh, len(found.data_dims)
     outer, inner = (

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from weft.dtensor.dispatch.call import Chosen, Meta
 from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.move.explicit import ExplicitRedistributionContext
-from weft.dtensor.plans.graph import Node, Ref
+from weft.dtensor.plans.graph import ModelNode, Ref
 from weft.dtensor.rules.attention import attention_plan
 from weft.dtensor.tensor import DTensor, wrap
 
@@ -49,7 +49,7 @@ class Propagation:
         return layout_of(self.mesh, (placement,), meta.shape, meta.stride, meta.dtype)
 
     def results(
-        self, node: Node, values: Sequence[tuple[Meta, Placement]]
+        self, node: ModelNode, values: Sequence[tuple[Meta, Placement]]
     ) -> tuple[Placement, ...] | None:
         """The placements of the results of an op; None if something would have to move.
 
@@ -66,7 +66,7 @@ class Propagation:
         return self._known[key]
 
     def _run(
-        self, node: Node, values: Sequence[tuple[Meta, Placement]]
+        self, node: ModelNode, values: Sequence[tuple[Meta, Placement]]
     ) -> tuple[Placement, ...] | None:
         if node.target in _RANDOM:
             placement = values[0][1]

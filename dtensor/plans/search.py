@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from weft.dtensor.plans.bills import Option, Value
-from weft.dtensor.plans.graph import Graph, Node, Segment
-from weft.dtensor.plans.options import Options
+from weft.dtensor.plans.graph import Graph, ModelNode, Segment
+from weft.dtensor.plans.options import NodeOptions
 
 _MOST, _STATES = 64, 128
 
 State = tuple[tuple[Value, ...], ...]
 # Whether a kind of plan has this option; every option of a node is one of a plan without limits.
-Allows = Callable[[Node, Option], bool]
+Allows = Callable[[ModelNode, Option], bool]
 
 
 class Trail(NamedTuple):
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 Labels = dict[State, list[Label]]
 
 
-def search(options: Options, allows: Allows | None = None) -> list[Label]:
+def search(options: NodeOptions, allows: Allows | None = None) -> list[Label]:
     """The labels of the whole model; none if no combination fits."""
     graph = options.graph
     labels: Labels = {(): [Label(0.0, 0.0, 0.0, None)]}
@@ -70,7 +70,7 @@ def search(options: Options, allows: Allows | None = None) -> list[Label]:
 
 
 def through(
-    options: Options, segment: Segment, state: State, allows: Allows | None = None
+    options: NodeOptions, segment: Segment, state: State, allows: Allows | None = None
 ) -> Labels:
     """The labels of a segment, from a state of what is alive before it."""
     graph = options.graph
@@ -105,14 +105,18 @@ def _narrowed(labels: Labels) -> Labels:
     return {state: labels[state] for state in kept}
 
 
-def remaining(graph: Graph, alive: tuple[int, ...], node: Node) -> tuple[int, ...]:
+def remaining(graph: Graph, alive: tuple[int, ...], node: ModelNode) -> tuple[int, ...]:
     """What is alive after a node."""
     born = (*alive, node.index) if node.kind not in ("constant", "output") else alive
     return tuple(i for i in born if graph.nodes[i].last_use > node.index)
 
 
 def steps(
-    options: Options, node: Node, alive: tuple[int, ...], state: State, later: tuple[int, ...]
+    options: NodeOptions,
+    node: ModelNode,
+    alive: tuple[int, ...],
+    state: State,
+    later: tuple[int, ...],
 ) -> Iterator[tuple[Option, State]]:
     """Each option of a node in a state, and the state that it leads to."""
     held = dict(zip(alive, state, strict=True))

@@ -404,6 +404,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "weft.kernels.compile.aot", *told]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
     dtypes = [getattr(torch, name) for name in options.dtype]
+    cases = {
+        c for arch in archs for dtype in dtypes for c, _ in _launches(arch, dtype, options.wide)
+    }
+    if not cases:
+        parser.error(f"{', '.join(archs)}: no kernels of {', '.join(options.dtype)}")
+    if absent := [case for case in options.case if case not in cases]:
+        parser.error(f"no case {absent[0]!r}: there are {'; '.join(sorted(cases))}")
     reports = []
     if not options.json:
         print(HEAD)
@@ -412,8 +419,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports.append(report)
         if not options.json:
             print(line(report), flush=True)  # each takes seconds
-    if not reports:
-        parser.error(f"there is no case named {' or '.join(options.case)}; without --case: all")
     if options.json:
         print(json.dumps([asdict(r) | {"unknown_spills": r.unknown_spills} for r in reports]))
     elif any(r.spills for r in reports):

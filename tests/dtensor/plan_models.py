@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weft.demo.model import Llama, Shape
+from weft.demo.model import Llama, LlamaShape
 
 
 def llama(layers: int = 2, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The demo's, whose rotations stay complex."""
     torch.manual_seed(0)
-    model = Llama(Shape(32, layers, heads=8, kv_heads=4, ffn=64, seq_len=16))
+    model = Llama(LlamaShape(32, layers, heads=8, kv_heads=4, ffn=64, seq_len=16))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

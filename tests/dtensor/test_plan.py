@@ -21,7 +21,7 @@ from weft.dtensor.debug import CommDebugMode
 from weft.dtensor.plans import planning
 from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, recorded
-from weft.dtensor.plans.options import Options
+from weft.dtensor.plans.options import NodeOptions
 from weft.dtensor.plans.prices import prices_of
 from weft.dtensor.plans.search import State, remaining, search, steps
 
@@ -51,12 +51,12 @@ def named(found: Plan) -> dict[str, Plan]:
 # ---- what is chosen
 
 
-def options_of(graph: Graph, ranks: int) -> Options:
+def options_of(graph: Graph, ranks: int) -> NodeOptions:
     prices = prices_of("h100", pretended(ranks))
-    return Options(graph, ranks, prices, "cpu", DataParallel(), gather_output=True)
+    return NodeOptions(graph, ranks, prices, "cpu", DataParallel(), gather_output=True)
 
 
-def combinations(options: Options) -> Iterator[tuple[float, float]]:
+def combinations(options: NodeOptions) -> Iterator[tuple[float, float]]:
     """Time and memory of every combination of options, none left out."""
     nodes = options.graph.nodes
 
