@@ -26,7 +26,7 @@ from weft.demo.model import Llama, LlamaShape
 NAME = "plan"
 WORLD: Literal["ranks", "one"] = "ranks"
 
-_MAIN, _EXPERTS = "plan", 4
+_MAIN, _PEER, _EXPERTS = "plan", "torch default", 4
 
 
 def cases(options: Options) -> list[Spec]:
@@ -94,6 +94,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         tolerance={torch.bfloat16: 5e-2, torch.float16: 1e-2}.get(options.dtype, 1e-4),
         inputs=1,
         main=_MAIN,
+        peer=_PEER,
     )
 
 
