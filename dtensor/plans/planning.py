@@ -154,14 +154,13 @@ def plan(
     best = min(fitting, key=lambda found: found.step_us)
     beside: dict[str, Plan | str] = {}
     for name, (inner, sharded, by_hand) in _BY_HAND.items():
-        ways = [
-            found
-            for split in splits
-            if (split.inner, split.data.sharded) == (inner, sharded)
-            for found in split.ways(by_hand)
-        ]
-        quickest = min(ways, key=lambda found: found.step_us, default=None)
-        beside[name] = "not possible here" if quickest is None else quickest.plan(mesh, limit)
+        such = [s for s in splits if (s.inner, s.data.sharded) == (inner, sharded)]
+        ways = [found for split in such for found in split.ways(by_hand)]
+        if ways:
+            beside[name] = min(ways, key=lambda found: found.step_us).plan(mesh, limit)
+        else:
+            why = "the model's ops do not fit it" if such else "the batch cannot be cut so"
+            beside[name] = f"not possible: {why}"
     return replace(best.plan(mesh, limit), beside=beside)
 
 
