@@ -23,6 +23,7 @@ SUITES = {
     "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",
     "scaling": "the fused ops on 2 to 72 virtual ranks of other chips: virtual time",
     "model": "the training step of weft demo's Llama, beside torch's DTensor",
+    "plan": "the training step by weft.dtensor.plan, beside plans that people make by hand",
 }
 
 

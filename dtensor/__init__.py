@@ -33,6 +33,7 @@ from weft.dtensor.interop import state_dicts as state_dicts
 from weft.dtensor.interop.torch_dtensor import from_torch, to_torch
 from weft.dtensor.layout.boxes import layout_of
 from weft.dtensor.move.redistribute import redistribute_plan
+from weft.dtensor.plans.planning import Plan, plan
 from weft.dtensor.tensor import DTensor, rebuild
 
 # So that torch.load(weights_only=True) takes a DTensor.
@@ -44,6 +45,7 @@ __all__ = [
     "DeviceMesh",
     "Partial",
     "Placement",
+    "Plan",
     "Replicate",
     "Shard",
     "distribute_module",
@@ -55,6 +57,7 @@ __all__ = [
     "linspace",
     "logspace",
     "ones",
+    "plan",
     "rand",
     "randn",
     "redistribute_plan",

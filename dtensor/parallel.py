@@ -32,14 +32,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.dtensor import DTensor, Replicate, Shard, distribute_module
-from weft.dtensor.api import distribute_parameter, replacements
+from weft.dtensor.api import distribute_module, distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
 from weft.dtensor.fused.products import allow_in_graphs, linear_gathering_again
 from weft.dtensor.layout.boxes import mesh_or_current
+from weft.dtensor.tensor import DTensor
 
 __all__ = [
     "ColwiseParallel",

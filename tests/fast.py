@@ -44,6 +44,7 @@ FAST = {
         for family in ("pointwise", "reductions", "views", "matmuls", "layers")
     ],
     "dtensor/fused": ["test_parallel.py::test_sequence_parallel_mlp_is_the_plain_one"],
+    "dtensor/plans": ["test_plan.py::test_the_search_is_exact"],
     "dtensor/interop": ["test_optimizer_step.py::test_a_step_is_that_of_one_process"],
     "sim": ["test_sim.py::test_results_come_in_rank_order"],
     "sim/check": ["test_sim_races.py::test_a_hand_over_with_a_fault"],

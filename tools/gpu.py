@@ -40,7 +40,7 @@ import torch
 
 from tools import gpu_page, gpu_report, gpu_steps
 from tools.gpu_report import append
-from tools.gpu_steps import STEPS, Plan
+from tools.gpu_steps import STEPS, StepPlan
 from weft.cli import Parser, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -247,7 +247,7 @@ class Slice:
 
     def _process(self, step: str, cases: list[str], until: float) -> int:
         """One process of a step, until it ends or its time is up. Its status."""
-        plan = Plan(
+        plan = StepPlan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
             until - time.monotonic() + time.time() - 1,
         )  # fmt: skip

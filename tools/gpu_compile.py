@@ -16,7 +16,7 @@ import torch
 
 from tools.gpu_report import CutError, GpuReport
 from tools.gpu_steps import (
-    Plan,
+    StepPlan,
     names,
     options,
     solo_parts,
@@ -30,7 +30,7 @@ _SEARCHES = 8  # the first ones, of some 30 launches each; the step compiles the
 _CALL_S = 240.0  # that the ranks of a call may take: some have five kernels
 
 
-def run(plan: Plan, report: GpuReport) -> None:
+def run(plan: StepPlan, report: GpuReport) -> None:
     """Compile what each case names, as far as there is time."""
     from weft.bench.solo.compiling import Compilers, Done
     from weft.sim.unwaited import PARTS
@@ -64,7 +64,7 @@ def run(plan: Plan, report: GpuReport) -> None:
     compilers.close()
 
 
-def units(name: str, plan: Plan) -> list[tuple[str, Any]]:
+def units(name: str, plan: StepPlan) -> list[tuple[str, Any]]:
     """What a case of the step compiles."""
     from weft.bench.solo import sweep
 
@@ -100,7 +100,7 @@ def _small() -> list[Any]:
     return small_cases()
 
 
-def _calls(plan: Plan) -> list[tuple[str, Any]]:
+def _calls(plan: StepPlan) -> list[tuple[str, Any]]:
     """The calls of ranks as threads and as processes: each of each number of ranks."""
     from tools.gpu_cases import calls_of, parsed
 

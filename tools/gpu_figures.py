@@ -12,7 +12,7 @@ import torch
 
 from tools.gpu_report import GpuReport, LastLaunches
 from tools.gpu_steps import (
-    Plan,
+    StepPlan,
     case_s,
     options,
     solo_parts,
@@ -23,7 +23,7 @@ from tools.gpu_steps import (
 )
 
 
-def _device(plan: Plan) -> torch.device:
+def _device(plan: StepPlan) -> torch.device:
     if plan.device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -33,7 +33,7 @@ class NoFigureError(RuntimeError):
     """There is no time for what is ours, and why."""
 
 
-def solo(plan: Plan, report: GpuReport) -> None:
+def solo(plan: StepPlan, report: GpuReport) -> None:
     """The cases, in this process as long as the GPU is fit for it."""
     from weft.bench.solo import measure
     from weft.sim import unwaited
@@ -80,7 +80,7 @@ def _check(case: Any) -> None:
         raise NoFigureError("\n".join(filter(None, whys)))
 
 
-def tune(plan: Plan, report: GpuReport) -> None:
+def tune(plan: StepPlan, report: GpuReport) -> None:
     """A search for each problem; its launches are compiled first, if they are not yet."""
     from weft.bench.solo import sweep
     from weft.bench.solo.compiling import Compilers
@@ -119,7 +119,7 @@ def _noting(scratch: str, rank: int) -> AbstractContextManager[None]:
     return LastLaunches(Path(scratch)).noting(lambda: rank)
 
 
-def suites(plan: Plan, report: GpuReport) -> None:
+def suites(plan: StepPlan, report: GpuReport) -> None:
     """Cases of suites."""
     from weft.bench import runner
     from weft.bench.measure import time_limit

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tools.gpu_report import FAILED, GO_ON, GpuReport, LastLaunches
-from tools.gpu_steps import Plan, case_s
+from tools.gpu_steps import StepPlan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
 
@@ -37,7 +37,7 @@ def main() -> int:
     another process is to run the others, else 0."""
     from tools import gpu_compile, gpu_figures
 
-    plan = Plan(**json.loads(sys.argv[1]))
+    plan = StepPlan(**json.loads(sys.argv[1]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     run = {
         "compile": gpu_compile.run,
@@ -79,7 +79,7 @@ def on_ranks(device: str, W: int, body: Callable[[int], None], seconds: float) -
         sim.run(W, on_rank, races=False, timeout=seconds)
 
 
-def _threads(plan: Plan, report: GpuReport) -> None:
+def _threads(plan: StepPlan, report: GpuReport) -> None:
     from tools import gpu_cases
     from weft.sim.run.gpu import rank_here
 
@@ -141,7 +141,7 @@ def run_small_cases(device: str) -> None:
             raise RuntimeError(f"{spec.name}: {trial.failure}")
 
 
-def _sanitized(plan: Plan, seconds: float) -> None:
+def _sanitized(plan: StepPlan, seconds: float) -> None:
     """Small calls under compute-sanitizer's memcheck.
 
     It lets one kernel run at a time, so that ranks would not meet: these wait for nobody. Each
@@ -178,7 +178,7 @@ def _sanitized(plan: Plan, seconds: float) -> None:
 # --- ranks as processes ------------------------------------------------------------------------
 
 
-def _processes(plan: Plan, report: GpuReport) -> None:
+def _processes(plan: StepPlan, report: GpuReport) -> None:
     from weft.launch import RankError, launch
 
     begun: list[tuple[str, float]] = []
@@ -202,7 +202,7 @@ def _processes(plan: Plan, report: GpuReport) -> None:
         report.end(name, "failed", time.monotonic() - at, str(error))
 
 
-def _process(rank: int, progress: Callable[[Any], None], plan: Plan) -> None:
+def _process(rank: int, progress: Callable[[Any], None], plan: StepPlan) -> None:
     """One of two ranks."""
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from tools.gpu_steps import Plan
+from tools.gpu_steps import StepPlan
 from weft.kernels.compile.aot import fields_of
 
 Outcome = Literal["passed", "failed", "skipped", "cut"]
@@ -30,7 +30,7 @@ _LAUNCH_BYTES = 600
 class GpuReport:
     """The lines of a step's process."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self.plan, self.failed, self.goes_on = plan, False, False
         self.launches = LastLaunches(Path(plan.scratch))
 

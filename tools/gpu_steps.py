@@ -67,7 +67,7 @@ def case_s(step: str, case: str, device: str) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What a step's process is told.
 
     Attributes:
@@ -142,7 +142,8 @@ def tune_specs(quick: bool) -> dict[str, Any]:
 
 def suites_of(step: str) -> Sequence[Any]:
     """The suites of a step."""
-    from weft.bench.suites import attention, local_attention, matmul, ops
+    from weft.bench.solo import local_attention
+    from weft.bench.suites import attention, matmul, ops
 
     return [matmul, local_attention] if step == "plain" else [ops, attention]
 

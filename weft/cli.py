@@ -27,6 +27,10 @@ _COMMANDS = {
         "weft.dtensor.checkpoint.cli",
         "look at a checkpoint, check it, merge it, cut it",
     ),
+    "plan": (
+        "weft.bench.commands.plan",
+        "lay out a model on a mesh of chips: predicted step time and memory",
+    ),
     "tune": (
         "weft.bench.commands.tune",
         "find the quickest launches of the fused matmuls on this machine",

@@ -1,5 +1,5 @@
 """Commands that look or time, and are no suite.
 
-May import all of `bench`. `doctor`, `flight`, `calibrate`, `explain`, `memory`,
-`tune`.
+May import all of `bench`. `doctor`, `flight` (its `--flight`), `calibrate`, `explain`, `memory`,
+`plan`, `tune`.
 """

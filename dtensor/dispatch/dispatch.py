@@ -329,6 +329,8 @@ def _run_with_moves(
         with no_function():  # inside of a backward, its calls would look like the user's
             return plan.decomposed(*args, **kwargs)
     if plan.is_view:
+        if plan.moves is not None:
+            check_explicit(lambda: plan.title, args[0]._layout, plan.moves[0])
         return _view(plan, args, local_args, local_kwargs)
     tensors: list[torch.Tensor] = []
     if plan.writes or plan.moves is not None:

@@ -30,8 +30,7 @@ from weft.dtensor.dispatch.pricing import candidate_lines
 from weft.dtensor.layout.boxes import Layout, Placements, is_shard, layout_of, shard_dim
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.move.explicit import check_explicit
-from weft.dtensor.move.transfers import plan as move_plan
-from weft.dtensor.move.transfers import same_shard
+from weft.dtensor.move.transfers import move_plan, same_shard
 from weft.dtensor.rules.products import (
     linear_input_grad,
     linear_product,

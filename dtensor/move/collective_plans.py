@@ -28,7 +28,7 @@ from weft.dtensor.layout.boxes import (
     runs_of,
     shard_dim,
 )
-from weft.dtensor.move.transfers import STEP_BYTES, MovePlan, Step, bytes_moved, overlap, plan
+from weft.dtensor.move.transfers import STEP_BYTES, MovePlan, Step, bytes_moved, move_plan, overlap
 
 # How much longer a byte takes between hosts than inside one.
 _BETWEEN_HOSTS = 5
@@ -48,7 +48,7 @@ def collective_plan(source: Layout, target: Layout) -> MovePlan:
     check_partials(source.placements, source.dtype)
     pairs = list(zip(source.placements, target.placements, strict=False))
     if source.mesh != target.mesh or any(isinstance(b, Partial) and a != b for a, b in pairs):
-        return plan(source, target)
+        return move_plan(source, target)
     ways = _Ways(source, target)
     order = itertools.count()  # breaks ties in the heap
     # (cost of the cheapest way through `here`, or less; order; cost up to `here`; here; before it).

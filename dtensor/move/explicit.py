@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from weft.dtensor.layout.boxes import Layout
-from weft.dtensor.move.transfers import plan
+from weft.dtensor.move.transfers import move_plan
 
 
 class ExplicitRedistributionContext:
@@ -46,7 +46,7 @@ class ExplicitRedistributionContext:
         if not self._enable or source == target:
             return False
         return self._strict or not all(
-            step.is_local for step in plan(source.closed(), target.closed()).steps
+            step.is_local for step in move_plan(source.closed(), target.closed()).steps
         )
 
 

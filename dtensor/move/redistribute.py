@@ -41,7 +41,7 @@ from weft.dtensor.layout.boxes import (
 )
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import layout_name
-from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, plan
+from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +143,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
 
 
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    steps = plan(source, target).steps
+    steps = move_plan(source, target).steps
     if target.has_own_boxes:
         return steps  # no collective can move overlapping boxes
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
@@ -178,7 +178,7 @@ def redistribute_plan(
         contiguous_layout(on, normalize(placements, len(shape), on.ndim), tuple(shape), dtype)
         for on, placements in ends
     )
-    return (collective_plan if by_groups else plan)(source, target)
+    return (collective_plan if by_groups else move_plan)(source, target)
 
 
 def _group_of(step: Step) -> Group:

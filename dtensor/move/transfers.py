@@ -345,7 +345,7 @@ def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
 
 
 @lru_cache(maxsize=4096)
-def plan(source: Layout, target: Layout) -> MovePlan:
+def move_plan(source: Layout, target: Layout) -> MovePlan:
     """The cheapest way from `source` to `target`: one pull, or reduce shards, then pull.
 
     Raises:
@@ -378,7 +378,7 @@ def plan(source: Layout, target: Layout) -> MovePlan:
     return MovePlan(source, target, tuple(itertools.starmap(Step, itertools.pairwise(stops))))
 
 
-forget_meshes.append(plan.cache_clear)
+forget_meshes.append(move_plan.cache_clear)
 
 
 def _is_aligned(here: Placements, dim: int, new: Placement) -> bool:

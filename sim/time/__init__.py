@@ -2,5 +2,5 @@
 
 May import `sim.schedule`'s types. Read `trace`, `hardware`, `clock`, `timeline`, `plot`, `rotation`
 (one rank stands for all), `compiling` (what the compiler makes of a kernel); and, in closed form,
-`library` (what a user has without weft) and `fused`.
+`library` (what a user has without weft), `fused`, and `prices` of both, which plans are made by.
 """

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-MAIN = {"ops": "auto", "scaling": "host", "attention": "ring"}
+MAIN = {"ops": "auto", "scaling": "host", "attention": "ring", "plan": "plan"}
 PEERS = {
     "ops": "collective + matmul",
     "collectives": "gloo",
@@ -64,6 +64,7 @@ PEERS = {
     "redistribute": "torch",
     "scaling": "generic",
     "attention": "gather + attention",
+    "plan": "torch default",
 }
 
 

@@ -195,3 +195,29 @@ def test_doctor_tells_of_a_trial_that_failed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_geometric_mean_treats_twice_and_half_alike() -> None:
     assert rows.geometric_mean([0.5, 2.0]) == pytest.approx(1)
+
+
+def test_plan_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from weft.bench.commands import plan
+
+    options = ["--mesh", "2x4", "--hardware", "h100", "--layers", "2", "--tokens", "512"]
+    picture = tmp_path / "plan.svg"
+    assert plan.main([*options, "--memory", "80GB", "--plot", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("plan for a mesh of 2x4, by rates of H100, 80 GB a rank")
+    assert all(name in told for name in ("Megatron", "torch default", "FSDP alone"))
+    assert "ms of a step" in picture.read_text() or picture.stat().st_size > 10_000
+    assert plan.main([*options, "--model", "mixtral", "--batch", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    others = [each["step_us"] for each in found["beside"].values() if isinstance(each, dict)]
+    assert found["step_us"] <= min(others) and found["rows"] and found["placements"]
+    assert plan.main([*options, "--memory", "10MB"]) == 1
+    assert "fits 10 MB a rank: the least is" in capsys.readouterr().err
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import torch\ndef example():\n    return torch.nn.Linear(64, 64), torch.zeros(8, 64)\n"
+    )
+    assert plan.main(["--model", f"{own}:example", "--mesh", "4"]) == 0
+    assert "plan for a mesh of 4, by rates of cpu" in capsys.readouterr().out
+    assert plan.main(["--model", f"{own}:other"]) == 1
+    assert "the file has no other" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from weft.dtensor import (
     redistribute_plan,
 )
 from weft.dtensor.layout.boxes import layout_of
-from weft.dtensor.move.transfers import plan
+from weft.dtensor.move.transfers import move_plan
 from weft.dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -47,11 +47,13 @@ def test_making() -> None:
     assert torch.equal(own.to_local(), whole + rank)
     last = distribute_tensor(whole + rank, mesh, [Shard(1)], src_data_rank=mesh.size() - 1)
     assert torch.equal(last.full_tensor(), whole + mesh.size() - 1)
-    planned = plan.cache_info().misses
+    planned = move_plan.cache_info().misses
     again = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None).to_local()
     assert torch.equal(again, whole) and again.data_ptr() != whole.data_ptr()
     distribute_tensor(whole, mesh, [Shard(0)])
-    assert plan.cache_info().misses == planned  # calls alike are planned once, and keep nothing
+    assert (
+        move_plan.cache_info().misses == planned
+    )  # calls alike are planned once, and keep nothing
     assert distribute_tensor(spread, mesh, [Shard(0)]) is spread
     with pytest.raises(ValueError, match="different placements"):
         distribute_tensor(spread, mesh, [Shard(1)])

@@ -95,6 +95,9 @@ def test_nothing_moves_unasked() -> None:
             (rows + columns.redistribute(placements=[Shard(0)])).full_tensor(), 2 * whole
         )
         rows + same  # cut on each rank: nothing is received
+        with refused:
+            rows[:3]  # a view, of what other ranks have
+        assert rows[:, :3].placements == (Shard(0),)
         q, k = (distribute_tensor(torch.ones(1, n, 3, 2), mesh, [Shard(1)]) for n in (4, 2))
         functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)  # heads of one rank
         with ExplicitRedistributionContext(enable=False):

@@ -18,7 +18,7 @@ from weft.dtensor import Partial, Replicate, Shard
 from weft.dtensor.layout.boxes import Layout, chunk, contiguous_stride, layout_of, normalize
 from weft.dtensor.move import collective_plans
 from weft.dtensor.move.collective_plans import collective_plan
-from weft.dtensor.move.transfers import MovePlan, plan
+from weft.dtensor.move.transfers import MovePlan, move_plan
 from weft.dtensor.rules.attention import attention_plan
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
@@ -118,7 +118,7 @@ def _lower_bound(source: Layout, target: Layout) -> list[int]:
 def test_pulls_move_the_fewest_bytes(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     layouts = [layout(shape, mesh, p) for p in placements_of(len(shape), len(mesh))]
     for source, target in itertools.product(layouts, layouts):
-        found = plan(source, target)
+        found = move_plan(source, target)
         assert found.bytes_received == (
             [0] * math.prod(mesh) if source is target else _lower_bound(source, target)
         )
@@ -197,7 +197,7 @@ def _totals(mesh: tuple[int, ...], every_nth: int) -> tuple[float, float, float]
                 continue
             size = (512, 512, 512)
             start, goal = layout(size, mesh, source), layout(size, mesh, target)
-            ours, theirs = _full_tensors(plan(start, goal)), reachable[_cuts(target)]
+            ours, theirs = _full_tensors(move_plan(start, goal)), reachable[_cuts(target)]
             assert ours <= theirs + 1e-9, (source, target, ours, theirs)
             if Partial() in source:
                 sums[1] += ours
@@ -277,7 +277,7 @@ def test_what_is_left_of_a_way_is_never_priced_too_high(
 
 
 def test_plans_print_their_steps() -> None:
-    found = plan(layout((4, 4), (2,), [Shard(0)]), layout((4, 4), (2,), [Shard(1)]))
+    found = move_plan(layout((4, 4), (2,), [Shard(0)]), layout((4, 4), (2,), [Shard(1)]))
     assert str(found) == (
         "float32[4, 4] [S(0)] on [2] -> float32[4, 4] [S(1)] on [2]: 1 steps\n"
         "  [S(0)] -> [S(1)]: pull, at most 16 bytes a rank"
@@ -286,7 +286,7 @@ def test_plans_print_their_steps() -> None:
 
 def test_sums_and_maxima_do_not_mix() -> None:
     with pytest.raises(ValueError, match="Mixed Partial reduce types"):
-        plan(
+        move_plan(
             layout((4,), (2, 2), [Partial("sum"), Partial("max")]),
             layout((4,), (2, 2), [Replicate(), Replicate()]),
         )

@@ -201,7 +201,7 @@ def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> N
     code = """
 import json, sys, time
 from tools import gpu_report, gpu_steps
-report = gpu_report.GpuReport(gpu_steps.Plan(**json.loads(sys.argv[-1])))
+report = gpu_report.GpuReport(gpu_steps.StepPlan(**json.loads(sys.argv[-1])))
 report.begin("doctor")
 time.sleep(600)
 """
@@ -226,7 +226,7 @@ def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path)
     code = """
 import sys, threading, time
 from tools import gpu_report, gpu_steps
-plan = gpu_steps.Plan("solo", (), sys.argv[1], sys.argv[1], "cpu", True, time.time() + 60)
+plan = gpu_steps.StepPlan("solo", (), sys.argv[1], sys.argv[1], "cpu", True, time.time() + 60)
 report = gpu_report.GpuReport(plan)
 with report.case("a", 0.5):
     report.launches.note(1, "_some_kernel[8] W=2")

@@ -57,9 +57,9 @@ LEVELS = {
         rules
         fused
         api debug experimental
-        interop
+        interop parallel
+        plans
         .
-        parallel
     """,
     "sim": """
         errors observer progress_bar unwaited

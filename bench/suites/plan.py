@@ -1,0 +1,131 @@
+"""The training step of a model by `weft.dtensor.plan`, beside plans that people make by hand.
+
+    Llama              the demo's
+    Mixtral            the same with four experts a layer, all on all tokens
+
+Variants: the plan by this machine's rates; Megatron's plan, torch's default, FSDP alone and data
+parallelism alone, as far as the model and the ranks allow them. The bound, "arithmetic", is the
+step of one process with a rank's share of the sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.bench.blocks.tensor_parallel import mesh_of_ranks
+from weft.bench.problem import Call, Options, Prepared, Spec, arrived
+from weft.demo.data import standard_library
+from weft.demo.model import Llama, LlamaShape
+
+NAME = "plan"
+WORLD: Literal["ranks", "one"] = "ranks"
+
+_MAIN, _PEER, _EXPERTS = "plan", "torch default", 4
+
+
+def cases(options: Options) -> list[Spec]:
+    """Two models of one shape."""
+    if options.shapes:
+        raise ValueError(f"{NAME} takes no --shapes: it is weft demo's Llama, and one with experts")
+    W = options.ranks
+    kv_heads = W * max(1, 4 // W)
+    heads = 2 * kv_heads
+    if options.quick:
+        shape, batch = LlamaShape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
+    else:
+        shape, batch = LlamaShape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
+    sizes = f"{shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}"
+    params = {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name}
+    return [
+        Spec(f"{name} {sizes}", params | {"experts": experts})
+        for name, experts in (("Llama", 0), ("Mixtral", _EXPERTS))
+    ]
+
+
+class _Experts(nn.Module):
+    """Feed-forward layers, each token's results weighted by its two best."""
+
+    def __init__(self, ffns: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, len(ffns), bias=False)
+        self.ffns = nn.ModuleList(ffns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best, index = self.router(x).topk(2, dim=-1)
+        weights = torch.zeros(*x.shape[:-1], len(self.ffns), dtype=x.dtype, device=x.device)
+        weights = weights.scatter(-1, index, best.softmax(-1))
+        y: Any = 0
+        for i, ffn in enumerate(self.ffns):
+            y = y + weights[..., i : i + 1] * ffn(x)
+        result: torch.Tensor = y
+        return result
+
+
+def prepare(spec: Spec, options: Options) -> Prepared:
+    """The step of each variant on this rank."""
+    from weft.dtensor import Plan, plan
+
+    shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
+    tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
+    tokens, targets = tokens.to(options.device), targets.to(options.device)
+    whole = _model(shape, spec.params["experts"], options.dtype, options.device)
+    found = plan(whole, mesh_of_ranks(options.device), tokens)
+    rank, W = dist.get_rank(), dist.get_world_size()
+
+    def applied(each: Plan) -> Call:
+        parts = math.prod(each.data_dims)
+        own = [t.chunk(parts)[rank * parts // W] for t in (tokens, targets)]
+        return _stepper(each.apply(copy.deepcopy(whole)), *own, average=parts > 1)
+
+    by_hand = {name: each for name, each in found.beside.items() if isinstance(each, Plan)}
+    share = batch // W
+    oracle = _model(shape, spec.params["experts"], torch.float32, options.device)
+    alone = _stepper(copy.deepcopy(whole), tokens[:share], targets[:share], average=False)
+    return Prepared(
+        {name: applied(each) for name, each in {_MAIN: found, **by_hand}.items()},
+        {"arithmetic": alone},
+        expected=lambda: _stepper(oracle, tokens, targets, average=False)(0),
+        tolerance={torch.bfloat16: 5e-2, torch.float16: 1e-2}.get(options.dtype, 1e-4),
+        inputs=1,
+        main=_MAIN,
+        peer=_PEER,
+    )
+
+
+def _model(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    made: Any = Llama(shape)
+    for block in made.blocks if experts else ():
+        ffns = [copy.deepcopy(block.ffn) for _ in range(experts)]
+        block.ffn = _Experts(ffns, shape.d_model)
+    for parameter in made.parameters():  # rotations stay complex fp32
+        parameter.data = parameter.data.to(dtype)
+    whole: nn.Module = made.to(device)
+    return whole
+
+
+def _stepper(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, average: bool
+) -> Call:
+    """A call that makes a training step; its value: the loss of all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(_: int) -> list[torch.Tensor]:
+        logits = model(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if average:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        return [arrived(total)]
+
+    return step

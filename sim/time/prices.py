@@ -1,0 +1,92 @@
+"""What `weft.dtensor.plan` takes the parts of a step for on a chip: closed forms of this room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.collectives import protocols
+from weft.collectives.protocols import Collective
+from weft.sim.time import fused, library
+from weft.sim.time.hardware import Hardware, named
+
+if TYPE_CHECKING:
+    from weft.dtensor.plans.prices import FusedOp
+
+# The attention kernel that users have on each chip.
+_ATTENTION: dict[str, library.Attention] = {"sm_90": "FA3", "sm_100": "FA4"}
+
+
+@dataclass(frozen=True)
+class ChipPrices:
+    """`weft.dtensor.plans.prices.Prices` of a chip, by libraries and by weft's fused matmuls."""
+
+    hardware: Hardware
+
+    @property
+    def name(self) -> str:
+        return self.hardware.name
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
+        return library.matmul_us(self.hardware, M, N, K, _name_of(dtype))
+
+    def attention_us(
+        self,
+        sizes: tuple[int, int, int, int, int],
+        dtype: torch.dtype,
+        *,
+        causal: bool,
+        backward: bool,
+    ) -> float:
+        batch, heads, queries, keys, width = sizes
+        us = library.attention_us(
+            self.hardware,
+            _ATTENTION.get(self.hardware.chip, "FA2"),
+            batch=batch,
+            queries=queries,
+            keys=keys,
+            heads=heads,
+            head_dim=width,
+            causal=causal,
+            backward=backward,
+        )
+        rates = self.hardware.flops
+        return us * max(1.0, rates["bfloat16"] / rates[_name_of(dtype)])
+
+    def memory_us(self, nbytes: float) -> float:
+        return library.moved_us(self.hardware, nbytes)
+
+    def collective_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
+        on_a_host = max(self.hardware.ranks // stride, 1)
+        fabric = self.hardware.fabric(ranks, max(ranks // on_a_host, 1))
+        return protocols.nccl_us(op, nbytes, fabric)
+
+    def fused_us(
+        self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
+    ) -> float:
+        moved = M * (K if op == "all_gather_matmul" else N) * dtype.itemsize
+        apart = self.matmul_us(M, N, K, dtype)
+        apart += self.collective_us(library.COLLECTIVE_OF[op], moved, ranks)
+        if ranks > self.hardware.ranks:
+            return apart
+        own = fused.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
+        return min(own, apart)
+
+
+def prices_of(hardware: Hardware | str) -> ChipPrices:
+    """The prices of a chip, given by its description or its name.
+
+    Raises:
+        ValueError: no such chip.
+    """
+    return ChipPrices(named(hardware))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
