@@ -175,7 +175,7 @@ class Exchange:
         all signals of this one."""
         told = {}
         for peer in sorted(self._pending):
-            self._waiter.wait(peer, self.generation, self.op)
+            self._waiter.wait(peer, self.generation, op=self.op)
             self._pending.discard(peer)
             told[peer] = self._told_by(peer)
             _answer(self._ws, self.generation, {peer: told[peer]}, self._waiter.call)
