@@ -84,11 +84,15 @@ class Exchange:
         It may go on to other calls, whose signals they must not take for this one's.
         """
         self._call = _FAILED
+        self._signal_others()
+        with suppress(WeftError):  # this rank's own error is more useful
+            self._told_by_all()
+
+    def _signal_others(self) -> None:
+        """`signal` to those who have not had it: all ranks must get through the call."""
         for peer in self.peers():
             if self._waiter.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank] < self.generation:
                 self.signal(peer)
-        with suppress(WeftError):  # this rank's own error is more useful
-            self._told_by_all()
 
     def local(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """This rank's memory of this call, `offset` bytes in."""
@@ -166,6 +170,7 @@ class Exchange:
     def _refuse(self, peer: int, mine: int) -> None:
         """Raise that `peer` makes another call than `mine`, once all have come to this one."""
         told = {peer: self._told_by(peer)}
+        self._signal_others()
         _answer(self._ws, self.generation, told, mine)
         told |= self._told_by_all()
         self._call = None
@@ -181,7 +186,7 @@ class Exchange:
         all signals of this one."""
         told = {}
         for peer in sorted(self._pending):
-            self._waiter.wait(peer, self.generation, self.op)
+            self._waiter.wait(peer, self.generation, op=self.op)
             self._pending.discard(peer)
             told[peer] = self._told_by(peer)
             _answer(self._ws, self.generation, {peer: told[peer]}, self._waiter.call)

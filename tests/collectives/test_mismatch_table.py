@@ -274,7 +274,7 @@ def refused(case: str, first: Call, second: Call) -> str:
         return f"{case}: no error"
     if (took_s := time.monotonic() - start) > SOON_S:
         return f"{case}: told after {took_s:.1f} s"
-    if not re.search(r"rank 0 (called|asked).*rank 1", told):
+    if not re.search(r"rank 0 (called|asked).*rank [12]", told):
         return f"{case}: {told}"
     in_step()
     return ""
@@ -297,6 +297,8 @@ def test_each_op_beside_the_next_one() -> None:
     """A circle of all ops: the sweep has all pairs."""
     in_step()
     calls = right_calls()
+    for call in calls.values():  # so that all memory is there: see docs/reliability.md
+        call()
     names = list(calls)
     pairs = zip(names, [*names[1:], names[0]], strict=True)
     wrong = [refused(f"{a} or {b}", calls[a], calls[b]) for a, b in pairs]
@@ -308,6 +310,8 @@ def test_each_op_beside_the_next_one() -> None:
 def test_each_op_beside_every_other() -> None:
     in_step()
     calls = right_calls()
+    for call in calls.values():  # so that all memory is there: see docs/reliability.md
+        call()
     wrong = [
         refused(f"{a} or {b}", calls[a], calls[b]) for a, b in itertools.permutations(calls, 2)
     ]
